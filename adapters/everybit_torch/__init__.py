@@ -1,0 +1,1 @@
+"""everybit_torch."""

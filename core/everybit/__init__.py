@@ -1,0 +1,59 @@
+"""everybit: optimizers for PyTorch that account for every bit.
+
+An optimizer is a pure transform, written once in float32 mathematics; a typed policy says in which number format each tensor is
+stored.
+
+>>> import everybit as eb
+>>> tx = eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_adam(b2=0.95), eb.add_decayed_weights(0.1), eb.scale_by_learning_rate(3e-4))
+>>> opt = eb.with_policy(tx, eb.policies.LEAN_BF16)
+"""
+
+from everybit import policies, tree
+from everybit.aliases import adam, adamw, lion, rmsprop, sgd
+from everybit.combinators.accumulate import accumulate
+from everybit.combinators.chain import chain, named_chain
+from everybit.combinators.finite import apply_if_finite
+from everybit.combinators.masked import masked, partition
+from everybit.formats import Format, Kahan, Master, Nearest, ParamFormat, Split, StateFormat, Stochastic
+from everybit.metrics import Metrics, with_metrics
+from everybit.optimizer import Optimizer, OptimizerState, with_policy
+from everybit.policy import ByLabel, Grads, Policy, by_label
+from everybit.random_bits import Key
+from everybit.scalars import Hyperparameter, Schedule
+from everybit.schedules import (
+    constant_schedule,
+    cosine_decay_schedule,
+    join_schedules,
+    linear_schedule,
+    warmup_cosine_decay_schedule,
+    warmup_stable_decay_schedule,
+)
+from everybit.transform import Axis, Context, Local, Scope, Transform
+from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.lion import scale_by_lion
+from everybit.transforms.rms import scale_by_rms
+from everybit.transforms.stateless import (
+    clip,
+    clip_by_global_norm,
+    identity,
+    scale,
+    scale_by_learning_rate,
+    scale_by_sign,
+    set_to_zero,
+)
+from everybit.transforms.trace import trace
+from everybit.transforms.weight_decay import add_decayed_weights, subtract_decayed_weights
+from everybit.tree import Slot, state
+from everybit.update import apply_updates
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Axis", "ByLabel", "Context", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Metrics", "Nearest",
+    "Optimizer", "OptimizerState", "ParamFormat", "Policy", "Schedule", "Scope", "Slot", "Split", "StateFormat", "Stochastic",
+    "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite", "apply_updates", "by_label", "chain", "clip",
+    "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion",
+    "masked", "named_chain", "partition", "policies", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion",
+    "scale_by_rms", "scale_by_sign", "set_to_zero", "sgd", "state", "subtract_decayed_weights", "trace", "tree",
+    "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+]  # fmt: skip

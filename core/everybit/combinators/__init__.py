@@ -1,0 +1,1 @@
+"""Transforms made of transforms."""

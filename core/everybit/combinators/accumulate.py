@@ -1,0 +1,83 @@
+"""Several gradients for one update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from everybit import tree
+from everybit.combinators.chain import zero_step
+from everybit.scalars import Hyperparameter
+from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class AccumulateState(Generic[P]):
+    """``step`` counts updates made, ``count`` the gradients since the last one (both int64, 0-d); ``gradient`` is their mean."""
+
+    step: Tensor
+    count: Tensor
+    gradient: Slot[P]
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    r"""Collect gradients, and let the inner transform see their mean every ``every`` steps; in between, updates are zero.
+
+    The mean is kept as a running one, :math:`a \leftarrow a + (g - a) / k`, which neither overflows nor loses the small gradients as a
+    sum does. Whether an update is made is decided on the device: the inner update is computed each time, and kept when it counts.
+
+    Args:
+        transform: What the mean goes through.
+        every: Gradients per update, at least 1.
+
+    Raises:
+        ValueError: ``every`` below 1.
+    """
+
+    transform: Transform[Any]
+    every: int
+
+    def __post_init__(self) -> None:
+        require_transform(self.transform, who="accumulate")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every: got {self.every!r}; accepted is a whole number of gradients, at least 1.")
+
+    @property
+    def scope(self) -> Scope:
+        """That of the inner transform."""
+        return self.transform.scope
+
+    def second_moments(self) -> dict[str, Hyperparameter]:
+        """Those of the inner transform."""
+        return second_moments(self.transform)
+
+    def init(self, params: P) -> AccumulateState[P]:
+        """No gradients yet."""
+        return AccumulateState(
+            zero_step(params), zero_step(params), tree.zeros_like(params), self.transform.init(params)
+        )
+
+    def update(
+        self, updates: P, state: AccumulateState[Any], params: P, ctx: Context = ALONE
+    ) -> tuple[P, AccumulateState[P]]:
+        """The inner update of the mean, or zero."""
+        count = state.count + 1
+        mean = tree.map(lambda g, a: a + (g - a) / count, updates, state.gradient)
+        due = count == self.every
+        step = state.step + due
+        inner_updates, inner = self.transform.update(mean, state.inner, params, ctx.at(state.step + 1))
+        none = tree.zeros_like(updates)
+        return tree.where(due, inner_updates, none), AccumulateState(
+            step, count * ~due, tree.where(due, none, mean), tree.where(due, inner, state.inner)
+        )
+
+
+accumulate = Accumulate

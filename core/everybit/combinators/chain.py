@@ -1,0 +1,143 @@
+"""One transform after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.scalars import Hyperparameter
+from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments, strictest
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class ChainState:
+    """``step`` counts the updates done (int64, 0-d), once for the whole chain; ``states`` are those of its transforms."""
+
+    step: Tensor
+    states: tuple[Any, ...]
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class NamedChainState:
+    """As :class:`ChainState`, by name."""
+
+    step: Tensor
+    states: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Transforms applied left to right."""
+
+    transforms: tuple[Transform[Any], ...]
+
+    def __post_init__(self) -> None:
+        for index, transform in enumerate(self.transforms):
+            require_transform(transform, who=f"chain, argument {index}")
+
+    @property
+    def scope(self) -> Scope:
+        """The strictest of the parts."""
+        return strictest(self.transforms)
+
+    def second_moments(self) -> dict[str, Hyperparameter]:
+        """Those of the parts."""
+        return merged_second_moments(self.transforms)
+
+    def init(self, params: P) -> ChainState:
+        """Each part's state."""
+        return ChainState(zero_step(params), tuple(transform.init(params) for transform in self.transforms))
+
+    def update(self, updates: P, state: ChainState, params: P, ctx: Context = ALONE) -> tuple[P, ChainState]:
+        """Each part's update, of what the one before it gave."""
+        step = state.step + 1
+        ctx = ctx.at(step)
+        states = []
+        for transform, inner in zip(self.transforms, state.states, strict=True):
+            updates, inner = transform.update(updates, inner, params, ctx)
+            states.append(inner)
+        return updates, ChainState(step, tuple(states))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChain:
+    """Transforms with names, applied in order; their states are found by name."""
+
+    transforms: Mapping[str, Transform[Any]] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        for name, transform in self.transforms.items():
+            require_transform(transform, who=f"named_chain, {name!r}")
+
+    @property
+    def scope(self) -> Scope:
+        """The strictest of the parts."""
+        return strictest(tuple(self.transforms.values()))
+
+    def second_moments(self) -> dict[str, Hyperparameter]:
+        """Those of the parts."""
+        return merged_second_moments(tuple(self.transforms.values()))
+
+    def init(self, params: P) -> NamedChainState:
+        """Each part's state, by its name."""
+        states = {name: transform.init(params) for name, transform in self.transforms.items()}
+        return NamedChainState(zero_step(params), states)
+
+    def update(self, updates: P, state: NamedChainState, params: P, ctx: Context = ALONE) -> tuple[P, NamedChainState]:
+        """Each part's update, of what the one before it gave."""
+        step = state.step + 1
+        ctx = ctx.at(step)
+        states = {}
+        for name, transform in self.transforms.items():
+            updates, states[name] = transform.update(updates, state.states[name], params, ctx)
+        return updates, NamedChainState(step, states)
+
+
+def chain(*transforms: Transform[Any]) -> Chain:
+    """Apply ``transforms`` left to right; the chain counts the steps for all of them.
+
+    Raises:
+        TypeError: An argument that is no transform, such as an ``Optimizer``.
+
+    Example:
+        >>> import everybit as eb
+        >>> eb.chain(eb.scale_by_adam(b2=0.95), eb.scale_by_learning_rate(3e-4)).scope
+        'element'
+    """
+    return Chain(transforms)
+
+
+def named_chain(transforms: Mapping[str, Transform[Any]]) -> NamedChain:
+    """Apply the transforms in the mapping's order; ``state.states["name"]`` is the state of each.
+
+    Raises:
+        TypeError: A value that is no transform.
+    """
+    return NamedChain(dict(transforms))
+
+
+def zero_step(params: object) -> Tensor:
+    """A counter at zero, where the parameters are."""
+    leaves = tree.leaves(params)
+    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+
+
+def merged_second_moments(transforms: tuple[Transform[Any], ...]) -> dict[str, Hyperparameter]:
+    """The running squares of several transforms; of two with one name, the slower decay, which is the harder to store."""
+    merged: dict[str, Hyperparameter] = {}
+    for transform in transforms:
+        for name, decay in second_moments(transform).items():
+            known = merged.get(name)
+            if isinstance(known, (int, float)) and isinstance(decay, (int, float)):
+                decay = max(known, decay)
+            merged[name] = decay
+    return merged

@@ -1,0 +1,81 @@
+"""No update from a gradient that is not a number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.combinators.chain import zero_step
+from everybit.scalars import Hyperparameter
+from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class ApplyIfFiniteState:
+    """Counters, int64 and 0-d: ``step`` updates made, ``skipped`` in all, ``consecutive`` skipped since the last one made."""
+
+    step: Tensor
+    skipped: Tensor
+    consecutive: Tensor
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyIfFinite:
+    """Skip a step whose gradients hold an infinity or NaN: the update is zero and the inner state stays as it was.
+
+    All shards agree, through ``ctx.axis``. The decision is made on the device; the host never waits. Look at ``state.skipped``
+    when it suits you.
+
+    Args:
+        transform: What finite gradients go through.
+        max_consecutive: After so many skipped in a row the update is let through, so that a run that has broken is seen to be broken.
+            None: skip forever.
+    """
+
+    transform: Transform[Any]
+    max_consecutive: int | None = None
+
+    def __post_init__(self) -> None:
+        require_transform(self.transform, who="apply_if_finite")
+        limit = self.max_consecutive
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise ValueError(f"max_consecutive: got {limit!r}; accepted is a whole number, at least 0, or None.")
+
+    @property
+    def scope(self) -> Scope:
+        """The whole tree: one bad element stops all."""
+        return "tree"
+
+    def second_moments(self) -> dict[str, Hyperparameter]:
+        """Those of the inner transform."""
+        return second_moments(self.transform)
+
+    def init(self, params: P) -> ApplyIfFiniteState:
+        """Nothing skipped yet."""
+        return ApplyIfFiniteState(zero_step(params), zero_step(params), zero_step(params), self.transform.init(params))
+
+    def update(
+        self, updates: P, state: ApplyIfFiniteState, params: P, ctx: Context = ALONE
+    ) -> tuple[P, ApplyIfFiniteState]:
+        """The inner update, or zero."""
+        bad = ctx.axis.max((~tree.all_finite(updates)).long())
+        apply = bad == 0
+        consecutive = torch.where(apply, 0, state.consecutive + 1)
+        if self.max_consecutive is not None:
+            apply = apply | (consecutive > self.max_consecutive)
+        inner_updates, inner = self.transform.update(updates, state.inner, params, ctx.at(state.step + 1))
+        chosen = tree.where(apply, inner_updates, tree.zeros_like(updates))
+        return chosen, ApplyIfFiniteState(
+            state.step + apply, state.skipped + ~apply, consecutive, tree.where(apply, inner, state.inner)
+        )
+
+
+apply_if_finite = ApplyIfFinite

@@ -1,0 +1,180 @@
+"""A transform for some of the leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from everybit import tree
+from everybit.combinators.chain import merged_second_moments
+from everybit.scalars import Hyperparameter
+from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments, strictest
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class MaskedState:
+    """The inner transform's state, with holes (``None``) where the mask is False."""
+
+    inner: Any
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class PartitionState:
+    """Each label's state, with holes where the label is another."""
+
+    by_label: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """The inner transform sees the selected leaves; the others pass unchanged and have no state."""
+
+    transform: Transform[Any]
+    mask: Any = field(hash=False)
+
+    def __post_init__(self) -> None:
+        require_transform(self.transform, who="masked")
+
+    @property
+    def scope(self) -> Scope:
+        """That of the inner transform, but at least whole tensors: an element does not know its leaf."""
+        return "tensor" if self.transform.scope == "element" else self.transform.scope
+
+    def second_moments(self) -> dict[str, Hyperparameter]:
+        """Those of the inner transform."""
+        return second_moments(self.transform)
+
+    def init(self, params: P) -> MaskedState:
+        """The inner state of the selected leaves."""
+        return MaskedState(self.transform.init(_select(params, _mask(self.mask, params))))
+
+    def update(self, updates: P, state: MaskedState, params: P, ctx: Context = ALONE) -> tuple[P, MaskedState]:
+        """The inner update where selected, else what came in."""
+        chosen = _mask(self.mask, params)
+        inner_updates, inner = self.transform.update(
+            _select(updates, chosen), state.inner, _select(params, chosen), ctx
+        )
+        return _merge(updates, inner_updates), MaskedState(inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Each leaf is handled by the transform of its label."""
+
+    transforms: Mapping[str, Transform[Any]] = field(hash=False)
+    labels: Any = field(hash=False)
+
+    def __post_init__(self) -> None:
+        for name, transform in self.transforms.items():
+            require_transform(transform, who=f"partition, {name!r}")
+
+    @property
+    def scope(self) -> Scope:
+        """The strictest of the parts, but at least whole tensors: an element does not know its label."""
+        scope = strictest(tuple(self.transforms.values()))
+        return "tensor" if scope == "element" else scope
+
+    def second_moments(self) -> dict[str, Hyperparameter]:
+        """Those of the parts."""
+        return merged_second_moments(tuple(self.transforms.values()))
+
+    def init(self, params: P) -> PartitionState:
+        """Each label's state of its leaves."""
+        labels = self._labels(params)
+        unused = [name for name in self.transforms if name not in labels]
+        if unused:
+            raise ValueError(
+                f"partition: no parameter is labelled {', '.join(map(repr, unused))}; the labels given are"
+                f" {', '.join(map(repr, dict.fromkeys(labels)))}. Drop the transform, or mend the labels."
+            )
+        states = {
+            name: transform.init(_select(params, [label == name for label in labels]))
+            for name, transform in self.transforms.items()
+        }
+        return PartitionState(states)
+
+    def update(self, updates: P, state: PartitionState, params: P, ctx: Context = ALONE) -> tuple[P, PartitionState]:
+        """Each label's update of its leaves."""
+        labels = self._labels(params)
+        merged, states = updates, {}
+        for name, transform in self.transforms.items():
+            chosen = [label == name for label in labels]
+            inner_updates, states[name] = transform.update(
+                _select(updates, chosen), state.by_label[name], _select(params, chosen), ctx
+            )
+            merged = _merge(merged, inner_updates)
+        return merged, PartitionState(states)
+
+    def _labels(self, params: object) -> list[str]:
+        labels = tree.label(self.labels, params)
+        for index, label in enumerate(labels):
+            if label not in self.transforms:
+                raise ValueError(
+                    f"partition: params{tree.paths(params)[index]} is labelled {label!r}, for which there is no transform;"
+                    f" there is one for {', '.join(map(repr, self.transforms))}."
+                )
+        return labels
+
+
+def masked(
+    transform: Transform[Any], mask: object = None, *, where: Callable[[str, Tensor], bool] | None = None
+) -> Masked:
+    """Apply ``transform`` to some leaves only; the others pass unchanged, and no state is kept for them.
+
+    Args:
+        transform: What to apply.
+        mask: A tree of bools whose structure is a prefix of the parameters'.
+        where: Instead of a mask, a function of (path, parameter); see :func:`everybit.tree.paths` for how paths are written.
+
+    Raises:
+        TypeError: Neither or both of ``mask`` and ``where``, or a transform that is none.
+
+    Example:
+        >>> import everybit as eb
+        >>> decay = eb.masked(eb.add_decayed_weights(0.1), where=lambda path, p: p.ndim > 1)
+    """
+    if (mask is None) == (where is None):
+        raise TypeError("masked: give either mask=, a tree of bools, or where=, a function of (path, parameter).")
+    return Masked(transform, where if mask is None else mask)
+
+
+def partition(transforms: Mapping[str, Transform[Any]], labels: Callable[[str, Tensor], str] | object) -> Partition:
+    """Apply to each leaf the transform of its label. Leaves given :func:`set_to_zero` are frozen, and have no state.
+
+    Args:
+        transforms: Transform for each label.
+        labels: A tree of labels whose structure is a prefix of the parameters', or a function of (path, parameter).
+
+    Raises:
+        TypeError: A value that is no transform.
+        ValueError: From ``init``: a label without transform, or a transform without parameters; the message names them.
+    """
+    return Partition(dict(transforms), labels)
+
+
+def _mask(mask: object, params: object) -> list[bool]:
+    chosen = tree.label(mask, params)
+    for index, value in enumerate(chosen):
+        if not isinstance(value, bool):
+            raise TypeError(f"masked: mask{tree.paths(params)[index]}: got {value!r}; accepted are True and False.")
+    return chosen
+
+
+def _select(values: P, chosen: list[bool]) -> P:
+    return tree.replace(
+        values, [leaf if keep else None for leaf, keep in zip(tree.leaves(values), chosen, strict=True)]
+    )
+
+
+def _merge(values: P, replacements: object) -> P:
+    """``values`` with every leaf replaced for which ``replacements`` has one."""
+    new = tree.slots_of(values, replacements)
+    old = tree.leaves(values)
+    return tree.replace(values, [b if a is None else a for a, b in zip(new, old, strict=True)])

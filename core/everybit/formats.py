@@ -1,0 +1,358 @@
+"""Formats: how a number computed in float32 is kept in fewer bits.
+
+A format is a pair of pure functions. ``encode`` turns what was computed into *parts* to store, ``decode`` turns them back. For a
+parameter the first part is the model's own tensor and the rest lives in the optimizer's state; for a slot of the state all parts
+live there. The optimizer never knows. Compensation of a parameter, of the second moment and of an average is therefore one piece
+of code, and weight decay, being part of the update, is always inside it.
+
+=====================  ====================  ========================================  ==============================
+format                 parts                 error of one encode, relative to ``|x|``   bytes (bfloat16 value)
+=====================  ====================  ========================================  ==============================
+``Nearest``            value                 2**-8                                     2
+``Stochastic``         value                 2**-7, zero on average                    2
+``Kahan``              value, residual       2**-16 / 2**-19 / exact                   2 + 2 / 2 + 2 / 2 + 4
+``Split(16)``          value, remainder      exact                                     2 + 2
+``Split(8)``           value, remainder      2**-16                                    2 + 1
+``Master``             value, main           exact                                     2 + 4
+=====================  ====================  ========================================  ==============================
+
+Parameters are public: anyone may zero or overwrite the model's tensor between two steps. Each two-part format therefore decides on
+``decode`` whether the second part still belongs to the first, and drops it if not. The result is never NaN unless the value is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import rounding
+from everybit.dtypes import (
+    FLOAT_DTYPES,
+    LOW_DTYPES,
+    ComputeDType,
+    FloatDType,
+    LowDType,
+    require_member,
+    torch_dtype,
+)
+from everybit.random_bits import Key
+
+Rounding = Literal["nearest", "stochastic"]
+Parts = tuple[Tensor, ...]
+F = TypeVar("F", bound="Format")
+
+
+class Format(Protocol):
+    """A pair of pure functions between the computed value and what is stored of it."""
+
+    part_names: ClassVar[tuple[str, ...]]
+
+    def resolved(self, model: FloatDType) -> Format:
+        """This format with every dtype named; ``model`` stands in where the dtype was left to the context."""
+        ...
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype of each part; needs a resolved format."""
+        ...
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """The parts that keep ``x``, in its shape. ``key`` names the random bits, for formats that draw any."""
+        ...
+
+    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+        """The number that the parts keep, in the compute dtype."""
+        ...
+
+
+def _chosen(dtype: FloatDType | None, who: Format) -> FloatDType:
+    if dtype is None:
+        raise ValueError(f"{who}: its dtype was left to the context; call .resolved(dtype) first.")
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """One tensor, rounded to the nearest value, ties to even.
+
+    Args:
+        dtype: What it is stored in. None: the model's own dtype for parameters, the compute dtype for state.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = ("value",)
+    dtype: FloatDType | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            require_member(self.dtype, FLOAT_DTYPES, field="Nearest.dtype")
+
+    def resolved(self, model: FloatDType) -> Nearest:
+        """With ``dtype`` named."""
+        return self if self.dtype is not None else Nearest(model)
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the value."""
+        return (torch_dtype(_chosen(self.dtype, self)),)
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """Round once."""
+        dtype = _chosen(self.dtype, self)
+        if dtype in ("bfloat16", "float16"):
+            return (rounding.narrow(rounding.nearest(x.float(), dtype), dtype),)
+        return (x.to(torch_dtype(dtype)),)
+
+    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+        """Exactly."""
+        return rounding.widen(parts[0]).to(torch_dtype(compute))
+
+
+@dataclass(frozen=True, slots=True)
+class Stochastic:
+    """One 16-bit tensor, rounded up or down at random so that the expectation is right (Gupta et al. 2015, arXiv:1502.02551).
+
+    Nothing is ever lost on average, whatever the size of the update; the price is noise of up to one unit in the last place a step.
+    The bits come from (seed, step, global element index): see :mod:`everybit.random_bits`.
+
+    Args:
+        dtype: What it is stored in. None: the model's own dtype for parameters, bfloat16 for state.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = ("value",)
+    dtype: LowDType | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            require_member(self.dtype, LOW_DTYPES, field="Stochastic.dtype")
+
+    def resolved(self, model: FloatDType) -> Stochastic:
+        """With ``dtype`` named."""
+        return self if self.dtype is not None else Stochastic(_low(model, "Stochastic"))
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the value."""
+        return (torch_dtype(_chosen(self.dtype, self)),)
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """Round once, at random."""
+        dtype = _low(_chosen(self.dtype, self), "Stochastic")
+        return (rounding.narrow(rounding.stochastic(x, dtype, key.bits(x)), dtype),)
+
+    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+        """Exactly."""
+        return rounding.widen(parts[0]).to(torch_dtype(compute))
+
+
+@dataclass(frozen=True, slots=True)
+class Kahan:
+    """A 16-bit value and the residual it could not hold (Kahan 1965, https://doi.org/10.1145/363707.363723).
+
+    ``value`` is ``x`` rounded to nearest, ``residual`` is ``x - value`` rounded to its own dtype. A bfloat16 residual keeps about 16
+    significant bits: updates smaller than about ``2**-17 |x|`` stop the number, unless the residual is rounded stochastically.
+    A float16 residual keeps three bits more while ``|x|`` is above about 1e-3, and less below, where it underflows.
+
+    Args:
+        residual: dtype of the residual.
+        rounding: How the residual is rounded: ``"stochastic"`` has no smallest update, and a little noise.
+        value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = ("value", "residual")
+    residual: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    rounding: Rounding = "nearest"
+    value: LowDType | None = None
+
+    def __post_init__(self) -> None:
+        require_member(self.residual, ("bfloat16", "float16", "float32"), field="Kahan.residual")
+        require_member(self.rounding, ("nearest", "stochastic"), field="Kahan.rounding")
+        if self.value is not None:
+            require_member(self.value, LOW_DTYPES, field="Kahan.value")
+
+    def resolved(self, model: FloatDType) -> Kahan:
+        """With ``value`` named."""
+        return self if self.value is not None else replace(self, value=_low(model, "Kahan"))
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the value and the residual."""
+        return torch_dtype(_chosen(self.value, self)), torch_dtype(self.residual)
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """Split into what the value holds and what is left."""
+        dtype = _low(_chosen(self.value, self), "Kahan")
+        value = rounding.nearest(x, dtype)
+        # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz).
+        residual = torch.where(torch.isfinite(value), x - value, 0.0)
+        if self.residual != "float32":
+            if self.residual == "float16":
+                residual = residual.clamp(-rounding.FLOAT16_MAX, rounding.FLOAT16_MAX)
+            if self.rounding == "stochastic":
+                residual = rounding.stochastic(residual, self.residual, key.bits(x))
+            else:
+                residual = rounding.nearest(residual, self.residual)
+        return rounding.narrow(value, dtype), rounding.narrow(residual, self.residual)
+
+    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+        """The sum, unless the residual is more than half a unit in the last place: then somebody wrote to the value since."""
+        value, residual = rounding.widen(parts[0]), rounding.widen(parts[1])
+        reach = rounding.half_ulp(value, _low(_chosen(self.value, self), "Kahan"))
+        # An infinite value has an infinite reach, and infinity + residual is infinity.
+        return torch.where(residual.abs() <= reach, value + residual, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A 16-bit value and the low bits that it left out, as an integer.
+
+    The float32 bits are rounded to the value's (nearest, ties away from zero); the remainder is the signed difference of the two bit
+    patterns. ``Split(16)`` keeps float32 exactly, in 4 bytes, where the value is bfloat16, or float16 in its normal range; rounding
+    ties to even would need one remainder more than an int16 has. ``Split(8)`` first rounds float32 to 24 bits, in 3 bytes.
+
+    Args:
+        bits: Of the remainder, 16 or 8.
+        rounding: How ``Split(8)`` drops what does not fit: ``"stochastic"`` has no smallest update.
+        value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = ("value", "remainder")
+    bits: Literal[8, 16] = 16
+    rounding: Rounding = "nearest"
+    value: LowDType | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or self.bits not in (8, 16):
+            raise ValueError(f"Split.bits: got {self.bits!r}; accepted are 8 and 16.")
+        require_member(self.rounding, ("nearest", "stochastic"), field="Split.rounding")
+        if self.value is not None:
+            require_member(self.value, LOW_DTYPES, field="Split.value")
+
+    def resolved(self, model: FloatDType) -> Split:
+        """With ``value`` named."""
+        return self if self.value is not None else replace(self, value=_low(model, "Split"))
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the value and the remainder."""
+        return torch_dtype(_chosen(self.value, self)), torch.int16 if self.bits == 16 else torch.int8
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """Cut the bits in two."""
+        if _chosen(self.value, self) == "float16":
+            return self._encode_float16(x, key)
+        kept = self._drop(x.view(torch.int32), 16 - self.bits, key)
+        # The upper half, half-way cases away from zero: then the difference always fits.
+        upper = (kept + 0x8000) & -0x10000
+        remainder = (kept - upper) >> (16 - self.bits)
+        finite = torch.isfinite(x)
+        value = torch.where(finite, upper.view(torch.float32), x)
+        return rounding.narrow(value, "bfloat16"), self._as_integer(torch.where(finite, remainder, 0))
+
+    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+        """Put the bits together; where that gives NaN and the value is not, the remainder belongs to another value."""
+        value, remainder = rounding.widen(parts[0]), parts[1].to(torch.int32)
+        if _chosen(self.value, self) == "float16":
+            return self._decode_float16(value, remainder)
+        whole = (value.view(torch.int32) + (remainder << (16 - self.bits))).view(torch.float32)
+        return torch.where(torch.isnan(whole), value, whole)
+
+    def _drop(self, bits: Tensor, count: int, key: Key) -> Tensor:
+        """Round a bit pattern to a multiple of ``2**count``; a carry into the exponent is the next binade, as it should be."""
+        if count == 0:
+            return bits
+        if self.rounding == "stochastic":
+            return (bits + (key.bits(bits) & ((1 << count) - 1))) & -(1 << count)
+        return (bits + (1 << (count - 1))) & -(1 << count)
+
+    def _as_integer(self, remainder: Tensor) -> Tensor:
+        return remainder.to(torch.int16 if self.bits == 16 else torch.int8)
+
+    def _encode_float16(self, x: Tensor, key: Key) -> Parts:
+        """Above 2**-14 as for bfloat16, with 13 bits cut; below, in fixed point: quanta of 2**-24, remainder in 2**-(24 + bits)."""
+        unit = max(0, 13 - self.bits)
+        kept = self._drop(x.view(torch.int32), unit, key)
+        upper = (kept + 0x1000) & -0x2000
+        quanta = x.abs().clamp(max=1.0) * 2.0**24
+        whole = torch.floor(quanta + 0.5)
+        scale = float(1 << self.bits)
+        left = (quanta - whole) * scale
+        if self.bits == 8 and self.rounding == "stochastic":
+            left = rounding.floor_stochastic(left, key.bits(x))
+        # The half-way case is the one value that rounds out of range.
+        left = torch.round(left).clamp(-scale / 2, scale / 2 - 1)
+        # Up to and including 2**-14, whose neighbours above are one quantum apart too.
+        small = whole <= 2.0**10
+        value = torch.where(small, torch.copysign(whole * 2.0**-24, x), upper.view(torch.float32))
+        remainder = torch.where(small, left.to(torch.int32), (kept - upper) >> unit)
+        beyond = ~torch.isfinite(x) | (value.abs() > rounding.FLOAT16_MAX)
+        infinite = torch.copysign(torch.full_like(x, torch.inf), x)
+        value = torch.where(beyond, torch.where(torch.isnan(x), x, infinite), value)
+        return rounding.narrow(value, "float16"), self._as_integer(torch.where(beyond, 0, remainder))
+
+    def _decode_float16(self, value: Tensor, remainder: Tensor) -> Tensor:
+        fixed = value.abs() + remainder.float() * 2.0 ** -(24 + self.bits)
+        # A zero that somebody wrote may come with a negative remainder: a magnitude is never below zero.
+        fixed = torch.copysign(fixed.clamp(min=0.0), value)
+        pattern = (value.view(torch.int32) + (remainder << max(0, 13 - self.bits))).view(torch.float32)
+        whole = torch.where(value.abs() <= rounding.FLOAT16_SMALLEST_NORMAL, fixed, pattern)
+        return torch.where(torch.isfinite(value), whole, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """For parameters: the model's tensor in its own dtype, and a main copy that the optimizer works on.
+
+    The main copy is followed as long as it rounds to the model's tensor; if it does not, somebody wrote to the model since, and what
+    was written counts.
+
+    Args:
+        dtype: Of the main copy.
+        value: dtype of the model's tensor. None: whatever it is.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = ("value", "main")
+    dtype: Literal["float32"] = "float32"
+    value: LowDType | None = None
+
+    def __post_init__(self) -> None:
+        require_member(self.dtype, ("float32",), field="Master.dtype")
+        if self.value is not None:
+            require_member(self.value, LOW_DTYPES, field="Master.value")
+
+    def resolved(self, model: FloatDType) -> Master:
+        """With ``value`` named."""
+        return self if self.value is not None else replace(self, value=_low(model, "Master"))
+
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the model's tensor and the main copy."""
+        return torch_dtype(_chosen(self.value, self)), torch_dtype(self.dtype)
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """The main copy is ``x``; the model's tensor is ``x`` rounded to nearest."""
+        dtype = _low(_chosen(self.value, self), "Master")
+        return rounding.narrow(rounding.nearest(x, dtype), dtype), x.clone()
+
+    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+        """The main copy, where it still rounds to the value."""
+        value, main = rounding.widen(parts[0]), parts[1]
+        rounded = rounding.nearest(main, _low(_chosen(self.value, self), "Master"))
+        return torch.where(rounded == value, main, value)
+
+
+StateFormat = Nearest | Stochastic | Kahan | Split
+"""What a slot of the optimizer's state may be stored in."""
+
+ParamFormat = Nearest | Stochastic | Kahan | Split | Master
+"""What a parameter may be stored in."""
+
+
+def bytes_of(format: Format) -> list[tuple[str, int]]:
+    """(part name, bytes of one element) of a resolved format."""
+    return [(name, dtype.itemsize) for name, dtype in zip(format.part_names, format.dtypes(), strict=True)]
+
+
+def _low(dtype: FloatDType, who: str) -> LowDType:
+    if dtype not in LOW_DTYPES:
+        raise ValueError(
+            f"{who} splits a number over a 16-bit tensor and something else; got a {dtype} tensor, which already holds all that"
+            f" is computed. Accepted are bfloat16 and float16 tensors; use Nearest() for {dtype}."
+        )
+    return "bfloat16" if dtype == "bfloat16" else "float16"

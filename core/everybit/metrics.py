@@ -1,0 +1,162 @@
+"""How a user sees that a policy is failing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.optimizer import Advance, Optimizer, OptimizerState
+from everybit.transform import ALONE, Context, Scope
+
+P = TypeVar("P")
+S = TypeVar("S")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What became of one step's updates. Sums, 0-d float64, so that those of several buffers or shards can be added.
+
+    Attributes:
+        lost: Elements whose update was not zero and left parameter and compensation as they were.
+        moved: Elements whose update was not zero.
+        effective: Inner product of what the parameters did with what they were meant to do.
+        intended: Sum of squares of the updates.
+        gradient: Sum of squares of the gradients.
+    """
+
+    lost: Tensor
+    moved: Tensor
+    effective: Tensor
+    intended: Tensor
+    gradient: Tensor
+
+    @property
+    def lost_share(self) -> Tensor:
+        """Share of the non-zero updates that had no effect, in [0, 1]; 0 if nothing was to move.
+
+        Under stochastic rounding most small updates have none in a given step, and the right one on average: see :attr:`edq`.
+        """
+        return torch.where(self.moved > 0, self.lost / self.moved, 0.0)
+
+    @property
+    def edq(self) -> Tensor:
+        r"""Effective descent quality: the share of the intended update that reached the weights, 1 if all of it did.
+
+        :math:`\langle \Delta p, u \rangle / \lVert u \rVert^2` with compensation counted in; Collage's EDQ (Yu et al. 2024,
+        https://arxiv.org/abs/2405.03637) over the norm of the update. 1 if nothing was to move.
+        """
+        return torch.where(self.intended > 0, self.effective / self.intended, 1.0)
+
+    @property
+    def update_norm(self) -> Tensor:
+        """Euclidean norm of the intended update."""
+        return self.intended.sqrt()
+
+    @property
+    def gradient_norm(self) -> Tensor:
+        """Euclidean norm of the gradient."""
+        return self.gradient.sqrt()
+
+    def __add__(self, other: Metrics) -> Metrics:
+        """Of both together."""
+        return Metrics(
+            self.lost + other.lost,
+            self.moved + other.moved,
+            self.effective + other.effective,
+            self.intended + other.intended,
+            self.gradient + other.gradient,
+        )
+
+    @staticmethod
+    def zero(device: torch.device | None = None) -> Metrics:
+        """Of nothing."""
+        return Metrics(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(5)))
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class MeasuredState(Generic[S]):
+    """The optimizer's state, and the metrics of the step that made it."""
+
+    optimizer: OptimizerState[S]
+    metrics: Metrics
+
+    @property
+    def step(self) -> Tensor:
+        """Calls done."""
+        return self.optimizer.step
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Generic[S]):
+    """An optimizer that measures each of its steps; made by :func:`with_metrics`."""
+
+    optimizer: Optimizer[S]
+
+    @property
+    def scope(self) -> Scope:
+        """That of the optimizer; sums over elements can be added up afterwards."""
+        return self.optimizer.scope
+
+    def init(self, params: P, ctx: Context = ALONE) -> MeasuredState[S]:
+        """As the optimizer's."""
+        leaves = tree.leaves(params)
+        return MeasuredState(self.optimizer.init(params, ctx), Metrics.zero(leaves[0].device if leaves else None))
+
+    def step(self, params: P, grads: P, state: MeasuredState[S], ctx: Context = ALONE) -> tuple[P, MeasuredState[S]]:
+        """As the optimizer's, bit for bit; ``state.metrics`` tells how it went."""
+        advance = self.optimizer.advance(params, grads, state.optimizer, ctx)
+        metrics = measure(self.optimizer, advance, ctx)
+        return advance.params, MeasuredState(advance.state, metrics)
+
+    def export_fp32(self, params: P, state: MeasuredState[S]) -> P:
+        """As the optimizer's."""
+        return self.optimizer.export_fp32(params, state.optimizer)
+
+    def import_fp32(self, weights: P, params: P, state: MeasuredState[S] | None = None) -> tuple[P, MeasuredState[S]]:
+        """As the optimizer's."""
+        new, stored = self.optimizer.import_fp32(weights, params, None if state is None else state.optimizer)
+        return new, MeasuredState(stored, Metrics.zero(stored.step.device))
+
+
+def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
+    """Measure each step: the share of lost updates, the effective descent quality, and norms; no look from the host.
+
+    Raises:
+        TypeError: ``optimizer`` was not made by ``with_policy``: what is lost depends on how it is stored.
+
+    Example:
+        >>> import torch, everybit as eb
+        >>> opt = eb.with_metrics(eb.with_policy(eb.sgd(1e-4), eb.policies.PURE_BF16))
+        >>> params = {"w": torch.ones(4, dtype=torch.bfloat16)}
+        >>> params, state = opt.step(params, {"w": torch.ones(4)}, opt.init(params))
+        >>> float(state.metrics.lost_share), float(state.metrics.edq)
+        (1.0, 0.0)
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"with_metrics: got {optimizer!r}; accepted is what with_policy(...) returns.")
+    return Measured(optimizer)
+
+
+def measure(optimizer: Optimizer[Any], advance: Advance, ctx: Context = ALONE) -> Metrics:
+    """The metrics of a step, summed over ``ctx.axis``."""
+    reached = tree.leaves(optimizer.export_fp32(advance.params, advance.state))
+    total = Metrics.zero(advance.state.step.device)
+    before, updates, grads = (ctx.axis.owned(values) for values in (advance.before, advance.updates, advance.grads))
+    for x, y, u, g in zip(tree.leaves(before), reached, tree.leaves(updates), tree.leaves(grads), strict=True):
+        moving = u != 0
+        total = total + Metrics(
+            (moving & (x == y)).sum().double(),
+            moving.sum().double(),
+            ((y - x).double() * u.double()).sum(),
+            u.double().square().sum(),
+            g.double().square().sum(),
+        )
+    return Metrics(
+        *(ctx.axis.sum(value) for value in (total.lost, total.moved, total.effective, total.intended, total.gradient))
+    )

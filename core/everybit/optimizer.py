@@ -1,0 +1,362 @@
+"""The terminal step: a transform, and a policy for how everything it touches is stored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.combinators.chain import zero_step
+from everybit.dtypes import dtype_name, torch_dtype
+from everybit.formats import Format, Parts
+from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, problems, resolve_tree
+from everybit.random_bits import Key, stream
+from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
+
+P = TypeVar("P")
+S = TypeVar("S")
+
+_PARAMS_STREAM = stream("params")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class OptimizerState(Generic[S]):
+    """All that an optimizer keeps between steps.
+
+    Attributes:
+        step: Calls done, int64, 0-d.
+        extra: For each parameter the tuple of its parts but the first, which is the model's own tensor.
+        inner: The transform's state, each slot in its policy's format: a tensor, or a tuple of parts.
+    """
+
+    step: Tensor
+    extra: Any
+    inner: S
+
+
+class Advance(NamedTuple):
+    """A step with its working shown: what metrics look at. Trees of tensors in the compute dtype, with the parameters' structure."""
+
+    params: Any
+    state: OptimizerState[Any]
+    before: Any
+    grads: Any
+    updates: Any
+    after: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer(Generic[S]):
+    """A transform under a policy: ``params, state = step(params, grads, state)``. Made by :func:`with_policy`.
+
+    ``step`` decodes what is stored, runs the transform in the compute dtype, adds the update and encodes: one rounding per tensor and
+    step, and the moments just computed are used unrounded. It mutates nothing. It is the last word, not a :class:`Transform`: there is
+    nothing to chain after it.
+    """
+
+    transform: Transform[S]
+    policy: AnyPolicy
+    seed: int = 0
+
+    @property
+    def scope(self) -> Scope:
+        """How much a step must see at once."""
+        if isinstance(self.policy, ByLabel) and self.transform.scope == "element":
+            return "tensor"
+        return self.transform.scope
+
+    def init(self, params: P, ctx: Context = ALONE) -> OptimizerState[S]:
+        """The state before the first step. Works on meta tensors, for planning.
+
+        Raises:
+            TypeError: A parameter that is not a floating-point tensor.
+            ValueError: A parameter that the policy cannot store; both messages name its path.
+        """
+        formats = resolve_tree(self.policy, params)
+        step = zero_step(params)
+        layout = _Layout(params, formats, self.seed, step, ctx)
+        values = [_widened_param(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
+        extra = [
+            one.params.encode(x, key)[1:] for x, one, key in zip(values, formats, layout.keys("params"), strict=True)
+        ]
+        inner = self.transform.init(tree.replace(params, values))
+        return OptimizerState(step, tree.replace(params, extra), layout.encode_state(inner))
+
+    def step(self, params: P, grads: P, state: OptimizerState[S], ctx: Context = ALONE) -> tuple[P, OptimizerState[S]]:
+        """One update.
+
+        Args:
+            params: The model's tensors, as stored.
+            grads: Same structure and shapes; any floating dtype not above the compute dtype.
+            state: From ``init`` or the step before.
+            ctx: What else is known; see :class:`~everybit.Context`.
+
+        Returns:
+            New parameters, of the same dtypes, and new state. Nothing that was passed in is changed.
+
+        Raises:
+            TypeError: A gradient that is complex, sparse or no floating-point tensor.
+            ValueError: Structures, shapes or formats that do not fit; the message names the path.
+        """
+        advance = self.advance(params, grads, state, ctx)
+        return advance.params, advance.state
+
+    def advance(self, params: P, grads: P, state: OptimizerState[S], ctx: Context = ALONE) -> Advance:
+        """As :meth:`step`, keeping what was computed on the way."""
+        formats = resolve_tree(self.policy, params)
+        step = state.step + 1
+        layout = _Layout(params, formats, self.seed, step, ctx)
+        values = layout.decode_params(state.extra)
+        before = tree.replace(params, values)
+        wide_grads = _widened(grads, params, formats)
+        inner = layout.decode_state(state.inner)
+
+        updates, inner = self.transform.update(wide_grads, inner, before, ctx.at(step))
+
+        after = [x + u for x, u in zip(values, tree.leaves(updates), strict=True)]
+        parts = [one.params.encode(x, key) for x, one, key in zip(after, formats, layout.keys("params"), strict=True)]
+        new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), layout.encode_state(inner))
+        return Advance(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
+
+    def export_fp32(self, params: P, state: OptimizerState[S]) -> P:
+        """The weights with all the precision that parameters and state hold together, in the compute dtype (float32).
+
+        Raises:
+            ValueError: ``state`` does not belong to ``params`` under this policy.
+        """
+        layout = _Layout(params, resolve_tree(self.policy, params), self.seed, state.step, ALONE)
+        return tree.replace(params, [value.clone() for value in layout.decode_params(state.extra)])
+
+    def import_fp32(self, weights: P, params: P, state: OptimizerState[S] | None = None) -> tuple[P, OptimizerState[S]]:
+        """Store full-precision ``weights``: the model's tensors get the rounded values, the residuals get the rest.
+
+        Args:
+            weights: float32 (or better) tensors, with the structure and shapes of ``params``.
+            params: The model's tensors, which tell how weights are stored; their values do not matter.
+            state: Its step and moments are kept. None: a fresh one.
+
+        Returns:
+            New parameters and state.
+
+        Raises:
+            ValueError: Structures or shapes differ; the message names the path.
+        """
+        tree.require_same_structure(weights, params, name="weights", reference_name="params")
+        formats = resolve_tree(self.policy, params)
+        fresh = self.init(params) if state is None else state
+        layout = _Layout(params, formats, self.seed, fresh.step, ALONE)
+        wide = _widened(weights, params, formats, name="weights")
+        parts = [
+            one.params.encode(x, key)
+            for x, one, key in zip(tree.leaves(wide), formats, layout.keys("params"), strict=True)
+        ]
+        stored = OptimizerState(fresh.step, tree.replace(params, [p[1:] for p in parts]), fresh.inner)
+        return tree.replace(params, [p[0] for p in parts]), stored
+
+    def bytes_table(self, params: object) -> dict[str, int]:
+        """Bytes that persist between steps for these parameters, by use; nothing is allocated.
+
+        Keys: ``parameter``, ``compensation`` (parts of parameters beside the model's tensor), ``gradient``, each slot by name, and
+        ``counters``.
+        """
+        shadow = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
+        formats = resolve_tree(self.policy, shadow)
+        state = self.init(shadow)
+        table = {"parameter": nbytes(shadow)}
+        if extra := nbytes(state.extra):
+            table["compensation"] = extra
+        table["gradient"] = sum(
+            leaf.numel() * torch_dtype(one.grads_main).itemsize
+            for leaf, one in zip(tree.leaves(shadow), formats, strict=True)
+        )
+        return table | state_bytes(state.inner, counters=state.step.nbytes)
+
+
+def with_policy(
+    transform: Transform[S],
+    policy: AnyPolicy,
+    *,
+    seed: int = 0,
+    unsafe: Literal["refuse", "warn", "allow"] = "refuse",
+) -> Optimizer[S]:
+    """Put ``transform`` under ``policy``.
+
+    Args:
+        transform: What computes updates.
+        policy: How everything is stored: a :class:`Policy`, or several by :func:`by_label`.
+        seed: Of the bits that stochastic rounding draws.
+        unsafe: What to do about a policy that cannot work for this transform, such as a bfloat16 second moment rounded to nearest at
+            ``b2=0.999``, which never decays: refuse it, warn and go on, or go on.
+
+    Raises:
+        TypeError: ``transform`` is no transform, or ``policy`` no policy.
+        ValueError: The policy cannot work; the message names the field, what it holds and what would work.
+
+    Example:
+        >>> import torch, everybit as eb
+        >>> opt = eb.with_policy(eb.adamw(1e-3), eb.policies.KAHAN_BF16)
+        >>> params = {"w": torch.ones(3, dtype=torch.bfloat16)}
+        >>> state = opt.init(params)
+        >>> params, state = opt.step(params, {"w": torch.ones(3, dtype=torch.bfloat16)}, state)
+        >>> opt.export_fp32(params, state)["w"]
+        tensor([0.9990, 0.9990, 0.9990])
+    """
+    require_transform(transform, who="with_policy")
+    if not isinstance(policy, (Policy, ByLabel)):
+        raise TypeError(
+            f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16, or by_label(...)."
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed: got {seed!r}; accepted is a whole number.")
+    if unsafe not in ("refuse", "warn", "allow"):
+        raise ValueError(f"unsafe: got {unsafe!r}; accepted are 'refuse', 'warn', 'allow'.")
+    if unsafe != "allow":
+        policies = policy.policies.values() if isinstance(policy, ByLabel) else [policy]
+        for problem in dict.fromkeys(found for one in policies for found in problems(one, second_moments(transform))):
+            if unsafe == "refuse":
+                raise ValueError(f"{problem} (unsafe='warn' runs it all the same.)")
+            warnings.warn(problem, stacklevel=2)
+    return Optimizer(transform, policy, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each leaf's bits come from and go to during one step."""
+
+    params: Any
+    formats: list[Resolved]
+    seed: int
+    step: Tensor
+    ctx: Context
+
+    def keys(self, name: str) -> list[Key]:
+        """A key per leaf. Elements are numbered through the leaves of one dtype, in order, as they lie in a flat buffer."""
+        offsets: dict[torch.dtype, int] = {}
+        keys = []
+        number = _PARAMS_STREAM if name == "params" else stream(name)
+        for leaf in tree.leaves(self.params):
+            offset = offsets.get(leaf.dtype, 0)
+            keys.append(Key(self.seed, self.step, number, self.ctx.first_element + offset))
+            offsets[leaf.dtype] = offset + leaf.numel()
+        return keys
+
+    def decode_params(self, extra: object) -> list[Tensor]:
+        leaves = tree.leaves(self.params)
+        try:
+            extras = tree.slots_of(self.params, extra)
+        except ValueError as error:
+            raise ValueError(f"state.extra: structure differs from params: {error}") from None
+        values = []
+        for index, (leaf, rest, one) in enumerate(zip(leaves, extras, self.formats, strict=True)):
+            parts = (leaf, *rest) if isinstance(rest, tuple) else (leaf, rest)
+            _require_parts(parts, one.params, leaf, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
+            values.append(one.params.decode(parts, one.policy.compute))
+        return values
+
+    def decode_state(self, inner: S) -> S:
+        def decode(name: str, one: Resolved, key: Key, stored: Any, where: Callable[[], str]) -> Tensor:
+            format = one.slot(name)
+            parts: Parts = stored if isinstance(stored, tuple) else (stored,)
+            _require_parts(parts, format, None, where)
+            return format.decode(parts, one.policy.compute)
+
+        return self._map_slots(decode, inner)
+
+    def encode_state(self, inner: S) -> S:
+        def encode(name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]) -> Any:
+            parts = one.slot(name).encode(value, key)
+            return parts if len(parts) > 1 else parts[0]
+
+        return self._map_slots(encode, inner)
+
+    def _map_slots(self, function: Callable[..., Any], inner: S) -> S:
+        seen: dict[str, int] = {}
+
+        def one_slot(name: str, slot: Any) -> Any:
+            # A name that comes twice in a chain draws two streams.
+            count = seen[name] = seen.get(name, 0) + 1
+            keys = self.keys(name if count == 1 else f"{name}#{count}")
+            try:
+                found = tree.slots_of(self.params, slot)
+            except ValueError as error:
+                raise ValueError(f"state.{name}: structure differs from params: {error}") from None
+            return tree.replace(
+                self.params,
+                [
+                    None
+                    if value is None
+                    else function(
+                        name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
+                    )
+                    for index, (value, one, key) in enumerate(zip(found, self.formats, keys, strict=True))
+                ],
+            )
+
+        return tree.map_slots(one_slot, inner)
+
+
+def _widened_param(leaf: Tensor, one: Resolved) -> Tensor:
+    """A parameter as stored, in the compute dtype; never the parameter itself, which a transform might keep in its state."""
+    value = leaf.detach().to(torch_dtype(one.policy.compute))
+    return value.clone() if value.dtype is leaf.dtype else value
+
+
+def nbytes(values: object) -> int:
+    """Bytes of all the tensors in a tree."""
+    return sum(leaf.numel() * leaf.dtype.itemsize for leaf in tree.leaves(values))
+
+
+def state_bytes(inner: object, *, counters: int = 0) -> dict[str, int]:
+    """Bytes of a transform's state by slot name, and of everything else as ``counters``."""
+    table: dict[str, int] = {}
+
+    def count(name: str, slot: Any) -> Any:
+        table[name] = table.get(name, 0) + nbytes(slot)
+        return slot
+
+    tree.map_slots(count, inner)
+    table["counters"] = counters + nbytes(inner) - sum(table.values())
+    return table
+
+
+def _widened(grads: P, params: P, formats: list[Resolved], *, name: str = "grads") -> P:
+    """``grads`` in the compute dtype, after a look at each."""
+    tree.require_same_structure(grads, params, name=name, reference_name="params")
+    wide = []
+    # By the parameters' order: the keys of a dict may come in another.
+    for index, (grad, one) in enumerate(zip(tree.slots_of(params, grads), formats, strict=True)):
+        if grad.layout is not torch.strided or not grad.dtype.is_floating_point:
+            path = f"{name}{tree.paths(params)[index]}"
+            kind = f"a {grad.layout} tensor" if grad.layout is not torch.strided else str(grad.dtype)
+            raise TypeError(f"{path}: got {kind}; accepted are dense real floating-point tensors.")
+        compute = one.policy.compute
+        if grad.dtype is torch.float64 and compute != "float64":
+            path = f"{name}{tree.paths(params)[index]}"
+            raise TypeError(
+                f"{path}: got torch.float64 with Policy.compute='float32'; accepted is at most the compute dtype."
+            )
+        dtype_name(grad.dtype, field=f"{name} leaf {index}")
+        wide.append(grad.to(torch_dtype(compute)))
+    return tree.replace(params, wide)
+
+
+def _require_parts(parts: Parts, format: Format, leaf: Tensor | None, where: Callable[[], str]) -> None:
+    """Refuse stored parts that another format made, or that belong to a tensor of another shape."""
+    dtypes = format.dtypes()
+    ok = len(parts) == len(dtypes) and all(
+        isinstance(part, Tensor) and part.dtype is dtype and (leaf is None or part.shape == leaf.shape)
+        for part, dtype in zip(parts, dtypes, strict=True)
+    )
+    if not ok:
+        got = ", ".join(f"{p.dtype} {tuple(p.shape)}" if isinstance(p, Tensor) else repr(p) for p in parts)
+        accepted = ", ".join(f"{name} ({dtype})" for name, dtype in zip(format.part_names, dtypes, strict=True))
+        raise ValueError(
+            f"{where()}: stored as [{got}], but {format} stores {accepted}: this state was made under another policy, or for"
+            " other parameters. export_fp32 and import_fp32 carry weights from one policy to another."
+        )

@@ -1,0 +1,78 @@
+"""Policies with honest names. Bytes are per parameter with Adam's two slots, gradient included.
+
+================  =====  ==========================================================================================================
+name              bytes  what is stored
+================  =====  ==========================================================================================================
+``FP64``             32  everything in float64, computed in float64
+``FP32``             16  everything in float32
+``MIXED_BF16``       16  bfloat16 model, float32 main copy and moments (18 with float32 gradients)
+``EXACT_BF16``       14  bfloat16 model, int16 remainder, float32 moments: bit for bit what float32 training does to its weights
+``LEAN_BF16``        10  bfloat16 model, int16 remainder, bfloat16 moments, the second rounded stochastically
+``KAHAN_BF16``       10  bfloat16 model, bfloat16 residual, bfloat16 moments, the second rounded stochastically
+``TIGHT_BF16``        9  as ``LEAN_BF16`` with an int8 remainder, rounded stochastically
+``FLOOR_BF16``        8  bfloat16 throughout; weights and second moment rounded stochastically
+``PURE_BF16``         8  bfloat16 throughout, all rounded to nearest, as in plain torch; refused where the second moment would freeze
+``ANYPRECISION``     10  torchdistX's defaults: weights and second moment to nearest in bfloat16, float32 momentum; refused likewise
+================  =====  ==========================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from everybit.dtypes import FloatDType
+from everybit.formats import Kahan, Master, Nearest, Split, Stochastic
+from everybit.policy import Policy
+
+_BF16 = Nearest("bfloat16")
+_BF16_STOCHASTIC = Stochastic("bfloat16")
+
+FP64 = Policy(
+    compute="float64",
+    params=Nearest("float64"),
+    momentum=Nearest("float64"),
+    variance=Nearest("float64"),
+    state=Nearest("float64"),
+)
+FP32 = Policy(params=Nearest("float32"))
+MIXED_BF16 = Policy(params=Master("float32"))
+EXACT_BF16 = Policy(params=Split(16))
+LEAN_BF16 = Policy(params=Split(16), momentum=_BF16, variance=_BF16_STOCHASTIC)
+KAHAN_BF16 = Policy(params=Kahan(), momentum=_BF16, variance=_BF16_STOCHASTIC)
+TIGHT_BF16 = Policy(params=Split(8, rounding="stochastic"), momentum=_BF16, variance=_BF16_STOCHASTIC)
+FLOOR_BF16 = Policy(params=Stochastic(), momentum=_BF16, variance=_BF16_STOCHASTIC)
+PURE_BF16 = Policy(momentum=_BF16, variance=_BF16, state=_BF16)
+ANYPRECISION = Policy(momentum=Nearest("float32"), variance=_BF16)
+
+PRESETS: Mapping[str, Policy] = MappingProxyType(
+    {
+        "FP64": FP64,
+        "FP32": FP32,
+        "MIXED_BF16": MIXED_BF16,
+        "EXACT_BF16": EXACT_BF16,
+        "LEAN_BF16": LEAN_BF16,
+        "KAHAN_BF16": KAHAN_BF16,
+        "TIGHT_BF16": TIGHT_BF16,
+        "FLOOR_BF16": FLOOR_BF16,
+        "PURE_BF16": PURE_BF16,
+        "ANYPRECISION": ANYPRECISION,
+    }
+)
+
+
+def native(model: FloatDType) -> Policy:
+    """The policy that stores everything as the model is stored, where that is safe.
+
+    Raises:
+        ValueError: For 16-bit models, where it is not: which bits to spend is the user's choice.
+    """
+    if model == "float64":
+        return FP64
+    if model == "float32":
+        return FP32
+    raise ValueError(
+        f"policy: parameters are {model}, and without a policy their updates would be rounded away. Choose one from everybit.policies:"
+        " KAHAN_BF16, LEAN_BF16 (10 bytes per parameter), EXACT_BF16 (14), TIGHT_BF16 (9), FLOOR_BF16 (8), MIXED_BF16 (16), or"
+        " PURE_BF16 (8) for what plain torch does."
+    )

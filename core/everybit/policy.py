@@ -1,0 +1,297 @@
+"""Policies: where each bit is spent.
+
+A policy is plain, frozen, typed data. It says in which format the parameters and every slot of the optimizer's state are stored, and
+in which dtypes gradients are kept and sent. What a policy leaves open (``None``) is filled in by one function, :func:`resolve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+from everybit import tree
+from everybit.dtypes import (
+    COMPUTE_DTYPES,
+    FLOAT_DTYPES,
+    ComputeDType,
+    FloatDType,
+    dtype_name,
+    itemsize,
+    require_member,
+)
+from everybit.formats import Format, Master, Nearest, ParamFormat, StateFormat, Stochastic, bytes_of
+from everybit.scalars import Hyperparameter
+
+ADAM_SLOTS = ("momentum", "variance")
+
+# Rounded to nearest, a bfloat16 running square follows its mean only if a step's decay is several units in the last place.
+SMALLEST_SAFE_DECAY = 2.0**-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grads:
+    """In which dtypes gradients are kept and sent.
+
+    Args:
+        main: What gradients are accumulated in and handed to the optimizer in. None: the model's own dtype.
+        comm: What they are sent in between processes. None: as ``main``.
+        reduce: How what was sent is summed: by the communication library (``"native"``), or received and summed in float32.
+    """
+
+    main: FloatDType | None = None
+    comm: FloatDType | None = None
+    reduce: Literal["native", "fp32"] = "native"
+
+    def __post_init__(self) -> None:
+        for name in ("main", "comm"):
+            if getattr(self, name) is not None:
+                require_member(getattr(self, name), FLOAT_DTYPES, field=f"Grads.{name}")
+        require_member(self.reduce, ("native", "fp32"), field="Grads.reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The formats of everything an optimizer stores.
+
+    Args:
+        compute: What updates are computed in, whatever they are stored in.
+        params: Format of the parameters.
+        momentum: Format of first moments.
+        variance: Format of second moments, the running means of squares.
+        state: Format of every other slot.
+        slots: Formats by slot name; they come before the three above.
+        grads: dtypes of the gradients.
+
+    Raises:
+        TypeError: A field holds something that is not what its annotation says.
+        ValueError: Fields that contradict each other.
+    """
+
+    compute: ComputeDType = "float32"
+    params: ParamFormat = Nearest()
+    momentum: StateFormat = Nearest("float32")
+    variance: StateFormat = Nearest("float32")
+    state: StateFormat = Nearest("float32")
+    slots: Mapping[str, StateFormat] = field(default_factory=dict, hash=False)
+    grads: Grads = Grads()
+
+    def __post_init__(self) -> None:
+        require_member(self.compute, COMPUTE_DTYPES, field="Policy.compute")
+        _require_format("Policy.params", self.params, get_args(ParamFormat))
+        for name in ("momentum", "variance", "state"):
+            _require_format(f"Policy.{name}", getattr(self, name), get_args(StateFormat))
+        if not isinstance(self.slots, Mapping):
+            raise TypeError(f"Policy.slots: got {self.slots!r}; accepted is a mapping from slot names to formats.")
+        object.__setattr__(self, "slots", dict(self.slots))  # nobody else can change it afterwards
+        for name, slot in self.slots.items():
+            _require_format(f"Policy.slots[{name!r}]", slot, get_args(StateFormat))
+        if not isinstance(self.grads, Grads):
+            raise TypeError(f"Policy.grads: got {self.grads!r}; accepted is a Grads, e.g. Grads(main='float32').")
+        if self.compute == "float64":
+            for name, format in self._named_formats():
+                if not isinstance(format, Nearest):
+                    raise ValueError(
+                        f"Policy.{name}: got {format} with compute='float64'; the two-part and stochastic formats split a"
+                        " float32. Accepted with float64 is Nearest."
+                    )
+
+    def slot(self, name: str) -> StateFormat:
+        """The format of the slot called ``name``."""
+        if name in self.slots:
+            return self.slots[name]
+        by_kind = {"momentum": self.momentum, "variance": self.variance}
+        return by_kind.get(name, self.state)
+
+    @property
+    def model_dtype(self) -> FloatDType:
+        """Dtype of the model's own tensors that this policy is meant for: the one it names, or bfloat16."""
+        named = self.params.dtype if isinstance(self.params, (Nearest, Stochastic)) else self.params.value
+        return named or "bfloat16"
+
+    def bytes_table(self, *, model: FloatDType | None = None, slots: tuple[str, ...] = ADAM_SLOTS) -> dict[str, float]:
+        """Bytes per parameter, by use: parameter, its compensation (or main copy), gradient, and each slot.
+
+        Args:
+            model: dtype of the model's tensors; None: :attr:`model_dtype`.
+            slots: Names of the optimizer's slots; by default Adam's.
+        """
+        dtype = self.model_dtype if model is None else model
+        formats = resolve(self, dtype)
+        (_, value), *rest = bytes_of(formats.params)
+        table: dict[str, float] = {"parameter": value}
+        if rest:
+            table["compensation"] = sum(size for _, size in rest)
+        table["gradient"] = itemsize(formats.grads_main)
+        for name in slots:
+            table[name] = sum(size for _, size in bytes_of(formats.slot(name)))
+        return table
+
+    def bytes_per_param(self, *, model: FloatDType | None = None, slots: tuple[str, ...] = ADAM_SLOTS) -> float:
+        """Bytes per parameter that persist between steps, gradient included: the sum of :meth:`bytes_table`."""
+        return sum(self.bytes_table(model=model, slots=slots).values())
+
+    def _named_formats(self) -> list[tuple[str, Format]]:
+        named: list[tuple[str, Format]] = [
+            (name, getattr(self, name)) for name in ("params", "momentum", "variance", "state")
+        ]
+        return named + [(f"slots[{name!r}]", format) for name, format in self.slots.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A policy for tensors of one dtype, with nothing left open."""
+
+    policy: Policy
+    model: FloatDType
+    params: Format
+    grads_main: FloatDType
+
+    def slot(self, name: str) -> Format:
+        """The format of the slot called ``name``, every dtype named."""
+        format = self.policy.slot(name)
+        return format.resolved(self.policy.compute if isinstance(format, Nearest) else "bfloat16")
+
+
+def resolve(policy: Policy, model: FloatDType) -> Resolved:
+    """Fill in what ``policy`` leaves open, for parameters stored as ``model``. The only place where None means something.
+
+    Raises:
+        ValueError: The policy cannot be applied to parameters of this dtype; the message says why and what is accepted.
+    """
+    try:
+        params = policy.params.resolved(model)
+    except ValueError as error:
+        raise ValueError(
+            f"Policy.params: {error} (Give those parameters a policy of their own with by_label.)"
+        ) from None
+    if params.dtypes()[0] != (torch_name := getattr(torch, model)):
+        raise ValueError(
+            f"Policy.params: {policy.params} stores parameters as {params.dtypes()[0]}, but the parameter is {torch_name}. "
+            + _advice(model)
+        )
+    if model == "float64" and policy.compute != "float64":
+        raise ValueError(
+            "Policy.compute: got 'float32' for float64 parameters; computing in less than the parameters hold would lose digits."
+            " Accepted is compute='float64', e.g. policies.FP64."
+        )
+    return Resolved(policy, model, params, policy.grads.main or model)
+
+
+@dataclass(frozen=True, slots=True)
+class ByLabel:
+    """Several policies, chosen by label for each parameter; see :func:`by_label`."""
+
+    labels: Any = field(hash=False)
+    policies: Mapping[str, Policy] = field(hash=False)
+
+
+def by_label(labels: Callable[[str, torch.Tensor], str] | object, policies: Mapping[str, Policy]) -> ByLabel:
+    """A policy per parameter: norm weights in float32, say, and matrices in bfloat16.
+
+    Args:
+        labels: A function of (path, parameter), or a tree of labels whose structure is a prefix of the parameters'. It sees whole
+            parameters, never a shard's slice of one, so that the choice does not depend on how a model is sharded.
+        policies: Policy for each label.
+
+    Raises:
+        TypeError: ``policies`` is not a mapping to policies.
+
+    Example:
+        >>> import everybit as eb
+        >>> policy = eb.by_label(
+        ...     lambda path, p: "matrix" if p.ndim > 1 else "vector",
+        ...     {"matrix": eb.policies.LEAN_BF16, "vector": eb.policies.EXACT_BF16},
+        ... )
+    """
+    if not isinstance(policies, Mapping) or not all(isinstance(policy, Policy) for policy in policies.values()):
+        raise TypeError(f"by_label: policies: got {policies!r}; accepted is a mapping from labels to Policy.")
+    return ByLabel(labels, policies)
+
+
+AnyPolicy = Policy | ByLabel
+
+
+def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
+    """The resolved policy of each leaf of ``params``, in order.
+
+    Raises:
+        TypeError: A leaf that is not a floating-point tensor.
+        ValueError: A policy that cannot be applied to a leaf, or a label without policy. Messages name the path.
+    """
+    leaves = tree.leaves(params)
+    labels = tree.label(policy.labels, params) if isinstance(policy, ByLabel) else [None] * len(leaves)
+    known: dict[tuple[str | None, torch.dtype], Resolved] = {}
+    resolved = []
+    for index, (leaf, label) in enumerate(zip(leaves, labels, strict=True)):
+        one = known.get((label, leaf.dtype)) if isinstance(leaf, torch.Tensor) else None
+        if one is None:
+            path = f"params{tree.paths(params)[index]}"
+            if not isinstance(leaf, torch.Tensor):
+                raise TypeError(
+                    f"{path}: got {leaf!r}; accepted are floating-point tensors (None where there is none)."
+                )
+            try:
+                one = resolve(_policy_for(policy, label), dtype_name(leaf.dtype, field="parameter"))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{path}: {error}") from None
+            known[label, leaf.dtype] = one
+        resolved.append(one)
+    return resolved
+
+
+def _policy_for(policy: AnyPolicy, label: str | None) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if label is None or label not in policy.policies:
+        listed = ", ".join(map(repr, policy.policies))
+        raise ValueError(f"labelled {label!r}, for which by_label has no policy; it has one for {listed}.")
+    return policy.policies[label]
+
+
+def problems(policy: Policy, second_moments: Mapping[str, Hyperparameter]) -> list[str]:
+    """What in ``policy`` cannot work for an optimizer with these running squares (slot -> decay rate), and what would.
+
+    Only rates that are plain numbers are judged: a tensor's value is on the device, a schedule's lies in the future.
+    """
+    found = []
+    for name, decay in second_moments.items():
+        format = policy.slot(name)
+        format = format.resolved(policy.compute if isinstance(format, Nearest) else "bfloat16")
+        field_name = (
+            f"Policy.slots[{name!r}]" if name in policy.slots else f"Policy.{name if name == 'variance' else 'state'}"
+        )
+        if format.dtypes()[0] is torch.float16:
+            found.append(
+                f"{field_name}: got {format}; a float16 square of a gradient below 2.4e-4 is zero, and the step divides by its"
+                " root. Accepted are float32, and bfloat16 as Stochastic, Kahan or Split."
+            )
+        elif format == Nearest("bfloat16") and isinstance(decay, (int, float)) and 1 - decay < SMALLEST_SAFE_DECAY:
+            found.append(
+                f"{field_name}: got {format} with decay rate {decay} (beta2); a step's decay of {1 - decay:.3g} is too few units"
+                " in the last place of bfloat16: it is rounded away, and the second moment does not fall when gradients do."
+                " Accepted are Stochastic('bfloat16'), Kahan(), Split(8) or Nearest('float32') here, or a decay rate of at most"
+                f" {1 - SMALLEST_SAFE_DECAY}."
+            )
+    return found
+
+
+def _require_format(name: str, value: object, accepted: tuple[type[Any], ...]) -> None:
+    if not isinstance(value, accepted):
+        listed = ", ".join(kind.__name__ for kind in accepted)
+        hint = " Master keeps a copy of parameters only." if isinstance(value, Master) else ""
+        hint = f" Did you mean Nearest({value!r})?" if value in FLOAT_DTYPES else hint
+        raise TypeError(f"{name}: got {value!r}; accepted are {listed}.{hint}")
+
+
+def _advice(model: FloatDType) -> str:
+    if model == "float64":
+        return "Accepted for float64 parameters: policies.FP64."
+    if model == "float32":
+        return "Accepted for float32 parameters: policies.FP32, or cast the model to bfloat16 first."
+    return (
+        f"Accepted for {model} parameters: KAHAN_BF16, LEAN_BF16, EXACT_BF16, TIGHT_BF16, FLOOR_BF16, MIXED_BF16 or PURE_BF16"
+        " in everybit.policies."
+    )

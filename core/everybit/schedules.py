@@ -1,0 +1,173 @@
+"""Schedules: hyperparameters that follow the step.
+
+A schedule is a function from the number of updates done so far (0 at the first, int64, 0-d) to a 0-d float64 tensor. These are frozen
+values: they compare, print and pickle. They read the step on its device and never wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everybit.scalars import Schedule, require
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantSchedule:
+    """Always ``value``."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        require("value", self.value, schedule=False)
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """The value at ``step``."""
+        return torch.full_like(step, self.value, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSchedule:
+    """From ``start`` to ``end`` in ``steps`` updates, then ``end``."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        require("start", self.start, schedule=False)
+        require("end", self.end, schedule=False)
+        _require_steps("steps", self.steps)
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """The value at ``step``."""
+        return self.start + (self.end - self.start) * _progress(step, self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class CosineDecaySchedule:
+    r"""From ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end`` (Loshchilov & Hutter 2017, arXiv:1608.03983)."""
+
+    start: float
+    steps: int
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        require("start", self.start, schedule=False)
+        require("end", self.end, schedule=False)
+        _require_steps("steps", self.steps)
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """The value at ``step``."""
+        return self.end + (self.start - self.end) * 0.5 * (1 + torch.cos(math.pi * _progress(step, self.steps)))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSchedules:
+    """One schedule after another; each counts from zero at its beginning.
+
+    Args:
+        schedules: At least one.
+        boundaries: Update at which each but the first begins, increasing.
+    """
+
+    schedules: tuple[Schedule, ...]
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.schedules or len(self.boundaries) != len(self.schedules) - 1:
+            raise ValueError(
+                f"boundaries: got {len(self.boundaries)} for {len(self.schedules)} schedules; accepted is one less than schedules,"
+                " and at least one schedule."
+            )
+        if any(a >= b for a, b in zip((0, *self.boundaries), self.boundaries, strict=False)):
+            raise ValueError(
+                f"boundaries: got {self.boundaries}; accepted are increasing numbers of updates above zero."
+            )
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """The value at ``step``."""
+        value = self.schedules[0](step)
+        for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
+            # What lies before its beginning is not asked for: a schedule sees no negative step.
+            value = torch.where(step < boundary, value, schedule((step - boundary).clamp(min=0)))
+        return value
+
+
+def constant_schedule(value: float) -> ConstantSchedule:
+    """Always ``value``."""
+    return ConstantSchedule(value)
+
+
+def linear_schedule(start: float, end: float, steps: int) -> LinearSchedule:
+    """From ``start`` to ``end`` in ``steps`` updates, then ``end``."""
+    return LinearSchedule(start, end, steps)
+
+
+def cosine_decay_schedule(start: float, steps: int, end: float = 0.0) -> CosineDecaySchedule:
+    """From ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``."""
+    return CosineDecaySchedule(start, steps, end)
+
+
+def join_schedules(
+    schedules: tuple[Schedule, ...] | list[Schedule], boundaries: tuple[int, ...] | list[int]
+) -> JoinSchedules:
+    """One schedule after another; ``boundaries[i]`` is the update at which ``schedules[i + 1]`` begins, counting from zero."""
+    return JoinSchedules(tuple(schedules), tuple(boundaries))
+
+
+def warmup_cosine_decay_schedule(
+    peak: float, warmup_steps: int, steps: int, *, start: float = 0.0, end: float = 0.0
+) -> JoinSchedules:
+    """Linearly from ``start`` to ``peak`` in ``warmup_steps``, then along half a cosine to ``end`` at ``steps`` in all.
+
+    Raises:
+        ValueError: ``steps`` not above ``warmup_steps``.
+    """
+    _require_longer("steps", steps, "warmup_steps", warmup_steps)
+    return JoinSchedules(
+        (LinearSchedule(start, peak, warmup_steps), CosineDecaySchedule(peak, steps - warmup_steps, end)),
+        (warmup_steps,),
+    )
+
+
+def warmup_stable_decay_schedule(
+    peak: float, warmup_steps: int, stable_steps: int, decay_steps: int, *, start: float = 0.0, end: float = 0.0
+) -> JoinSchedules:
+    """Linear warm-up, a plateau, and a linear decay (Hu et al. 2024, MiniCPM, https://arxiv.org/abs/2404.06395).
+
+    Args:
+        peak: The plateau's value.
+        warmup_steps: Updates from ``start`` to ``peak``.
+        stable_steps: Updates at ``peak``.
+        decay_steps: Updates from ``peak`` to ``end``.
+        start: First value.
+        end: Last value.
+    """
+    for name, value in (("warmup_steps", warmup_steps), ("stable_steps", stable_steps), ("decay_steps", decay_steps)):
+        _require_steps(name, value)
+    return JoinSchedules(
+        (LinearSchedule(start, peak, warmup_steps), ConstantSchedule(peak), LinearSchedule(peak, end, decay_steps)),
+        (warmup_steps, warmup_steps + stable_steps),
+    )
+
+
+def _progress(step: Tensor, steps: int) -> Tensor:
+    """The share of ``steps`` that has passed, in [0, 1]; float64."""
+    return (step.double() / steps).clamp(0.0, 1.0)
+
+
+def _require_steps(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: got {value!r}; accepted is a whole number of updates, at least 1.")
+
+
+def _require_longer(name: str, value: int, other_name: str, other: int) -> None:
+    _require_steps(other_name, other)
+    _require_steps(name, value)
+    if value <= other:
+        raise ValueError(f"{name}: got {value}; accepted is more than {other_name} = {other}.")

@@ -1,0 +1,1 @@
+"""One transform per module: state, formula, ``init``, ``update``."""

@@ -1,0 +1,85 @@
+"""Adam's preconditioner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from everybit import tree
+from everybit.borders import settle
+from everybit.scalars import Hyperparameter, at, minus_power, require, require_step
+from everybit.transform import ALONE, Context, Scope
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class AdamState(Generic[P]):
+    """Running means of the gradient and of its square, with the shapes of the parameters."""
+
+    momentum: Slot[P]
+    variance: Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByAdam:
+    r"""Divide the gradient's running mean by the root of its running square.
+
+    .. math::
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t \qquad
+        v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2 \qquad
+        u_t = \frac{m_t / (1-\beta_1^t)}{\sqrt{v_t / (1-\beta_2^t) + \epsilon_\text{root}} + \epsilon}
+
+    Args:
+        b1: Decay rate of the mean, in [0, 1).
+        b2: Decay rate of the square, in [0, 1).
+        eps: Added outside the root, as in the paper and torch; same unit as the gradient.
+        eps_root: Added inside the root, as a derivative through the step needs at zero gradients; unit of the gradient squared.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 1.
+    """
+
+    scope: ClassVar[Scope] = "element"
+    b1: Hyperparameter = 0.9
+    b2: Hyperparameter = 0.999
+    eps: Hyperparameter = 1e-8
+    eps_root: float = 0.0
+
+    def __post_init__(self) -> None:
+        require("b1", self.b1, 0.0, 1.0, open_high=True)
+        require("b2", self.b2, 0.0, 1.0, open_high=True)
+        require("eps", self.eps, 0.0)
+        require("eps_root", self.eps_root, 0.0, schedule=False)
+
+    def second_moments(self) -> dict[str, Hyperparameter]:
+        """``variance`` decays with ``b2``."""
+        return {"variance": self.b2}
+
+    def init(self, params: P) -> AdamState[P]:
+        """Zero moments."""
+        return AdamState(tree.zeros_like(params), tree.zeros_like(params))
+
+    def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
+        """Update the moments, and precondition by them."""
+        step = require_step(ctx.step, "scale_by_adam")
+        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
+        eps = at(self.eps, step, name="eps")
+        unbias_mean, unbias_square = settle(1 / minus_power(b1, step)), settle(1 / minus_power(b2, step))
+
+        momentum = tree.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
+        variance = tree.map(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
+
+        def direction(m: Any, v: Any) -> Any:
+            square = v * unbias_square if self.eps_root == 0.0 else v * unbias_square + self.eps_root
+            return (m * unbias_mean) / (square.sqrt() + eps)
+
+        return tree.map(direction, momentum, variance), AdamState(momentum, variance)
+
+
+scale_by_adam = ScaleByAdam

@@ -1,0 +1,83 @@
+"""RMSprop's preconditioner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from everybit import tree
+from everybit.scalars import Hyperparameter, at, require
+from everybit.transform import ALONE, Context, Scope
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class RmsState(Generic[P]):
+    """The running square of the gradient, and its running mean if it is subtracted (else ``()``)."""
+
+    variance: Slot[P]
+    mean: Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByRms:
+    r"""Divide the gradient by the root of its running square, or of its running variance if centred.
+
+    .. math::
+        v_t = \alpha v_{t-1} + (1-\alpha) g_t^2 \qquad
+        u_t = \frac{g_t}{\sqrt{v_t - \bar g_t^2} + \epsilon} \qquad
+        \bar g_t = \begin{cases} \alpha \bar g_{t-1} + (1-\alpha) g_t & \text{centred} \\ 0 & \text{else} \end{cases}
+
+    Args:
+        decay: :math:`\alpha`, in [0, 1).
+        eps: Same unit as the gradient if outside the root, else its square.
+        centered: Subtract the square of the mean (Graves 2013).
+        eps_inside_root: Add ``eps`` inside the root, as optax does; torch adds it outside.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Hinton 2012, lecture 6e; Graves 2013, https://arxiv.org/abs/1308.0850, eq. 38-45; ``torch.optim.RMSprop``.
+    """
+
+    scope: ClassVar[Scope] = "element"
+    decay: Hyperparameter = 0.99
+    eps: Hyperparameter = 1e-8
+    centered: bool = False
+    eps_inside_root: bool = False
+
+    def __post_init__(self) -> None:
+        require("decay", self.decay, 0.0, 1.0, open_high=True)
+        require("eps", self.eps, 0.0)
+
+    def second_moments(self) -> dict[str, Hyperparameter]:
+        """``variance`` decays with ``decay``."""
+        return {"variance": self.decay}
+
+    def init(self, params: P) -> RmsState[Any]:
+        """Zero moments."""
+        mean: Any = tree.zeros_like(params) if self.centered else tree.map(lambda _: None, params)
+        return RmsState(tree.zeros_like(params), mean)
+
+    def update(self, updates: P, state: RmsState[Any], params: P, ctx: Context = ALONE) -> tuple[P, RmsState[Any]]:
+        """Update the moments, and divide by them."""
+        decay, eps = at(self.decay, ctx.step, name="decay"), at(self.eps, ctx.step, name="eps")
+        variance = tree.map(lambda g, v: decay * v + (1 - decay) * (g * g), updates, state.variance)
+
+        def over_root(g: Tensor, square: Tensor) -> Tensor:
+            return g / (square + eps).sqrt() if self.eps_inside_root else g / (square.sqrt() + eps)
+
+        if not self.centered:
+            return tree.map(over_root, updates, variance), RmsState(variance, state.mean)
+        mean = tree.map(lambda g, a: decay * a + (1 - decay) * g, updates, state.mean)
+        centred = tree.map(lambda v, a: v - a * a, variance, mean)
+        return tree.map(over_root, updates, centred), RmsState(variance, mean)
+
+
+scale_by_rms = ScaleByRms

@@ -1,0 +1,183 @@
+"""Transforms that remember nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.scalars import Hyperparameter, Scalar, at, require
+from everybit.transform import ALONE, Context, Scope
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """The state of a transform that remembers nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Pass updates on as they are."""
+
+    scope: ClassVar[Scope] = "element"
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """``updates``."""
+        return updates, state
+
+
+@dataclass(frozen=True, slots=True)
+class SetToZero:
+    """Replace updates by zero: what is frozen does not move, nor decay."""
+
+    scope: ClassVar[Scope] = "element"
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """Zeros."""
+        return tree.zeros_like(updates), state
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleBySign:
+    """Keep only the sign: -1, 0 or 1 (signSGD, Bernstein et al. 2018, https://arxiv.org/abs/1802.04434)."""
+
+    scope: ClassVar[Scope] = "element"
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """The signs."""
+        return tree.map(torch.sign, updates), state
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Multiply by a number.
+
+    Args:
+        factor: The number; any sign.
+    """
+
+    scope: ClassVar[Scope] = "element"
+    factor: Hyperparameter = 1.0
+
+    def __post_init__(self) -> None:
+        require("factor", self.factor)
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """``factor * updates``."""
+        factor = at(self.factor, ctx.step, name="factor")
+        return tree.map(lambda u: factor * u, updates), state
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByLearningRate:
+    """Multiply by minus the learning rate: from a direction of ascent to a step of descent.
+
+    Args:
+        learning_rate: At least zero. Zero is safe: nothing is divided by it.
+    """
+
+    scope: ClassVar[Scope] = "element"
+    learning_rate: Hyperparameter = 1e-3
+
+    def __post_init__(self) -> None:
+        require("learning_rate", self.learning_rate, 0.0)
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """``-learning_rate * updates``."""
+        learning_rate = at(self.learning_rate, ctx.step, name="learning_rate")
+        return tree.map(lambda u: -learning_rate * u, updates), state
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Limit every element to [-limit, limit].
+
+    Args:
+        limit: At least zero; same unit as the updates.
+    """
+
+    scope: ClassVar[Scope] = "element"
+    limit: Hyperparameter = 1.0
+
+    def __post_init__(self) -> None:
+        require("limit", self.limit, 0.0)
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """The clipped updates; NaN stays NaN."""
+        limit = at(self.limit, ctx.step, name="limit")
+        return tree.map(lambda u: _clamp(u, limit), updates), state
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByGlobalNorm:
+    """Scale all updates by one factor so that their joint Euclidean norm is at most ``limit``.
+
+    The norm is taken over everything that shares the step, through ``ctx.axis``: on one process and on shards it is the same number.
+    As ``torch.nn.utils.clip_grad_norm_``, without its 1e-6 in the denominator.
+
+    Args:
+        limit: At least zero; same unit as the updates.
+    """
+
+    scope: ClassVar[Scope] = "tree"
+    limit: Hyperparameter = 1.0
+
+    def __post_init__(self) -> None:
+        require("limit", self.limit, 0.0)
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """The scaled updates; a norm that is not finite makes them NaN or zero, which ``apply_if_finite`` catches."""
+        limit = at(self.limit, ctx.step, name="limit")
+        norm = ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))).sqrt()
+        # Compared rather than divided first: a zero norm divides nothing.
+        factor = torch.where(norm > limit, limit / norm, 1.0)
+        return tree.map(lambda u: u * factor, updates), state
+
+
+def _clamp(x: Tensor, limit: Scalar) -> Tensor:
+    if isinstance(limit, Tensor):
+        return torch.clamp(x, min=-limit.to(x.dtype), max=limit.to(x.dtype))
+    return torch.clamp(x, min=-limit, max=limit)
+
+
+identity = Identity
+set_to_zero = SetToZero
+scale_by_sign = ScaleBySign
+scale = Scale
+scale_by_learning_rate = ScaleByLearningRate
+clip = Clip
+clip_by_global_norm = ClipByGlobalNorm

@@ -1,0 +1,96 @@
+"""Weight decay, in the two ways that are called decoupled, and in the one that is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from everybit import tree
+from everybit.scalars import Hyperparameter, at, require
+from everybit.transform import ALONE, Context, Scope
+from everybit.transforms.stateless import Empty
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class AddDecayedWeights:
+    r"""Add :math:`\lambda p` to the updates, before the learning rate is applied.
+
+    Put before a preconditioner this is an L2 penalty, ``torch.optim.Adam``'s and ``SGD``'s ``weight_decay``. Put between preconditioner
+    and learning rate it is AdamW's decay :math:`p \leftarrow p - \eta\lambda p` (Loshchilov & Hutter 2019,
+    https://arxiv.org/abs/1711.05101). Being part of the update it is inside every compensation: a decay of
+    :math:`\eta\lambda = 10^{-5}` reaches bfloat16 weights, which ``p.mul_(1 - lr * wd)`` in bfloat16 never does.
+
+    Args:
+        weight_decay: :math:`\lambda`, at least zero.
+    """
+
+    scope: ClassVar[Scope] = "element"
+    weight_decay: Hyperparameter = 1e-2
+
+    def __post_init__(self) -> None:
+        require("weight_decay", self.weight_decay, 0.0)
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """``updates + weight_decay * params``."""
+        weight_decay = at(self.weight_decay, ctx.step, name="weight_decay")
+        if isinstance(weight_decay, (int, float)) and weight_decay == 0:
+            return updates, state
+        return tree.map(lambda u, p: u + weight_decay * p, updates, params), state
+
+
+@dataclass(frozen=True, slots=True)
+class SubtractDecayedWeights:
+    r"""Subtract :math:`\lambda s_t p` from the updates, after the learning rate is applied: fully decoupled decay.
+
+    The learning rate scales the decay only by how far its schedule has come, :math:`s_t = \eta_t / \eta_\text{max}`, so that tuning
+    the one does not detune the other (Loshchilov & Hutter 2019, section 2; Schaipp 2024, https://fabian-sp.github.io/posts/2024/02/decoupling/).
+
+    Args:
+        weight_decay: :math:`\lambda`, at least zero; typically 1e-5 to 1e-4.
+        learning_rate: :math:`\eta_t`; None for :math:`s_t = 1`.
+        max_learning_rate: :math:`\eta_\text{max}`, above zero.
+
+    Raises:
+        ValueError: One of ``learning_rate`` and ``max_learning_rate`` without the other, or out of range.
+    """
+
+    scope: ClassVar[Scope] = "element"
+    weight_decay: Hyperparameter = 1e-4
+    learning_rate: Hyperparameter | None = None
+    max_learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        require("weight_decay", self.weight_decay, 0.0)
+        if (self.learning_rate is None) != (self.max_learning_rate is None):
+            raise ValueError(
+                "max_learning_rate: fully decoupled decay scales with learning_rate / max_learning_rate, so it needs both or neither;"
+                f" got learning_rate={self.learning_rate!r}, max_learning_rate={self.max_learning_rate!r}."
+            )
+        if self.learning_rate is not None and self.max_learning_rate is not None:
+            require("learning_rate", self.learning_rate, 0.0)
+            require("max_learning_rate", self.max_learning_rate, 0.0, schedule=False)
+            if self.max_learning_rate == 0:
+                raise ValueError("max_learning_rate: got 0.0; accepted is a number above zero.")
+
+    def init(self, params: P) -> Empty:
+        """Nothing."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """``updates - weight_decay * (learning_rate / max_learning_rate) * params``."""
+        weight_decay = at(self.weight_decay, ctx.step, name="weight_decay")
+        if self.learning_rate is not None and self.max_learning_rate is not None:
+            weight_decay = weight_decay * (
+                at(self.learning_rate, ctx.step, name="learning_rate") / self.max_learning_rate
+            )
+        return tree.map(lambda u, p: u - weight_decay * p, updates, params), state
+
+
+add_decayed_weights = AddDecayedWeights
+subtract_decayed_weights = SubtractDecayedWeights

@@ -1,0 +1,233 @@
+"""Pytrees of tensors: the one place where optree is called.
+
+A *tree* is any nesting of dicts, lists, tuples, named tuples and registered dataclasses whose leaves are tensors. ``None`` is not
+a leaf but a hole: "no tensor here". That is how a frozen parameter, or one that a mask leaves out, is written.
+
+optree's own ``PyTree[T]`` rejects a plain ``dict[str, Tensor]``, so trees are typed here by *structure*: a function that takes a
+``P`` and returns a ``P`` promises the same containers, keys and holes. Dicts keep insertion order, as ``named_parameters`` does;
+the layout of flat buffers and the names in checkpoints follow from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+
+from everybit import borders
+
+P = TypeVar("P")
+T = TypeVar("T")
+C = TypeVar("C", bound=type[Any])
+
+NAMESPACE = "everybit"
+
+# Entered and never left: the order is a property of the namespace, not of a call. The reference keeps the generator alive.
+_insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
+_insertion_order.__enter__()
+
+
+class _SlotMark:
+    """Marks a state field that holds one tensor per parameter."""
+
+
+Slot = Annotated[P, _SlotMark]
+"""``momentum: Slot[P]``: a state field with the structure of the parameters, which a policy may store in any format."""
+
+_SLOTS: dict[type[Any], dict[str, bool]] = {}
+
+
+def state(cls: C) -> C:
+    """Register a frozen dataclass as optimizer state: a tree node for optree, and for ``torch.func`` and ``torch.compile``.
+
+    Fields annotated ``Slot[P]`` hold one tensor per parameter; a policy finds them by name. Every other field is a tensor (a
+    counter, say) or nested state.
+
+    Raises:
+        TypeError: ``cls`` is not a dataclass.
+    """
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(f"@state needs a dataclass, got {cls!r}: put @dataclass(frozen=True, slots=True) under it.")
+    names = tuple(field.name for field in dataclasses.fields(cls))
+    hints = get_type_hints(cls, include_extras=True)
+    _SLOTS[cls] = {name: _SlotMark in get_args(hints[name]) for name in names}
+
+    def flatten(node: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+        return tuple(getattr(node, name) for name in names), None, names
+
+    def unflatten(_: None, children: Iterable[Any]) -> Any:
+        return cls(*children)
+
+    register: Any = optree.register_pytree_node  # its stub wants a Collection, which a dataclass need not be
+    register(cls, flatten, unflatten, path_entry_type=optree.DataclassEntry, namespace=NAMESPACE)
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: (list(flatten(node)[0]), None),
+        lambda children, _: cls(*children),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
+    return cls
+
+
+def is_state(node: object) -> bool:
+    """Whether ``node`` is an instance of a class registered with :func:`state`."""
+    return type(node) in _SLOTS
+
+
+def map(function: Callable[..., Any], tree: P, *others: Any) -> P:
+    """Apply ``function`` leaf by leaf.
+
+    ``others`` have the structure of ``tree``, or hold a whole subtree (or ``None``) where ``tree`` has a leaf; the subtree is then
+    handed to ``function`` as it is.
+    """
+    mapped: P = optree.tree_map(function, tree, *others, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
+    return mapped
+
+
+def leaves(tree: object) -> list[Tensor]:
+    """The leaves of ``tree``, depth first, dicts in insertion order."""
+    found: list[Tensor] = optree.tree_leaves(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+    return found
+
+
+def replace(tree: P, new: Iterable[Any]) -> P:
+    """``tree`` with its leaves replaced, in order, by ``new`` (which may be subtrees)."""
+    _, structure = optree.tree_flatten(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+    rebuilt: P = optree.tree_unflatten(structure, new)  # type: ignore[assignment]
+    return rebuilt
+
+
+def paths(tree: object) -> list[str]:
+    """Where each leaf is, in the order of :func:`leaves`, written as Python would: ``['layers'][0].weight``; ``''`` for a bare tensor."""
+    accessors, _, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+    return [accessor.codify("") for accessor in accessors]
+
+
+def label(labels: object, tree: P) -> list[Any]:
+    """One label per leaf of ``tree``: ``labels`` is a tree-prefix of labels, or a function of (path, leaf)."""
+    if callable(labels):
+        return [labels(path, leaf) for path, leaf in zip(paths(tree), leaves(tree), strict=True)]
+    broadcast: list[Any] = []
+
+    def note(value: Any, subtree: Any) -> None:
+        broadcast.extend([value] * len(leaves(subtree)))
+
+    try:
+        optree.tree_map_(note, labels, tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"labels: not a prefix of the tree they label: {error}") from None
+    return broadcast
+
+
+def slots_of(params: object, slot: object) -> list[Any]:
+    """What ``slot`` holds for each leaf of ``params``: a tensor, a tuple of stored parts, or ``None`` where a mask left a hole."""
+    found: list[Any] = []
+    optree.tree_map_(lambda _, stored: found.append(stored), params, slot, namespace=NAMESPACE)  # type: ignore[arg-type]
+    return found
+
+
+def map_slots(function: Callable[[str, Any], Any], node: T) -> T:
+    """Rebuild a state, passing each slot through ``function(name, subtree)`` and keeping everything else."""
+    return _map_slots(function, node)  # type: ignore[no-any-return]
+
+
+def _map_slots(function: Callable[[str, Any], Any], node: Any) -> Any:
+    marks = _SLOTS.get(type(node))
+    if marks is not None:
+        fields = [
+            function(name, getattr(node, name)) if is_slot else _map_slots(function, getattr(node, name))
+            for name, is_slot in marks.items()
+        ]
+        return type(node)(*fields)
+    if isinstance(node, tuple) and not hasattr(node, "_fields"):
+        return tuple(_map_slots(function, child) for child in node)
+    if isinstance(node, list):
+        return [_map_slots(function, child) for child in node]
+    if isinstance(node, dict):
+        return {key: _map_slots(function, child) for key, child in node.items()}
+    return node
+
+
+def slot_names(node: object) -> list[str]:
+    """The names of the slots in a state, in order, repeats included."""
+    names: list[str] = []
+
+    def note(name: str, subtree: Any) -> Any:
+        names.append(name)
+        return subtree
+
+    map_slots(note, node)
+    return names
+
+
+def norm(tree: object) -> Tensor:
+    """Euclidean norm over all elements, accumulated in float32 or better whatever the leaves are stored in."""
+    squares = sum_of_squares(tree)
+    return squares.sqrt()
+
+
+def sum_of_squares(tree: object) -> Tensor:
+    """Sum of the squares of all elements, in float32 or better; zero for a tree without leaves."""
+    terms = [borders.sum_of_squares(_wide(leaf)) for leaf in leaves(tree)]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def all_finite(tree: object) -> Tensor:
+    """A 0-d bool: no element is infinite or NaN."""
+    checks = [torch.isfinite(leaf).all() for leaf in leaves(tree)]
+    return torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool)
+
+
+def where(condition: Tensor, yes: P, no: P) -> P:
+    """Leaf by leaf ``torch.where``; ``condition`` is a 0-d bool, so that choosing needs no look at its value from the host."""
+    return map(lambda a, b: torch.where(condition, a, b), yes, no)
+
+
+def zeros_like(tree: P) -> P:
+    """Zeros of the leaves' shapes, dtypes and devices."""
+    return map(torch.zeros_like, tree)
+
+
+def size(tree: object) -> int:
+    """How many elements the leaves have in all."""
+    return sum(math.prod(leaf.shape) for leaf in leaves(tree))
+
+
+def require_same_structure(tree: object, reference: object, *, name: str, reference_name: str) -> None:
+    """Refuse ``tree`` unless it has the containers, keys, holes and shapes of ``reference``.
+
+    Raises:
+        ValueError: It has not; the message names the first path that differs, what is there and what was expected.
+    """
+    # The order of a dict's keys is not part of the comparison: trees are matched by key.
+    own = optree.tree_structure(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+    expected = optree.tree_structure(reference, namespace=NAMESPACE)  # type: ignore[arg-type]
+    if own != expected:
+        own_paths, expected_paths = paths(tree), paths(reference)
+        missing = [path for path in expected_paths if path not in own_paths]
+        extra = [path for path in own_paths if path not in expected_paths]
+        what = [f"no tensor at {name}{path}" for path in missing[:3]] + [
+            f"unexpected {name}{path}" for path in extra[:3]
+        ]
+        raise ValueError(
+            f"{name}: structure differs from {reference_name}: "
+            + ("; ".join(what) if what else f"containers differ: got {own}, expected {expected}")
+            + f". {name} must have one tensor for each of the {len(expected_paths)} in {reference_name}"
+            f" (got {len(own_paths)}); give zeros where there is none."
+        )
+    for index, (leaf, other) in enumerate(zip(leaves(tree), slots_of(tree, reference), strict=True)):
+        if leaf.shape != other.shape:
+            path = paths(tree)[index]
+            raise ValueError(
+                f"{name}{path}: shape {tuple(leaf.shape)}, but {reference_name}{path} has {tuple(other.shape)}."
+            )
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()

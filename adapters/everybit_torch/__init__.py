@@ -1,1 +1,13 @@
-"""everybit_torch."""
+"""everybit for torch: optimizers that stand where ``torch.optim``'s stand.
+
+>>> from everybit_torch import AdamW
+>>> import everybit as eb, torch
+>>> model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+>>> optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16)
+"""
+
+from everybit_torch.any_precision import AnyPrecisionAdamW
+from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
+from everybit_torch.optimizer import TorchOptimizer
+
+__all__ = ["SGD", "Adam", "AdamW", "AnyPrecisionAdamW", "Lion", "RMSprop", "TorchOptimizer"]

@@ -32,19 +32,24 @@ class Axis(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class Local:
-    """The axis of a single process: what is here is all there is."""
+    """The axis of a single process: what is here is all there is.
 
-    def sum(self, value: Tensor) -> Tensor:
+    The class itself is the axis, there are no instances: compilers trace a default that is a class, not one that is an object.
+    """
+
+    @staticmethod
+    def sum(value: Tensor) -> Tensor:
         """``value``."""
         return value
 
-    def max(self, value: Tensor) -> Tensor:
+    @staticmethod
+    def max(value: Tensor) -> Tensor:
         """``value``."""
         return value
 
-    def owned(self, tree: P) -> P:
+    @staticmethod
+    def owned(tree: P) -> P:
         """``tree``."""
         return tree
 
@@ -62,7 +67,7 @@ class Context:
             its bits by global index, so that a shard rounds as the whole would.
     """
 
-    axis: Axis = Local()
+    axis: Axis = Local
     value: Tensor | None = None
     step: Tensor | None = None
     first_element: int | Tensor = 0

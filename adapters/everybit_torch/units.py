@@ -1,0 +1,166 @@
+"""What an optimizer steps at once, and where it lies in memory.
+
+A *unit* is a list of tensors with one state and one count of steps. Under the flat layout the parameters of a group with one dtype and
+device become views of one buffer, and a unit is a run of it: at first the whole. A parameter without a gradient is skipped, as torch
+does, so its count falls behind; the run is then cut, for good, and what was one unit is two. Under the tree layout every parameter is
+a unit, except for optimizers that must see the whole tree, where a group is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.optimizer import OptimizerState
+
+# Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
+CHUNK = 1 << 22
+
+
+@dataclass(slots=True)
+class Member:
+    """A parameter's place in a unit: elements ``start`` to ``stop`` of the unit's tensor number ``position``."""
+
+    parameter: Tensor
+    position: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Unit:
+    """Tensors that are stepped together.
+
+    Attributes:
+        group: Number of the param group.
+        tensors: What the optimizer sees; changed in place.
+        members: The parameters in them, in order.
+        state: The optimizer's state for ``tensors``, changed in place.
+        first: Global index of the first element, counted over all parameters of one dtype.
+        flat: Whether the parameters are views of ``tensors[0]``.
+    """
+
+    group: int
+    tensors: list[Tensor]
+    members: list[Member]
+    state: OptimizerState[Any]
+    first: int
+    flat: bool
+
+    def split(self, boundaries: list[int]) -> Iterator[Unit]:
+        """Cut a flat unit before the members with these numbers; states become views, counts become copies."""
+        edges = [0, *boundaries, len(self.members)]
+        for low, high in pairwise(edges):
+            members = self.members[low:high]
+            start, stop = members[0].start, members[-1].stop
+            yield Unit(
+                self.group,
+                [self.tensors[0][start:stop]],
+                [Member(m.parameter, 0, m.start - start, m.stop - start) for m in members],
+                map_state(self.state, lambda x, a=start, b=stop: x[a:b], torch.clone),  # type: ignore[misc]
+                self.first + start,
+                flat=True,
+            )
+
+    def named_state(self, member: Member) -> dict[str, Tensor]:
+        """Views of one parameter's state, in its shape, by name; counters are shared by the unit's members."""
+        named: dict[str, Tensor] = {}
+
+        def shaped(x: Tensor) -> Tensor:
+            flat_views = x.ndim == 1 and self.tensors[member.position].ndim == 1
+            return x[member.start : member.stop].view(member.parameter.shape) if flat_views else x
+
+        for name, value, is_slot in named_fields(self.state):
+            if is_slot:
+                stored = value[member.position]
+                parts = stored if isinstance(stored, tuple) else (stored,)
+                for number, part in enumerate(part for part in parts if part is not None):
+                    named[name if number == 0 else f"{name}.{number}"] = shaped(part)
+            else:
+                named[name] = value
+        return named
+
+
+def map_state(
+    state: OptimizerState[Any], on_slot: Callable[[Tensor], Tensor], on_counter: Callable[[Tensor], Tensor]
+) -> OptimizerState[Any]:
+    """A state with every per-element tensor and every counter replaced."""
+    held: list[Any] = []
+
+    def slot(name: str, subtree: Any) -> Any:
+        held.append(eb.tree.map(on_slot, subtree))
+        return None
+
+    # Slots out, counters mapped, slots back in, in the same order.
+    counters = eb.tree.map(on_counter, eb.tree.map_slots(slot, state.inner))
+    slots = iter(held)
+    inner = eb.tree.map_slots(lambda name, _: next(slots), counters)
+    return OptimizerState(on_counter(state.step), eb.tree.map(on_slot, state.extra), inner)
+
+
+def named_fields(state: OptimizerState[Any]) -> list[tuple[str, Any, bool]]:
+    """(name, value, whether it holds one tensor per parameter) for everything in a state, names unique.
+
+    Slots go by their own names, ``param`` by that of the parts of parameters that the model does not hold; counters by their path.
+    """
+    fields: list[tuple[str, Any, bool]] = [("step", state.step, False)]
+    if eb.tree.leaves(state.extra):
+        fields.append(("param", state.extra, True))
+    seen: dict[str, int] = {}
+
+    def slot(name: str, subtree: Any) -> Any:
+        count = seen[name] = seen.get(name, 0) + 1
+        if eb.tree.leaves(subtree):
+            fields.append((name if count == 1 else f"{name}#{count}", subtree, True))
+        return None
+
+    counters = eb.tree.map_slots(slot, state.inner)
+    fields += [
+        (f"inner{path}", leaf, False)
+        for path, leaf in zip(eb.tree.paths(counters), eb.tree.leaves(counters), strict=True)
+    ]
+    return fields
+
+
+def init_state(optimizer: eb.Optimizer[Any], tensors: list[Tensor], first: int) -> OptimizerState[Any]:
+    """The state of a unit; for one long buffer computed piece by piece into place."""
+    if len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].numel() <= CHUNK or optimizer.scope != "element":
+        return optimizer.init(tensors, eb.Context(first_element=first))
+    (buffer,) = tensors
+    whole: OptimizerState[Any] | None = None
+    for start in range(0, buffer.numel(), CHUNK):
+        piece = optimizer.init([buffer[start : start + CHUNK]], eb.Context(first_element=first + start))
+        if whole is None:
+            whole = map_state(piece, lambda x: x.new_empty(buffer.numel()), torch.clone)
+        part = map_state(whole, lambda x, a=start: x[a : a + CHUNK], lambda x: x)  # type: ignore[misc]
+        for into, value in zip(eb.tree.leaves(part), eb.tree.leaves(piece), strict=True):
+            into.copy_(value)
+    assert whole is not None
+    return whole
+
+
+def flatten(parameters: list[Tensor]) -> Tensor:
+    """One buffer with the parameters' values, of which they become views."""
+    buffer = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        stop = start + parameter.numel()
+        parameter.data = buffer[start:stop].view(parameter.shape)
+        start = stop
+    return buffer
+
+
+def can_be_flat(parameter: Tensor) -> bool:
+    """Whether a parameter may become a view of a buffer: a plain, dense tensor in the usual order."""
+    return (
+        type(parameter.data) is Tensor
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()
+        and parameter.device.type != "meta"
+    )

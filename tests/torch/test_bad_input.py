@@ -1,0 +1,116 @@
+"""Every mistake is named, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_models import Awkward, give_gradients, same_bits, train, values
+
+import everybit as eb
+import torch
+from everybit_torch import SGD, AdamW, RMSprop
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": float("nan")}, r"learning_rate: got nan; accepted is a finite number in \[0, inf\)"),
+        ({"lr": float("inf")}, r"learning_rate: got inf"),
+        ({"lr": -1.0}, r"learning_rate: got -1.0"),
+        ({"eps": -1e-8}, r"eps: got -1e-08"),
+        ({"betas": (1.0, 0.9)}, r"b1: got 1.0; accepted is a finite number in \[0, 1\)"),
+        ({"betas": (0.9, -0.1)}, r"b2: got -0.1"),
+        ({"betas": (0.9,)}, r"betas: got \(0.9,\); accepted are 2 numbers"),
+        ({"weight_decay": -0.1}, r"weight_decay: got -0.1"),
+        ({"layout": "round"}, r"layout: got 'round'; accepted are 'auto', 'flat', 'tree'"),
+        ({"policy": eb.policies.LEAN_BF16}, r"Split splits a number .* got a float32 tensor"),
+        (
+            {"policy": eb.policies.ANYPRECISION},
+            r"Policy.variance: got Nearest\(dtype='bfloat16'\) with decay rate 0.999",
+        ),
+    ],
+)
+def test_impossible_arguments_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamW(Awkward().parameters(), **arguments)
+
+
+def test_things_of_the_wrong_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"learning_rate: got '0.1'; accepted are a number"):
+        AdamW(Awkward().parameters(), lr="0.1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"learning_rate: got a tensor of shape \(\) and torch.bfloat16"):
+        AdamW(Awkward().parameters(), lr=torch.tensor(0.1, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"policy: got 'KAHAN_BF16'; accepted are a Policy"):
+        AdamW(Awkward().parameters(), policy="KAHAN_BF16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "hint"), [(torch.int32, ""), (torch.complex64, "view_as_real")])
+def test_parameters_that_are_not_real_floating_point_are_refused(dtype: torch.dtype, hint: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+    with pytest.raises(TypeError, match=rf"param group 0, parameter 0: got {dtype}; .*{hint}"):
+        AdamW([parameter])
+
+
+def test_a_16_bit_model_needs_a_choice() -> None:
+    with pytest.raises(ValueError, match=r"policy: parameters are torch.bfloat16|policy: parameters are bfloat16"):
+        AdamW(Awkward(torch.bfloat16).parameters())
+
+
+def test_nesterov_needs_momentum() -> None:
+    with pytest.raises(ValueError, match=r"nesterov: got True without momentum"):
+        SGD(Awkward().parameters(), nesterov=True)
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Embedding(3, 2, sparse=True))
+    optimizer = AdamW(model.parameters())
+    model[0](model[1](torch.tensor([1]))).sum().backward()
+    before = values(model)
+    with pytest.raises(
+        TypeError, match=r"param group 0, parameter 2: got a torch.sparse_coo gradient; accepted are dense"
+    ):
+        optimizer.step()
+    assert same_bits(before, values(model))
+
+
+def test_a_learning_rate_that_becomes_nan_is_refused_before_anything_changes() -> None:
+    model = Awkward()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    give_gradients(model, 5)
+    before = values(model)
+    with pytest.raises(ValueError, match=r"AdamW, param group 0: learning_rate: got nan"):
+        optimizer.step()
+    assert same_bits(before, values(model))
+
+
+def test_a_beta_that_becomes_impossible_for_the_policy_is_refused() -> None:
+    model = Awkward(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), betas=(0.9, 0.95), policy=eb.policies.PURE_BF16)
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    with pytest.raises(ValueError, match=r"decay rate 0.999"):
+        train(model, optimizer, 1)
+
+
+def test_a_global_norm_over_several_groups_is_refused() -> None:
+    from everybit_torch import TorchOptimizer
+
+    def clipped(learning_rate: float) -> eb.Transform[Any]:
+        return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
+
+    model = Awkward()
+    with pytest.raises(ValueError, match=r"its norm would not be the global one"):
+        TorchOptimizer([{"params": [model.matrix]}, {"params": [model.vector]}], clipped, lr=0.1)
+
+
+def test_rmsprop_alpha_goes_by_torchs_name() -> None:
+    with pytest.raises(ValueError, match=r"decay: got 1.5"):
+        RMSprop(Awkward().parameters(), alpha=1.5)
+
+
+def test_metrics_that_were_never_taken_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"no step was measured yet"):
+        AdamW(Awkward().parameters()).metrics()

@@ -1,0 +1,114 @@
+"""A checkpoint continues the run, bit for bit, or is refused."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from small_models import Awkward, same_bits, train, values
+
+import everybit as eb
+import torch
+from everybit_torch import SGD, AdamW
+
+NAMES = ["PURE_BF16", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16"]
+
+
+def through_a_file(data: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(data, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def skip(step: int, name: str) -> bool:
+    return name == "vector" and step == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layouts", [("flat", "flat"), ("flat", "tree"), ("tree", "flat")])
+def test_resume_is_continue_bit_for_bit(name: str, layouts: tuple[Any, Any]) -> None:
+    def make(model: Awkward, layout: Any) -> AdamW:
+        return AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), policy=eb.policies.PRESETS[name], layout=layout)
+
+    model = Awkward(torch.bfloat16)
+    optimizer = make(model, layouts[0])
+    train(model, optimizer, 4, without=skip)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    again = Awkward(torch.bfloat16)
+    again.load_state_dict(saved["model"])
+    resumed = make(again, layouts[1])
+    resumed.load_state_dict(saved["optimizer"])
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert optimizer.state[parameter].keys() == resumed.state[other].keys()
+        assert same_bits(list(optimizer.state[parameter].values()), list(resumed.state[other].values()))
+    assert same_bits(train(model, optimizer, 4, start=4), train(again, resumed, 4, start=4))
+
+
+def test_state_is_per_parameter_and_in_its_shape() -> None:
+    model = Awkward(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), policy=eb.policies.KAHAN_BF16)
+    train(model, optimizer, 2)
+    state = optimizer.state_dict()["state"]
+    for index, parameter in enumerate(model.parameters()):
+        assert set(state[index]) == {"step", "param", "momentum", "variance", "inner.step"}
+        assert all(state[index][name].shape == parameter.shape for name in ("param", "momentum", "variance"))
+        assert int(state[index]["step"]) == 2
+
+
+def test_hyperparameters_come_back() -> None:
+    model = Awkward()
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer.param_groups[0]["lr"] = 0.25
+    train(model, optimizer, 1)
+    other = SGD(Awkward().parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (eb.policies.EXACT_BF16, r"parameter 0, 'param': got .*bfloat16.* accepted is .*int16"),
+        (eb.policies.FLOOR_BF16, r"parameter 0 has state .*'param'.*; accepted under this policy is"),
+        (eb.Policy(params=eb.Kahan()), r"parameter 0, 'momentum': got .*bfloat16.* accepted is .*float32"),
+    ],
+)
+def test_a_checkpoint_of_another_policy_is_refused_and_changes_nothing(policy: eb.Policy, message: str) -> None:
+    model = Awkward(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), policy=eb.policies.KAHAN_BF16)
+    train(model, optimizer, 2)
+    other = Awkward(torch.bfloat16)
+    target = AdamW(other.parameters(), policy=policy, lr=0.7)
+    train(other, target, 1)
+    before = values(other) + [x.clone() for state in target.state.values() for x in state.values()]
+    with pytest.raises(ValueError, match=message):
+        target.load_state_dict(optimizer.state_dict())
+    assert same_bits(before, values(other) + [x for state in target.state.values() for x in state.values()])
+    assert target.param_groups[0]["lr"] == 0.7
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    optimizer = AdamW(Awkward().parameters())
+    with pytest.raises(ValueError, match=r"got param groups of \[2\] parameters; accepted are \[5\]"):
+        optimizer.load_state_dict(AdamW(torch.nn.Linear(2, 2).parameters()).state_dict())
+
+
+def test_full_precision_weights_go_out_and_come_in() -> None:
+    model = Awkward(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-4, policy=eb.policies.EXACT_BF16)
+    train(model, optimizer, 5)
+    (weights,) = optimizer.export_fp32()
+    assert all(
+        w.dtype is torch.float32 and w.shape == p.shape for w, p in zip(weights, model.parameters(), strict=True)
+    )
+    assert any((w != p.float()).any() for w, p in zip(weights, model.parameters(), strict=True))
+    other = Awkward(torch.bfloat16)
+    fresh = AdamW(other.parameters(), lr=1e-4, policy=eb.policies.EXACT_BF16)
+    fresh.import_fp32([weights])
+    assert same_bits(fresh.export_fp32()[0], weights)
+    assert same_bits(values(other), values(model))
+    with pytest.raises(ValueError, match=r"weights: got \[1\] tensors"):
+        fresh.import_fp32([weights[:1]])

@@ -1,0 +1,154 @@
+"""Where parameters lie changes nothing but speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_models import Awkward, give_gradients, same_bits, train, values
+
+import everybit as eb
+import torch
+from everybit_torch import AdamW, Lion, TorchOptimizer
+from everybit_torch.optimizer import Layout
+
+LOW = ["MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16"]
+
+
+def skip(step: int, name: str) -> bool:
+    return name == "vector" and step in (2, 3)
+
+
+@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flat_is_tree_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    results = []
+    layouts: tuple[Layout, Layout] = ("flat", "tree")
+    for layout in layouts:
+        model = Awkward(dtype)
+        optimizer = AdamW(model.parameters(), lr=1e-3, policy=eb.policies.PRESETS[name], layout=layout, seed=3)
+        train(model, optimizer, 8, without=skip)
+        results.append(values(model) + [w for group in optimizer.export_fp32() for w in group])
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("name", ["FP32", *LOW])
+def test_compiled_is_eager_bit_for_bit(name: str) -> None:
+    torch._dynamo.reset()
+    dtype = torch.float32 if name == "FP32" else torch.bfloat16
+    results = []
+    for compile in (False, True):
+        model = Awkward(dtype)
+        optimizer = AdamW(model.parameters(), lr=1e-3, policy=eb.policies.PRESETS[name], compile=compile, metrics=True)
+        train(model, optimizer, 4, without=skip)
+        results.append(values(model) + [w for group in optimizer.export_fp32() for w in group])
+    assert same_bits(*results)
+
+
+def test_parameters_become_views_of_one_buffer_and_trees_stay_where_they_are() -> None:
+    flat, tree = Awkward(), Awkward()
+    pointers = [p.data_ptr() for p in tree.parameters()]
+    train(flat, AdamW(flat.parameters(), layout="flat"), 1)
+    train(tree, AdamW(tree.parameters(), layout="tree"), 1)
+    assert len({p.untyped_storage().data_ptr() for p in flat.parameters()}) == 1
+    assert [p.data_ptr() for p in tree.parameters()] == pointers
+
+
+def test_the_layout_is_chosen_by_scope_and_shown() -> None:
+    model = Awkward()
+    element = AdamW(model.parameters())
+    train(model, element, 1)
+    assert "1 flat buffer runs" in repr(element)
+
+    def clipped(learning_rate: float) -> eb.Transform[Any]:
+        return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
+
+    other = Awkward()
+    whole = TorchOptimizer(other.parameters(), clipped, lr=0.1)
+    train(other, whole, 1)
+    assert "0 flat buffer runs" in repr(whole)
+    with pytest.raises(ValueError, match=r"layout: got 'flat' .* accepted are 'auto' and 'tree'"):
+        TorchOptimizer(other.parameters(), clipped, lr=0.1, layout="flat")
+
+
+def test_other_memory_given_to_a_parameter_counts_and_joins_the_buffer_again() -> None:
+    model, reference = Awkward(torch.float64), Awkward(torch.float64)
+    mine, theirs = AdamW(model.parameters()), torch.optim.AdamW(reference.parameters())
+    train(model, mine, 2)
+    train(reference, theirs, 2)
+    model.matrix.data = torch.full((7, 5), 2.0, dtype=torch.float64)
+    reference.matrix.data = torch.full((7, 5), 2.0, dtype=torch.float64)
+    model.load_state_dict(model.state_dict())  # in place: the views see it
+    got, expected = train(model, mine, 2, start=2), train(reference, theirs, 2, start=2)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
+
+
+def test_a_model_moved_to_another_dtype_after_a_step_is_refused_by_name() -> None:
+    model = Awkward()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 1)
+    model.to(torch.bfloat16)
+    give_gradients(model, 0)
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"is torch.bfloat16 on cpu now, but was torch.float32 on cpu"):
+        optimizer.step()
+    assert same_bits(before, values(model))
+
+
+def test_a_transposed_parameter_is_stepped_on_its_own() -> None:
+    model, reference = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    reference.load_state_dict(model.state_dict())
+    model.weight.data = model.weight.data.t().contiguous().t()
+    mine, theirs = AdamW(model.parameters(), layout="flat"), torch.optim.AdamW(reference.parameters())
+    got, expected = train(model, mine, 5), train(reference, theirs, 5)
+    assert not model.weight.is_contiguous()
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_long_buffer_is_initialised_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    import everybit_torch.units as units
+
+    results = []
+    for chunk in (1 << 22, 10):
+        monkeypatch.setattr(units, "CHUNK", chunk)
+        model = Awkward(torch.bfloat16)
+        optimizer = Lion(model.parameters(), policy=eb.policies.MIXED_BF16)
+        results.append(train(model, optimizer, 3))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("name", ["FP32", "PURE_BF16", *LOW])
+def test_bytes_are_what_the_policy_says(name: str) -> None:
+    policy = eb.policies.PRESETS[name]
+    dtype = torch.float32 if name == "FP32" else torch.bfloat16
+    model = Awkward(dtype)
+    optimizer = AdamW(model.parameters(), betas=(0.9, 0.95), policy=policy)
+    train(model, optimizer, 1)
+    table = optimizer.bytes_table()
+    elements = sum(p.numel() for p in model.parameters())
+    counters = table.pop("counters")
+    assert {use: size / elements for use, size in table.items()} == policy.bytes_table()
+    # The chain's and the optimizer's step, int64.
+    assert counters == 16
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    for state in optimizer.state.values():
+        storages |= {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state.values()}
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    storages.pop(0, None)
+    assert sum(storages.values()) + gradients == elements * policy.bytes_per_param() + counters
+
+
+def test_main_gradients_may_be_wider_than_the_model() -> None:
+    policy = eb.Policy(params=eb.Split(16), grads=eb.Grads(main="float32"))
+    model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters(), policy=policy)
+    optimizer.bytes_table()  # places the parameters
+    for _ in range(2):
+        model(torch.ones(3, 4, dtype=torch.bfloat16)).float().sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype is torch.float32
+    assert optimizer.bytes_table()["gradient"] == 4 * 10
+    optimizer.step()

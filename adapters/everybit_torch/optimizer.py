@@ -6,20 +6,22 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, cast, get_args, overload
 
-import torch
-from torch import Tensor
-
 import everybit as eb
+import torch
 from everybit.dtypes import dtype_name, torch_dtype
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState, state_bytes, with_policy
 from everybit.policies import native
 from everybit.policy import AnyPolicy, resolve_tree
-from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state
+from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state, map_state, named_fields
+from torch import Tensor
 
 Layout = Literal["auto", "flat", "tree"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Factory = Callable[..., eb.Transform[Any]]
+
+# Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
+PIECE = 1 << 17
 
 # torch's names of hyperparameters, and the core's.
 NAMES: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2"), "alpha": ("decay",)}
@@ -339,9 +341,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             tensors = [x if here else None for x, here in zip(tensors, present, strict=True)]  # type: ignore[misc]
             state = _with_holes(state, present)
         if not self._compile:
-            return _step_in_place(
-                group.optimizers[dtype], tensors, grads, state, unit.first, metrics=self.metrics_enabled
-            )
+            optimizer = group.optimizers[dtype]
+            if unit.flat and unit.tensors[0].numel() > PIECE:
+                return _step_in_pieces(optimizer, unit, grads[0], metrics=self.metrics_enabled)
+            return _step_in_place(optimizer, tensors, grads, state, unit.first, metrics=self.metrics_enabled)
         return group.compiled(self, dtype, self.metrics_enabled)(
             tensors, grads, state, group.tensors(unit.tensors[0].device), _scalar(unit.first, unit.tensors[0].device)
         )
@@ -542,6 +545,28 @@ def _step_in_place(
     measured = measure(optimizer, advance, ctx) if metrics else None
     _write((tensors, state), (advance.params, advance.state))
     return measured
+
+
+def _step_in_pieces(optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool) -> Metrics | None:
+    """The step of a long buffer without a compiler: piece by piece, so that what is computed on the way stays in the cache.
+
+    The pieces' results are the whole's, bit for bit: that is what the scope ``"element"`` promises.
+    """
+    total: Metrics | None = None
+    counters: list[Tensor] = []
+    for start in range(0, grad.numel(), PIECE):
+        stop = start + PIECE
+        # Counters are copied in, so that every piece counts from the same step; the last one's are kept.
+        state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], torch.clone)  # type: ignore[misc]
+        measured = _step_in_place(
+            optimizer, [unit.tensors[0][start:stop]], [grad[start:stop]], state, unit.first + start, metrics=metrics
+        )
+        if measured is not None:
+            total = measured if total is None else total + measured
+        counters = [value for _, value, is_slot in named_fields(state) if not is_slot]
+    for counter, value in zip([v for _, v, is_slot in named_fields(unit.state) if not is_slot], counters, strict=True):
+        counter.copy_(value)
+    return total
 
 
 def _write(into: object, values: object) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from everybit.borders import settle
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,10 @@ class Key:
 
     def bits(self, like: Tensor) -> Tensor:
         """int32 of the shape of ``like``; every bit is a fair coin."""
-        index = torch.arange(like.numel(), dtype=torch.int64, device=like.device) + self.first
-        low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
         outer, inner = self._words()
+        low, high = _index(like, self.first)
         # The step's word goes in first: no compiler can then reason about the range of what is multiplied.
-        return _mix(_mix(low ^ outer) ^ (inner + high * 0x3C6EF372)).reshape(like.shape)
+        return _mix(_mix(low ^ outer) ^ (inner + _times(high, 0x3C6EF372))).reshape(like.shape)
 
     def _words(self) -> tuple[Tensor, Tensor]:
         """Two 32-bit words from seed, stream and step, computed once for the whole tensor."""
@@ -45,6 +43,31 @@ class Key:
         low, high = self.step.to(torch.int32), (self.step >> 32).to(torch.int32)
         outer = _mix(_mix(low ^ _signed(salt)) ^ high)
         return settle(outer), settle(_mix(outer ^ _signed(salt * 0x9E3779B1 + 0x7F4A7C15)))
+
+
+def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int]:
+    """The lower and upper words of the elements' global indices.
+
+    In 32-bit arithmetic, which vectorises, where the tensor itself is small enough to be counted in it.
+    """
+    if like.numel() >= 1 << 31:
+        index = torch.arange(like.numel(), dtype=torch.int64, device=like.device) + first
+        return index.to(torch.int32), (index >> 32).to(torch.int32)
+    count = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
+    if isinstance(first, int):
+        low = count + _signed(first)
+        if (first & 0xFFFFFFFF) + like.numel() <= 1 << 32:
+            return low, first >> 32
+        start_low, start_high = torch.full_like(count[:1], _signed(first)), first >> 32
+        return low, start_high + _below(low, start_low)
+    start_low, start_high = settle(first.to(torch.int32)), settle((first >> 32).to(torch.int32))
+    low = count + start_low
+    return low, start_high + _below(low, start_low)
+
+
+def _below(low: Tensor, start: Tensor) -> Tensor:
+    """1 where counting on from ``start`` has run over 32 bits, as an unsigned comparison shows; else 0."""
+    return ((low ^ -0x80000000) < (start ^ -0x80000000)).to(torch.int32)
 
 
 def stream(name: str) -> int:
@@ -58,6 +81,10 @@ def stream(name: str) -> int:
 def uniform(bits: Tensor) -> Tensor:
     """float32 in [0, 1), multiples of 2**-24."""
     return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def _times(x: Tensor | int, factor: int) -> Tensor | int:
+    return _signed(x * factor) if isinstance(x, int) else x * factor
 
 
 def _signed(word: int) -> int:

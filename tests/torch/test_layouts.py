@@ -152,3 +152,20 @@ def test_main_gradients_may_be_wider_than_the_model() -> None:
     assert model.weight.grad.dtype is torch.float32
     assert optimizer.bytes_table()["gradient"] == 4 * 10
     optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["FP32", *LOW])
+def test_stepping_in_pieces_is_stepping_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import everybit_torch.optimizer as module
+
+    dtype = torch.float32 if name == "FP32" else torch.bfloat16
+    results = []
+    for piece in (1 << 17, 10):
+        monkeypatch.setattr(module, "PIECE", piece)
+        model = Awkward(dtype)
+        optimizer = AdamW(model.parameters(), lr=1e-3, policy=eb.policies.PRESETS[name], metrics=True)
+        train(model, optimizer, 4, without=skip)
+        metrics = [float(optimizer.metrics().lost), float(optimizer.metrics().moved)]
+        state = [x.clone() for entries in optimizer.state.values() for x in entries.values()]
+        results.append([*values(model), *state, torch.tensor(metrics)])
+    assert same_bits(*results)

@@ -436,6 +436,21 @@ class TorchOptimizer(torch.optim.Optimizer):
             f"{super().__repr__()}\nlayout={self._layout!r} ({placed}), compile={self._compile}, policies: {policies}"
         )
 
+    # -- copies ----------------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but hooks, as torch; a copy steps its own parameters, from here on."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_units" in state:
+            # Objects have new identities, and parameters may have lost their place in the buffer: the next step puts them back.
+            self._placed = {id(member.parameter) for unit in self._units for member in unit.members}
+            self.state.clear()
+            for unit in self._units:
+                self._publish(unit)
+
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -492,6 +507,9 @@ class _Group:
         self.arguments: dict[str, Any] | None = None
         self._compiled: dict[tuple[torch.dtype, bool], Callable[..., Metrics | None]] = {}
         self._tensors: dict[torch.device, dict[str, Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compiled": {}}
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         """The numeric hyperparameters as 0-d float64 tensors, so that a new value is new data and not new code."""

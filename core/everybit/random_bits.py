@@ -58,8 +58,7 @@ def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int]:
         low = count + _signed(first)
         if (first & 0xFFFFFFFF) + like.numel() <= 1 << 32:
             return low, first >> 32
-        start_low, start_high = torch.full_like(count[:1], _signed(first)), first >> 32
-        return low, start_high + _below(low, start_low)
+        return low, (first >> 32) + _below(low, torch.full_like(count[:1], _signed(first)))
     start_low, start_high = settle(first.to(torch.int32)), settle((first >> 32).to(torch.int32))
     low = count + start_low
     return low, start_high + _below(low, start_low)

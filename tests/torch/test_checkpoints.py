@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -112,3 +114,18 @@ def test_full_precision_weights_go_out_and_come_in() -> None:
     assert same_bits(values(other), values(model))
     with pytest.raises(ValueError, match=r"weights: got \[1\] tensors"):
         fresh.import_fp32([weights[:1]])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_copy_goes_its_own_way_with_the_same_bits(how: str, compile: bool) -> None:
+    model = Awkward(torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-3, policy=eb.policies.FLOOR_BF16, compile=compile)
+    train(model, optimizer, 3, without=skip)
+    pair = (model, optimizer)
+    other, twin = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    before = values(other)
+    expected = train(model, optimizer, 3, start=3)
+    assert same_bits(before, values(other))
+    assert same_bits(expected, train(other, twin, 3, start=3))
+    assert same_bits(list(optimizer.state[model.vector].values()), list(twin.state[other.vector].values()))

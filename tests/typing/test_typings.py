@@ -1,0 +1,62 @@
+"""Type-level promises: programs that must type-check, and programs that must not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from mypy import api
+
+ROOT = Path(__file__).parents[2]
+EXPECTED = re.compile(r'# E: (?P<code>[a-z-]+) "(?P<message>[^"]*)"\s*$')
+REPORTED = re.compile(r"^(?P<file>[^:]+):(?P<line>\d+): error: (?P<message>.*)  \[(?P<code>[a-z-]+)\]$")
+
+
+@pytest.fixture(scope="module")
+def reported() -> dict[tuple[str, int], list[tuple[str, str]]]:
+    """What mypy says of all programs: (file, line) -> [(code, message)]."""
+    output, problems, _ = api.run(
+        [
+            "--config-file",
+            str(ROOT / "pyproject.toml"),
+            "--strict",
+            "--no-pretty",
+            "--hide-error-context",
+            str(ROOT / "typings"),
+        ]
+    )
+    assert not problems, problems
+    found: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    for line in output.splitlines():
+        match = REPORTED.match(line)
+        if match:
+            key = Path(match["file"]).name, int(match["line"])
+            found.setdefault(key, []).append((match["code"], match["message"]))
+    assert found, output
+    return found
+
+
+@pytest.mark.parametrize("program", sorted((ROOT / "typings/passes").glob("*.py")), ids=lambda path: path.stem)
+def test_programs_that_must_type_check_do(
+    program: Path, reported: dict[tuple[str, int], list[tuple[str, str]]]
+) -> None:
+    assert {key: errors for key, errors in reported.items() if key[0] == program.name} == {}
+
+
+@pytest.mark.parametrize("program", sorted((ROOT / "typings/fails").glob("*.py")), ids=lambda path: path.stem)
+def test_programs_that_must_not_type_check_fail_where_and_as_they_say(
+    program: Path, reported: dict[tuple[str, int], list[tuple[str, str]]]
+) -> None:
+    expected = {
+        number: (match["code"], match["message"])
+        for number, line in enumerate(program.read_text().splitlines(), start=1)
+        if (match := EXPECTED.search(line))
+    }
+    got = {line: errors for (name, line), errors in reported.items() if name == program.name}
+    assert len(expected) >= 5
+    assert set(got) == set(expected)
+    for line, (code, fragment) in expected.items():
+        ((got_code, message),) = got[line]
+        assert got_code == code, f"{program.name}:{line}: {message}"
+        assert fragment in message.replace('"', ""), f"{program.name}:{line}: {message}"

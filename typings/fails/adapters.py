@@ -1,0 +1,17 @@
+"""Wrong arguments to the torch adapters."""
+
+from __future__ import annotations
+
+import everybit as eb
+import torch
+from everybit_torch import AdamW, AnyPrecisionAdamW
+
+model = torch.nn.Linear(2, 2)
+
+AdamW(model.parameters(), policy="KAHAN_BF16")  # E: arg-type "Policy | ByLabel | None"
+AdamW(model.parameters(), layout="round")  # E: arg-type "Literal['round']"
+AdamW(model.parameters(), learning_rate=0.1)  # E: call-arg "learning_rate"
+AdamW(model.parameters(), betas=0.9)  # E: arg-type "tuple"
+AdamW(model, policy=eb.policies.FP32)  # E: arg-type "Linear"
+AnyPrecisionAdamW(model.parameters(), momentum_dtype="bfloat16")  # E: arg-type "dtype"
+AnyPrecisionAdamW(model.parameters(), variance_rounding="up")  # E: arg-type "Literal['up']"

@@ -1,0 +1,22 @@
+"""Wrong policies, each a mypy error at the line that says so in its comment: code, and a piece of the message."""
+
+from __future__ import annotations
+
+import everybit as eb
+
+eb.Policy(momentum=eb.Nearest("int8"))  # E: arg-type "Literal['int8']"
+eb.Policy(params="kahan")  # E: arg-type "Nearest | Stochastic | Kahan | Split | Master"
+eb.Policy(variance=eb.Master())  # E: arg-type "Nearest | Stochastic | Kahan | Split"
+eb.Policy(momentumm=eb.Nearest("float32"))  # E: call-arg "momentumm"
+eb.Policy(compute="bfloat16")  # E: arg-type "Literal['bfloat16']"
+eb.Policy(grads=eb.Grads(main="int32"))  # E: arg-type "Literal['int32']"
+eb.Policy(grads=eb.Grads(reduce="fp64"))  # E: arg-type "Literal['fp64']"
+eb.Policy(grads="float32")  # E: arg-type "Grads"
+eb.Policy("float32")  # E: call-arg "positional"
+eb.Policy(params=eb.Split(12))  # E: arg-type "Literal[12]"
+eb.Policy(params=eb.Kahan("int8"))  # E: arg-type "Literal['int8']"
+eb.Policy(params=eb.Kahan(rounding="up"))  # E: arg-type "Literal['up']"
+eb.Policy(params=eb.Stochastic("float32"))  # E: arg-type "Literal['float32']"
+eb.Policy(params=eb.Nearest)  # E: arg-type "type[Nearest]"
+eb.policies.FP32.params = eb.Kahan()  # E: misc "read-only"
+eb.policies.LEEN_BF16  # E: attr-defined "LEEN_BF16"

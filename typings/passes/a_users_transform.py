@@ -1,0 +1,36 @@
+"""A transform as a user writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import everybit as eb
+import torch
+
+P = TypeVar("P")
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class SignumState(Generic[P]):
+    momentum: eb.Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleBySignum:
+    scope: ClassVar[eb.Scope] = "element"
+    decay: float = 0.9
+
+    def init(self, params: P) -> SignumState[P]:
+        return SignumState(eb.tree.zeros_like(params))
+
+    def update(
+        self, updates: P, state: SignumState[Any], params: P, ctx: eb.Context = eb.Context()
+    ) -> tuple[P, SignumState[P]]:
+        momentum = eb.tree.map(lambda g, m: self.decay * m + g, updates, state.momentum)
+        return eb.tree.map(torch.sign, momentum), SignumState(momentum)
+
+
+tx = eb.chain(ScaleBySignum(0.95), eb.scale_by_learning_rate(1e-4))
+opt = eb.with_policy(tx, eb.policies.KAHAN_BF16)

@@ -1,0 +1,25 @@
+"""Drop-ins where torch's optimizers stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import everybit as eb
+import torch
+from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer
+
+model = torch.nn.Linear(2, 2)
+optimizer: torch.optim.Optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16, compile=True)
+groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
+grouped = SGD(groups, lr=0.2, momentum=0.9)
+named = Lion(model.named_parameters(), lr=torch.tensor(1e-4), layout="tree")
+old = AnyPrecisionAdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, True, torch.bfloat16)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def clipped(learning_rate: float, weight_decay: float) -> eb.Transform[Any]:
+    return eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(learning_rate, weight_decay=weight_decay))
+
+
+composed = TorchOptimizer(model.parameters(), clipped, lr=1e-3, weight_decay=0.1)
+loss: float = composed.step(lambda: 1.0)

@@ -13,6 +13,9 @@ import everybit as eb
 import torch
 from torch import Tensor
 
+# Untyped, to make the mistakes that the type checker refuses.
+loose: Any = eb
+
 BYTES = {
     "FP64": 32, "FP32": 16, "MIXED_BF16": 16, "EXACT_BF16": 14, "LEAN_BF16": 10, "KAHAN_BF16": 10, "TIGHT_BF16": 9, "FLOOR_BF16": 8,
     "PURE_BF16": 8, "ANYPRECISION": 10,

@@ -10,11 +10,13 @@ format                 parts                 error of one encode, relative to ``
 =====================  ====================  ========================================  ==============================
 ``Nearest``            value                 2**-8                                     2
 ``Stochastic``         value                 2**-7, zero on average                    2
-``Kahan``              value, residual       2**-16 / 2**-19 / exact                   2 + 2 / 2 + 2 / 2 + 4
+``Kahan``              value, residual       2**-17 / 2**-20 / exact                   2 + 2 / 2 + 2 / 2 + 4
 ``Split(16)``          value, remainder      exact                                     2 + 2
 ``Split(8)``           value, remainder      2**-16                                    2 + 1
 ``Master``             value, main           exact                                     2 + 4
 =====================  ====================  ========================================  ==============================
+
+``Kahan`` and ``Split(8)`` with stochastic rounding are off by up to twice as much, and by nothing on average.
 
 Parameters are public: anyone may zero or overwrite the model's tensor between two steps. Each two-part format therefore decides on
 ``decode`` whether the second part still belongs to the first, and drops it if not. The result is never NaN unless the value is.
@@ -26,8 +28,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
-from torch import Tensor
-
 from everybit import rounding
 from everybit.dtypes import (
     FLOAT_DTYPES,
@@ -39,6 +39,7 @@ from everybit.dtypes import (
     torch_dtype,
 )
 from everybit.random_bits import Key
+from torch import Tensor
 
 Rounding = Literal["nearest", "stochastic"]
 Parts = tuple[Tensor, ...]
@@ -150,7 +151,8 @@ class Kahan:
 
     ``value`` is ``x`` rounded to nearest, ``residual`` is ``x - value`` rounded to its own dtype. A bfloat16 residual keeps about 16
     significant bits: updates smaller than about ``2**-17 |x|`` stop the number, unless the residual is rounded stochastically.
-    A float16 residual keeps three bits more while ``|x|`` is above about 1e-3, and less below, where it underflows.
+    A float16 residual keeps three bits more while ``|x|`` is above 2**-5, and fewer below 2**-8, where its step of 2**-24 is the
+    coarser one; below 2**-16 (of a float16 value 2**-13) it keeps nothing.
 
     Args:
         residual: dtype of the residual.
@@ -196,8 +198,10 @@ class Kahan:
         """The sum, unless the residual is more than half a unit in the last place: then somebody wrote to the value since."""
         value, residual = rounding.widen(parts[0]), rounding.widen(parts[1])
         reach = rounding.half_ulp(value, _low(_chosen(self.value, self), "Kahan"))
-        # An infinite value has an infinite reach, and infinity + residual is infinity.
-        return torch.where(residual.abs() <= reach, value + residual, value)
+        # An infinite value has an infinite reach, and infinity + residual is infinity. A zero residual, told by its bits because
+        # compilers ignore the signs of zeros, is not added: -0 + 0 would be 0.
+        some = (residual.view(torch.int32) & 0x7FFFFFFF) != 0
+        return torch.where(some & (residual.abs() <= reach), value + residual, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +295,10 @@ class Split:
         fixed = value.abs() + remainder.float() * 2.0 ** -(24 + self.bits)
         # A zero that somebody wrote may come with a negative remainder: a magnitude is never below zero.
         fixed = torch.copysign(fixed.clamp(min=0.0), value)
-        pattern = (value.view(torch.int32) + (remainder << max(0, 13 - self.bits))).view(torch.float32)
+        # Up there a remainder spans 13 bits; a wider one was left by a number in fixed point.
+        fits = (remainder >= -0x1000) & (remainder < 0x1000)
+        cut = torch.where(fits, remainder, 0) << max(0, 13 - self.bits)
+        pattern = (value.view(torch.int32) + cut).view(torch.float32)
         whole = torch.where(value.abs() <= rounding.FLOAT16_SMALLEST_NORMAL, fixed, pattern)
         return torch.where(torch.isfinite(value), whole, value)
 

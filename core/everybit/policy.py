@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-
 from everybit import tree
 from everybit.dtypes import (
     COMPUTE_DTYPES,

@@ -12,10 +12,9 @@ Infinities, NaN and signed zeros pass through.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from everybit.dtypes import FloatDType, LowDType, torch_dtype
 from everybit.random_bits import uniform
+from torch import Tensor
 
 FLOAT16_MAX = 65504.0
 FLOAT16_SMALLEST_NORMAL = 2.0**-14
@@ -60,10 +59,13 @@ def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def narrow(x: Tensor, dtype: FloatDType) -> Tensor:
-    """``x`` stored as ``dtype``, bit for bit; ``x`` is float32 and holds values that ``dtype`` has."""
+    """``x`` stored as ``dtype``, bit for bit (NaN as some NaN); ``x`` is float32 and holds values that ``dtype`` has."""
     if dtype == "bfloat16":
-        # Not .to(bfloat16): processors that have an instruction for it may flush subnormals.
-        return (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+        # Not .to(bfloat16): processors that have an instruction for it may flush subnormals. A NaN is made quiet, as any conversion
+        # makes it: what marks it might all be in the lower half, and the upper half alone would be infinity.
+        bits = x.view(torch.int32)
+        bits = torch.where(torch.isnan(x), bits | 0x400000, bits)
+        return (bits >> 16).to(torch.int16).view(torch.bfloat16)
     return x.to(torch_dtype(dtype))
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from everybit.borders import settle
 from torch import Tensor
 
 Scalar = float | Tensor
@@ -60,10 +61,15 @@ def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
 
     Raises:
         ValueError: A schedule, but nobody counts steps.
+        TypeError: A schedule that gives anything but a 0-d float32 or float64 tensor.
     """
     if isinstance(value, Tensor) or not callable(value):
         return value
-    return value(require_step(step, name) - 1)
+    now: object = value(require_step(step, name) - 1)
+    if not isinstance(now, Tensor):
+        raise TypeError(f"{name}: its schedule gave {now!r}; accepted is a 0-d float32 or float64 tensor.")
+    require(f"{name}, from its schedule", now)
+    return settle(now)
 
 
 def require_step(step: Tensor | None, who: str) -> Tensor:

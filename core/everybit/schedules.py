@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
+from everybit.borders import cos
 from everybit.scalars import Schedule, require
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class CosineDecaySchedule:
 
     def __call__(self, step: Tensor) -> Tensor:
         """The value at ``step``."""
-        return self.end + (self.start - self.end) * 0.5 * (1 + torch.cos(math.pi * _progress(step, self.steps)))
+        return self.end + (self.start - self.end) * 0.5 * (1 + cos(math.pi * _progress(step, self.steps)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from torch import Tensor
-
 from everybit.scalars import Hyperparameter
+from torch import Tensor
 
 P = TypeVar("P")
 S = TypeVar("S")

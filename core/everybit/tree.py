@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import optree
-import torch
 import torch.utils._pytree as torch_pytree
-from torch import Tensor
 
+import torch
 from everybit import borders
+from torch import Tensor
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -90,6 +90,21 @@ def map(function: Callable[..., Any], tree: P, *others: Any) -> P:
     return mapped
 
 
+def elementwise(function: Callable[..., Tensor], tree: P, *others: Any) -> P:
+    """As :func:`map`, for a ``function`` of each element: the mathematics of a transform.
+
+    A 0-d leaf is shown to ``function`` as a tensor of one element. Otherwise torch would promote it to the float64 of a 0-d coefficient
+    such as ``1 - beta ** step``, and the dtype of updates and state would depend on how many dimensions a parameter has.
+    """
+
+    def apply(leaf: Tensor, *rest: Tensor) -> Tensor:
+        if leaf.ndim:
+            return function(leaf, *rest)
+        return function(leaf.reshape(1), *(other.reshape(1) for other in rest)).reshape(())
+
+    return map(apply, tree, *others)
+
+
 def leaves(tree: object) -> list[Tensor]:
     """The leaves of ``tree``, depth first, dicts in insertion order."""
     found: list[Tensor] = optree.tree_leaves(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
@@ -103,14 +118,28 @@ def replace(tree: P, new: Iterable[Any]) -> P:
     return rebuilt
 
 
+def ordered_as(reference: object, tree: P) -> P:
+    """``tree`` with its dicts in the order of those of ``reference``; leaf is matched with leaf by key.
+
+    Raises:
+        ValueError: The keys or containers of ``tree`` are not those of ``reference``.
+    """
+    ordered: P = optree.tree_map(lambda _, subtree: subtree, reference, tree, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
+    return ordered
+
+
 def paths(tree: object) -> list[str]:
     """Where each leaf is, in the order of :func:`leaves`, written as Python would: ``['layers'][0].weight``; ``''`` for a bare tensor."""
     accessors, _, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
     return [accessor.codify("") for accessor in accessors]
 
 
-def label(labels: object, tree: P) -> list[Any]:
-    """One label per leaf of ``tree``: ``labels`` is a tree-prefix of labels, or a function of (path, leaf)."""
+def label(labels: object, tree: P, *, name: str = "labels") -> list[Any]:
+    """One label per leaf of ``tree``: ``labels`` is a tree-prefix of labels, or a function of (path, leaf).
+
+    Raises:
+        ValueError: ``labels`` is a tree, but no prefix; the message begins with ``name`` and tells where.
+    """
     if callable(labels):
         return [labels(path, leaf) for path, leaf in zip(paths(tree), leaves(tree), strict=True)]
     broadcast: list[Any] = []
@@ -121,7 +150,9 @@ def label(labels: object, tree: P) -> list[Any]:
     try:
         optree.tree_map_(note, labels, tree, namespace=NAMESPACE)  # type: ignore[arg-type]
     except ValueError as error:
-        raise ValueError(f"labels: not a prefix of the tree they label: {error}") from None
+        found = optree.prefix_errors(labels, tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+        reasons = [" ".join(str(one(name)).split()) for one in found] or [str(error)]
+        raise ValueError(f"{name}: not a prefix of the parameters' tree: {'; '.join(reasons)}") from None
     return broadcast
 
 
@@ -168,14 +199,13 @@ def slot_names(node: object) -> list[str]:
 
 def norm(tree: object) -> Tensor:
     """Euclidean norm over all elements, accumulated in float32 or better whatever the leaves are stored in."""
-    squares = sum_of_squares(tree)
-    return squares.sqrt()
+    return borders.sqrt(sum_of_squares(tree))
 
 
 def sum_of_squares(tree: object) -> Tensor:
     """Sum of the squares of all elements, in float32 or better; zero for a tree without leaves."""
     terms = [borders.sum_of_squares(_wide(leaf)) for leaf in leaves(tree)]
-    return torch.stack(terms).sum() if terms else torch.zeros(())
+    return borders.sum(torch.stack(terms)) if terms else torch.zeros(())
 
 
 def all_finite(tree: object) -> Tensor:
@@ -205,10 +235,10 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
     Raises:
         ValueError: It has not; the message names the first path that differs, what is there and what was expected.
     """
-    # The order of a dict's keys is not part of the comparison: trees are matched by key.
     own = optree.tree_structure(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
     expected = optree.tree_structure(reference, namespace=NAMESPACE)  # type: ignore[arg-type]
-    if own != expected:
+    # The order of a dict's keys is not part of the comparison: trees are matched by key.
+    if own != expected and not _differ_in_order_only(tree, reference, expected):
         own_paths, expected_paths = paths(tree), paths(reference)
         missing = [path for path in expected_paths if path not in own_paths]
         extra = [path for path in own_paths if path not in expected_paths]
@@ -227,6 +257,13 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
             raise ValueError(
                 f"{name}{path}: shape {tuple(leaf.shape)}, but {reference_name}{path} has {tuple(other.shape)}."
             )
+
+
+def _differ_in_order_only(tree: object, reference: object, expected: Any) -> bool:
+    try:
+        return bool(optree.tree_structure(ordered_as(reference, tree), namespace=NAMESPACE) == expected)  # type: ignore[arg-type]
+    except ValueError:
+        return False
 
 
 def _wide(x: Tensor) -> Tensor:

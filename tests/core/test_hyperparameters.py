@@ -1,48 +1,62 @@
-"""Hyperparameters: floats, tensors, schedules; what is refused, and that none is ever rounded."""
+"""Hyperparameters: what is accepted, what is refused and how, and that it does not matter in which shape they come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import pytest
 
 import everybit as eb
 import torch
-from torch import Tensor
+from everybit import testing
 
-NAN, INF = float("nan"), float("inf")
+AT_LEAST_ZERO: dict[str, Any] = {
+    "learning_rate": eb.scale_by_learning_rate,
+    "eps": eb.scale_by_adam,
+    "weight_decay": eb.add_decayed_weights,
+    "limit": eb.clip,
+}
+BELOW_ONE: dict[str, Any] = {"b1": eb.scale_by_adam, "b2": eb.scale_by_lion, "decay": eb.scale_by_rms}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e-30])
+@pytest.mark.parametrize("name", AT_LEAST_ZERO)
+def test_what_must_be_finite_and_at_least_zero(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: got {value!r}; accepted is a finite number in \[0, inf\)"):
+        AT_LEAST_ZERO[name](**{name: value})
+
+
+@pytest.mark.parametrize("value", [math.nan, -0.1, 1.0, 2])
+@pytest.mark.parametrize("name", BELOW_ONE)
+def test_what_must_be_below_one(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: got {value!r}; accepted is a finite number in \[0, 1\)"):
+        BELOW_ONE[name](**{name: value})
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: eb.scale_by_learning_rate(NAN), r"learning_rate: got nan; accepted is a finite number in \[0, inf\)"),
-        (lambda: eb.scale_by_learning_rate(-1e-3), r"learning_rate: got -0.001"),
-        (lambda: eb.adamw(INF), r"learning_rate: got inf"),
-        (lambda: eb.scale_by_adam(b1=1.0), r"b1: got 1.0; accepted is a finite number in \[0, 1\)"),
-        (lambda: eb.scale_by_adam(b2=-0.1), r"b2: got -0.1"),
-        (lambda: eb.scale_by_adam(eps=-1e-8), r"eps: got -1e-08"),
-        (lambda: eb.scale_by_lion(b2=1.5), r"b2: got 1.5"),
-        (lambda: eb.scale_by_rms(decay=1.0), r"decay: got 1.0"),
-        (lambda: eb.trace(1.1), r"decay: got 1.1; accepted is a finite number in \[0, 1\]"),
-        (lambda: eb.trace(0.9, dampening=0.1, nesterov=True), r"dampening: got 0.1 with nesterov=True"),
-        (lambda: eb.sgd(0.1, nesterov=True), r"nesterov: got True without momentum"),
-        (lambda: eb.add_decayed_weights(-1.0), r"weight_decay: got -1.0"),
-        (lambda: eb.adamw(1e-3, max_learning_rate=1e-3), r"max_learning_rate: got 0.001 without fully_decoupled=True"),
-        (lambda: eb.subtract_decayed_weights(1e-4, 1e-3), r"max_learning_rate: .* needs both or neither"),
+        (lambda: eb.adamw(math.nan), r"^learning_rate: got nan"),
+        (lambda: eb.adamw(1e-3, b1=1.0), r"^b1: got 1\.0"),
+        (lambda: eb.adam(1e-3, eps=-1e-8), r"^eps: got -1e-08"),
+        (lambda: eb.adam(1e-3, eps_root=-1.0), r"^eps_root: got -1\.0"),
+        (lambda: eb.sgd(-0.1), r"^learning_rate: got -0\.1"),
+        (lambda: eb.sgd(0.1, momentum=1.5), r"^decay: got 1\.5; accepted is a finite number in \[0, 1\]"),
+        (lambda: eb.sgd(0.1, nesterov=True), r"^nesterov: got True without momentum"),
+        (lambda: eb.sgd(0.1, momentum=0.9, dampening=0.5, nesterov=True), r"^dampening: got 0\.5 with nesterov=True"),
+        (lambda: eb.lion(1e-4, weight_decay=-1.0), r"^weight_decay: got -1\.0"),
+        (lambda: eb.rmsprop(1e-2, decay=1.0), r"^decay: got 1\.0"),
+        (lambda: eb.adamw(1e-3, max_learning_rate=1.0), r"^max_learning_rate: got 1\.0 without fully_decoupled"),
         (
-            lambda: eb.subtract_decayed_weights(1e-4, 1e-3, 0.0),
-            r"max_learning_rate: got 0.0; accepted is a number above",
+            lambda: eb.subtract_decayed_weights(0.1, 0.1, 0.0),
+            r"^max_learning_rate: got 0\.0; accepted is a number above zero",
         ),
-        (lambda: eb.clip(-1.0), r"limit: got -1.0"),
-        (lambda: eb.clip_by_global_norm(NAN), r"limit: got nan"),
-        (lambda: eb.scale(INF), r"factor: got inf"),
-        (lambda: eb.accumulate(eb.sgd(0.1), 0), r"every: got 0; accepted is a whole number of gradients, at least 1"),
-        (lambda: eb.apply_if_finite(eb.sgd(0.1), -1), r"max_consecutive: got -1"),
+        (lambda: eb.subtract_decayed_weights(0.1, 0.1), r"needs both or neither"),
+        (lambda: eb.scale(math.inf), r"^factor: got inf"),
     ],
 )
-def test_numbers_out_of_range_are_refused_by_name(make: Callable[[], Any], message: str) -> None:
+def test_numbers_out_of_range_are_refused_when_they_are_given(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -50,110 +64,118 @@ def test_numbers_out_of_range_are_refused_by_name(make: Callable[[], Any], messa
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("0.1", r"learning_rate: got '0.1'; accepted are a number, a 0-d tensor or a schedule"),
-        (True, r"learning_rate: got True"),
-        (None, r"learning_rate: got None"),
-        (torch.tensor(0.1, dtype=torch.bfloat16), r"0-d and float32 or float64 \(a lower precision would round it"),
-        (torch.tensor([0.1]), r"got a tensor of shape \(1,\) and torch.float32"),
-        (torch.tensor(1), r"torch.int64"),
+        ("0.1", r"^learning_rate: got '0\.1'; accepted are a number, a 0-d tensor or a schedule"),
+        (None, r"^learning_rate: got None"),
+        (True, r"^learning_rate: got True"),
+        (torch.tensor([0.1]), r"a tensor of shape \(1,\) and torch\.float32; a tensor hyperparameter is 0-d"),
+        (
+            torch.tensor(0.1, dtype=torch.bfloat16),
+            r"torch\.bfloat16; .*a lower precision would round it: bfloat16\(0\.999\) is 1",
+        ),
+        (torch.tensor(0.1, dtype=torch.float16), r"torch\.float16"),
+        (torch.tensor(1), r"torch\.int64"),
     ],
 )
-def test_things_that_are_no_hyperparameters_are_refused(value: Any, message: str) -> None:
+def test_what_is_no_number_is_refused_when_it_is_given(value: Any, message: str) -> None:
+    for make in (eb.sgd, eb.adamw, eb.lion, eb.rmsprop):
+        with pytest.raises(TypeError, match=message):
+            make(value)
+
+
+def test_eps_root_is_a_number_because_zero_leaves_the_term_out() -> None:
+    wrong: Any = eb.constant_schedule(1e-8)
+    with pytest.raises(TypeError, match=r"^eps_root: got .*; accepted are a number, a 0-d tensor\.$"):
+        eb.scale_by_adam(eps_root=wrong)
+
+
+HYPERPARAMETERS: dict[str, tuple[Any, dict[str, float]]] = {
+    "adamw": (eb.adamw, {"learning_rate": 0.01, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.01}),
+    "adam": (eb.adam, {"learning_rate": 0.01, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1}),
+    "sgd": (eb.sgd, {"learning_rate": 0.01, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "undampened": (eb.sgd, {"learning_rate": 0.01, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0}),
+    "lion": (eb.lion, {"learning_rate": 0.01, "b1": 0.9, "b2": 0.99, "weight_decay": 0.1}),
+    "rmsprop": (eb.rmsprop, {"learning_rate": 0.01, "decay": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
+@pytest.mark.parametrize("policy", ["FP32", "EXACT_BF16", "FP64"])
+def test_a_number_a_tensor_and_a_schedule_give_the_same_bits(name: str, policy: str) -> None:
+    make, numbers = HYPERPARAMETERS[name]
+    shapes: dict[str, dict[str, Any]] = {
+        "number": numbers,
+        "tensor": {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()},
+        "schedule": {key: eb.constant_schedule(value) for key, value in numbers.items()},
+    }
+    dtype = {"FP32": torch.float32, "EXACT_BF16": torch.bfloat16, "FP64": torch.float64}[policy]
+    outcomes = {}
+    for shape, hyperparameters in shapes.items():
+        optimizer = eb.with_policy(make(**hyperparameters), eb.policies.PRESETS[policy])
+        params = testing.example_params(dtype)
+        state = optimizer.init(params)
+        for step in range(1, 11):
+            params, state = optimizer.step(params, testing.example_grads(params, step), state)
+        outcomes[shape] = (params, state)
+    testing.assert_same_bits(outcomes["tensor"], outcomes["number"], "tensor, against number")
+    testing.assert_same_bits(outcomes["schedule"], outcomes["number"], "schedule, against number")
+
+
+def test_a_beta_close_to_one_is_not_rounded_to_it_by_bfloat16_parameters() -> None:
+    beta = torch.tensor(0.999, dtype=torch.float64)
+    optimizer = eb.with_policy(eb.adamw(0.1, b2=beta), eb.policies.EXACT_BF16)
+    params = torch.ones(4, dtype=torch.bfloat16)
+    params, state = optimizer.step(params, torch.ones(4, dtype=torch.bfloat16), optimizer.init(params))
+    expected = torch.full((4,), 1 - 0.1 - 0.1 * 0.01)
+    torch.testing.assert_close(optimizer.export_fp32(params, state), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("transform", "who"),
+    [
+        (eb.scale_by_adam(), "scale_by_adam"),
+        (eb.scale_by_learning_rate(eb.constant_schedule(0.1)), "learning_rate"),
+        (eb.trace(0.9, dampening=0.5), "trace with dampening"),
+        (eb.scale_by_lion(b1=eb.constant_schedule(0.9)), "b1"),
+        (eb.masked(eb.scale(eb.constant_schedule(0.9)), True), "factor"),
+    ],
+)
+def test_a_step_that_nobody_counts_is_missed(transform: Any, who: str) -> None:
+    g = torch.ones(2)
+    with pytest.raises(ValueError, match=rf"^{who} depends on the step and nobody counts it: use it inside eb\.chain"):
+        transform.update(g, transform.init(g), g)
+    transform.update(g, transform.init(g), g, eb.Context(step=torch.tensor(1)))
+    eb.chain(transform).update(g, eb.chain(transform).init(g), g)
+
+
+@pytest.mark.parametrize(
+    ("gives", "message"),
+    [
+        (lambda step: 0.1, r"^learning_rate: its schedule gave 0\.1; accepted is a 0-d float32 or float64 tensor"),
+        (lambda step: step, r"^learning_rate, from its schedule: got a tensor of shape \(\) and torch\.int64"),
+        (lambda step: torch.ones(1), r"^learning_rate, from its schedule: got a tensor of shape \(1,\)"),
+        (lambda step: torch.tensor(0.1).bfloat16(), r"^learning_rate, from its schedule: .*torch\.bfloat16"),
+    ],
+)
+def test_a_schedule_that_gives_something_else_is_caught_at_its_first_step(gives: Any, message: str) -> None:
+    transform = eb.sgd(gives)
+    g = torch.ones(2)
     with pytest.raises(TypeError, match=message):
-        eb.adamw(value)
+        transform.update(g, transform.init(g), g)
 
 
-def run(transform: eb.Transform[Any], steps: int = 5, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    opt = eb.with_policy(transform, eb.policies.FP32 if dtype is torch.float32 else eb.policies.FP64)
-    params = {"w": torch.randn(7, generator=generator).to(dtype), "s": torch.tensor(0.5, dtype=dtype)}
-    state = opt.init(params)
-    for _ in range(steps):
-        grads = {name: torch.randn(p.shape, generator=generator).to(dtype) for name, p in params.items()}
-        params, state = opt.step(params, grads, state)
-    return eb.tree.leaves((params, state))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_float_a_tensor_and_a_constant_schedule_give_the_same_bits(dtype: torch.dtype) -> None:
-    def constant(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64)
-
-    floats = run(eb.adamw(1e-2, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1), dtype=dtype)
-    tensors = run(
-        eb.adamw(constant(1e-2), b1=constant(0.9), b2=constant(0.95), eps=constant(1e-8), weight_decay=constant(0.1)),
-        dtype=dtype,
-    )
-    schedule = eb.constant_schedule
-    schedules = run(
-        eb.adamw(schedule(1e-2), b1=schedule(0.9), b2=schedule(0.95), eps=schedule(1e-8), weight_decay=schedule(0.1)),
-        dtype=dtype,
-    )
-    assert all(torch.equal(a, b) for a, b in zip(floats, tensors, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(floats, schedules, strict=True))
-
-
-def test_betas_are_not_rounded_to_the_models_dtype() -> None:
-    # bfloat16(0.999) is 1, and the bias correction would divide by zero.
-    opt = eb.with_policy(eb.adam(1e-2, b2=0.999), eb.policies.KAHAN_BF16)
-    params = torch.ones(64, dtype=torch.bfloat16)
-    new, state = opt.step(params, torch.full((64,), 0.5, dtype=torch.bfloat16), opt.init(params))
-    torch.testing.assert_close(opt.export_fp32(new, state), torch.full((64,), 1 - 1e-2), rtol=1e-4, atol=0)
-
-
-def test_a_float16_gradients_square_does_not_underflow() -> None:
-    opt = eb.with_policy(eb.adam(1e-2), eb.policies.MIXED_BF16)
+def test_the_square_of_a_float16_gradient_does_not_underflow() -> None:
+    optimizer = eb.with_policy(eb.adam(1e-2), eb.policies.MIXED_BF16)
     params = torch.zeros(8, dtype=torch.float16)
-    new, state = opt.step(params, torch.full((8,), 1e-4, dtype=torch.float16), opt.init(params))
-    torch.testing.assert_close(opt.export_fp32(new, state), torch.full((8,), -1e-2), rtol=1e-3, atol=0)
+    params, state = optimizer.step(params, torch.full((8,), 1e-4, dtype=torch.float16), optimizer.init(params))
+    torch.testing.assert_close(optimizer.export_fp32(params, state), torch.full((8,), -1e-2), rtol=1e-3, atol=0)
 
 
-def test_the_first_update_sees_step_zero_of_a_schedule() -> None:
-    seen: list[int] = []
-
-    def schedule(step: Tensor) -> Tensor:
-        seen.append(int(step))
-        return torch.tensor(1.0, dtype=torch.float64)
-
-    tx = eb.chain(eb.scale_by_learning_rate(schedule))
-    params = torch.ones(2)
-    state = tx.init(params)
-    for _ in range(3):
-        _, state = tx.update(params, state, params)
-    assert seen == [0, 1, 2]
-
-
-def test_a_learning_rate_of_zero_moves_nothing_and_divides_nothing() -> None:
-    before = [torch.randn(7, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5)]
-    after = run(eb.adamw(0.0, weight_decay=0.1))[:2]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_what_counts_steps_says_so_when_nobody_does() -> None:
-    params = torch.ones(2)
-    bare = eb.scale_by_adam()
-    with pytest.raises(
-        ValueError, match=r"scale_by_adam depends on the step and nobody counts it: use it inside eb.chain"
-    ):
-        bare.update(params, bare.init(params), params)
-    updates, _ = bare.update(params, bare.init(params), params, eb.Context(step=torch.tensor(1)))
-    torch.testing.assert_close(updates, torch.ones(2))
-
-
-def test_transforms_print_compare_and_hash_by_their_hyperparameters() -> None:
-    tx = eb.adamw(3e-4, b2=0.95, weight_decay=0.1)
-    assert tx == eb.adamw(3e-4, b2=0.95, weight_decay=0.1)
-    assert tx != eb.adamw(3e-4, b2=0.96, weight_decay=0.1)
-    assert hash(tx) == hash(eb.adamw(3e-4, b2=0.95, weight_decay=0.1))
-    assert "ScaleByAdam(b1=0.9, b2=0.95, eps=1e-08" in repr(tx)
-
-
-def test_the_gradient_of_a_step_with_respect_to_the_learning_rate_is_the_direction() -> None:
+def test_the_derivative_of_a_step_by_the_learning_rate_is_the_direction() -> None:
     params, grads = torch.tensor([1.0, -2.0]).double(), torch.tensor([0.5, 3.0]).double()
 
-    def after(learning_rate: Tensor) -> Tensor:
-        opt = eb.with_policy(eb.sgd(learning_rate), eb.policies.FP64)
-        return opt.step(params, grads, opt.init(params))[0].sum()
+    def after(learning_rate: torch.Tensor) -> torch.Tensor:
+        optimizer = eb.with_policy(eb.sgd(learning_rate), eb.policies.FP64)
+        return optimizer.step(params, grads, optimizer.init(params))[0].sum()
 
     derivative = torch.func.grad(after)(torch.tensor(0.1, dtype=torch.float64))
     torch.testing.assert_close(derivative, -grads.sum())

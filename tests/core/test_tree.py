@@ -1,136 +1,213 @@
-"""Trees: order, holes, paths, state."""
+"""The tree facade: order, holes, paths, states."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pytest
+import torch.utils._pytree as torch_pytree
 
 import everybit as eb
 import torch
-from torch import Tensor
-
-P = TypeVar("P")
+from everybit import testing, tree
 
 
 class Pair(NamedTuple):
-    left: Tensor
-    right: Any
+    first: Any
+    second: Any
+
+
+def leaf(value: float) -> torch.Tensor:
+    return torch.tensor([float(value)])
+
+
+def numbers(values: object) -> list[float]:
+    return [x.item() for x in tree.leaves(values)]
+
+
+LAYERS = {f"layer{number}": leaf(number) for number in range(12)}
+
+
+def test_dicts_keep_insertion_order_as_named_parameters_does() -> None:
+    assert numbers(LAYERS) == list(range(12))
+    assert list(tree.map(lambda x: x, LAYERS)) == list(LAYERS)
+    assert numbers({"b": leaf(1), "a": {"z": leaf(2), "y": leaf(3)}}) == [1, 2, 3]
+    assert tree.paths({"b": leaf(1), "a": leaf(2)}) == ["['b']", "['a']"]
+
+
+def test_maps_match_dicts_by_key() -> None:
+    total = tree.map(torch.add, {"a": leaf(1), "b": leaf(2)}, {"b": leaf(20), "a": leaf(10)})
+    assert {key: value.item() for key, value in total.items()} == {"a": 11, "b": 22}
+    assert list(total) == ["a", "b"]
+    back = tree.ordered_as({"a": 0, "b": 0}, {"b": leaf(2), "a": leaf(1)})
+    assert list(back) == ["a", "b"]
+    assert numbers(back) == [1, 2]
+
+
+@pytest.mark.parametrize("name", testing.REGISTRY)
+def test_the_order_of_the_gradients_keys_does_not_matter(name: str) -> None:
+    optimizer = eb.with_policy(testing.REGISTRY[name](0.1), eb.policies.LEAN_BF16)
+    params = testing.example_params(torch.bfloat16)
+    grads = testing.example_grads(params, 1)
+    shuffled = {
+        key: [dict(reversed(layer.items())) for layer in grads[key]] if key == "layers" else grads[key]
+        for key in reversed(grads)
+    }
+    expected = optimizer.step(params, grads, optimizer.init(params))
+    got = optimizer.step(params, shuffled, optimizer.init(params))
+    assert tree.paths(got) == tree.paths(expected)
+    testing.assert_same_bits(got, expected, "shuffled gradients")
+
+
+def test_none_is_a_hole_and_no_leaf() -> None:
+    values: dict[str, Any] = {"a": None, "b": [leaf(1), None], "c": Pair(None, leaf(2))}
+    assert numbers(values) == [1, 2]
+    assert tree.paths(values) == ["['b'][0]", "['c'].second"]
+    doubled = tree.map(lambda x: 2 * x, values)
+    assert doubled["a"] is None
+    assert doubled["b"][1] is None
+    assert doubled["c"].first is None
+    assert tree.slots_of({"a": leaf(0), "b": leaf(0)}, {"a": None, "b": (leaf(1), leaf(2))})[0] is None
+
+
+def test_elementwise_does_not_let_a_coefficient_promote_a_number() -> None:
+    coefficient = torch.tensor(1 / 3, dtype=torch.float64)
+    values = {"number": torch.tensor(3.0), "vector": torch.tensor([3.0]), "empty": torch.zeros(0)}
+    plain = tree.map(lambda x: coefficient * x, values)
+    assert plain["number"].dtype is torch.float64, "if torch no longer does this, elementwise has no reason"
+    scaled = tree.elementwise(lambda x, y: coefficient * x + 0 * y, values, values)
+    assert {x.dtype for x in tree.leaves(scaled)} == {torch.float32}
+    assert scaled["number"].shape == ()
+    assert scaled["number"].item() == scaled["vector"].item()
+
+
+def test_paths_are_written_as_python_would() -> None:
+    state = eb.chain(eb.trace()).init({"layers": [Pair(leaf(0), leaf(1))]})
+    assert tree.paths(state) == [
+        ".step",
+        ".states[0].momentum['layers'][0].first",
+        ".states[0].momentum['layers'][0].second",
+    ]
+    assert tree.paths(leaf(0)) == [""]
+
+
+def test_trees_of_any_container_keep_their_type() -> None:
+    trees: list[Any] = [leaf(1), (leaf(1),), [leaf(1)], Pair(leaf(1), [leaf(2)]), OrderedDict(b=leaf(1), a=leaf(2))]
+    optimizer = eb.with_policy(eb.adamw(0.1), eb.policies.FP32)
+    for values in trees:
+        after, state = optimizer.step(values, values, optimizer.init(values))
+        assert type(after) is type(values)
+        assert type(state.inner.states[0].momentum) is type(values)
+        assert tree.paths(after) == tree.paths(values)
+
+
+def test_replace_keeps_containers_and_takes_new_leaves_in_order() -> None:
+    assert tree.replace({"b": leaf(1), "a": (leaf(2),)}, ["x", None]) == {"b": "x", "a": (None,)}
+
+
+def test_labels_come_from_a_prefix_or_a_function() -> None:
+    values = {"layer": {"w": leaf(1), "b": leaf(2)}, "scale": leaf(3)}
+    assert tree.label({"layer": "x", "scale": "y"}, values) == ["x", "x", "y"]
+    assert tree.label("z", values) == ["z", "z", "z"]
+    assert tree.label(lambda path, x: f"{path}={x.item():g}", values)[1] == "['layer']['b']=2"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"w": leaf(1)},
+            r"^got: structure differs from expected: no tensor at got\['b'\]\. got must have one tensor for each of the 2",
+        ),
+        ({"w": leaf(1), "b": None}, r"no tensor at got\['b'\]"),
+        ({"w": leaf(1), "b": leaf(1), "c": leaf(1)}, r"unexpected got\['c'\]"),
+        ({"w": leaf(1), "b": [leaf(1)]}, r"no tensor at got\['b'\]; unexpected got\['b'\]\[0\]"),
+        ({"b": torch.ones(2), "w": leaf(1)}, r"^got\['b'\]: shape \(2,\), but expected\['b'\] has \(1,\)"),
+        ([leaf(1), leaf(1)], r"no tensor at got\['w'\]; no tensor at got\['b'\]; unexpected got\[0\]"),
+    ],
+)
+def test_structures_that_differ_are_told_apart_by_path(wrong: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tree.require_same_structure(wrong, {"w": leaf(1), "b": leaf(1)}, name="got", reference_name="expected")
+
+
+def test_a_list_is_not_a_tuple_though_their_paths_agree() -> None:
+    with pytest.raises(ValueError, match="containers differ"):
+        tree.require_same_structure([leaf(1)], (leaf(1),), name="got", reference_name="expected")
 
 
 @eb.state
 @dataclass(frozen=True, slots=True)
-class Held(Generic[P]):
-    step: Tensor
-    momentum: eb.Slot[P]
-    inner: Any
+class Averages:
+    count: torch.Tensor
+    average: eb.Slot[Any]
+    nested: Any
 
 
-def numbers(*values: float) -> list[Tensor]:
-    return [torch.tensor(value) for value in values]
+def averages() -> Averages:
+    return Averages(leaf(0), {"w": leaf(1)}, ({"x": Averages(leaf(2), {"w": leaf(3)}, ())}, [leaf(4)]))
 
 
-def test_dicts_keep_insertion_order_as_named_parameters_do() -> None:
-    one, two, ten = numbers(1.0, 2.0, 10.0)
-    tree = {"layer2": two, "layer10": ten, "layer1": one}
-    assert [float(x) for x in eb.tree.leaves(tree)] == [2.0, 10.0, 1.0]
-    assert eb.tree.paths(tree) == ["['layer2']", "['layer10']", "['layer1']"]
-    assert list(eb.tree.map(lambda x: x + 1, tree)) == ["layer2", "layer10", "layer1"]
+def test_states_are_trees_for_optree_and_for_torch() -> None:
+    state = averages()
+    assert tree.is_state(state)
+    assert not tree.is_state({"w": leaf(1)})
+    assert numbers(state) == [0, 1, 2, 3, 4]
+    assert tree.paths(state)[1:3] == [".average['w']", ".nested[0]['x'].count"]
+    leaves, structure = torch_pytree.tree_flatten(state)
+    assert [x.item() for x in leaves] == [0, 1, 2, 3, 4]
+    assert isinstance(torch_pytree.tree_unflatten(leaves, structure), Averages)
 
 
-def test_the_order_of_another_trees_keys_does_not_matter() -> None:
-    params = {"a": torch.ones(2), "b": torch.zeros(3)}
-    grads = {"b": torch.full((3,), 5.0), "a": torch.full((2,), 7.0)}
-    opt = eb.with_policy(eb.sgd(1.0), eb.policies.FP32)
-    new, _ = opt.step(params, grads, opt.init(params))
-    assert list(new) == ["a", "b"]
-    torch.testing.assert_close(new["a"], torch.full((2,), -6.0))
-    torch.testing.assert_close(new["b"], torch.full((3,), -5.0))
+def test_slots_are_found_by_name_at_any_depth_and_nothing_else_is_touched() -> None:
+    seen: list[str] = []
+
+    def tenfold(name: str, slot: Any) -> Any:
+        seen.append(name)
+        return tree.map(lambda x: 10 * x, slot)
+
+    mapped = tree.map_slots(tenfold, averages())
+    assert seen == ["average", "average"]
+    assert numbers(mapped) == [0, 10, 2, 30, 4]
+    assert tree.slot_names(averages()) == ["average", "average"]
 
 
-def test_every_container_comes_back_as_itself() -> None:
-    a, b, c, d = numbers(1.0, 2.0, 3.0, 4.0)
-    tree = {"list": [a, (b,)], "pair": Pair(c, None), "ordered": OrderedDict(x=d)}
-    doubled = eb.tree.map(lambda x: 2 * x, tree)
-    assert isinstance(doubled["pair"], Pair)
-    assert isinstance(doubled["ordered"], OrderedDict)
-    assert [float(x) for x in eb.tree.leaves(doubled)] == [2.0, 4.0, 6.0, 8.0]
-
-
-def test_none_is_a_hole_and_not_a_leaf() -> None:
-    (a,) = numbers(3.0)
-    tree: dict[str, Any] = {"here": a, "frozen": None}
-    assert len(eb.tree.leaves(tree)) == 1
-    assert eb.tree.map(lambda x: x * 2, tree)["frozen"] is None
-    opt = eb.with_policy(eb.adam(1e-2), eb.policies.FP32)
-    new, state = opt.step(tree, {"here": torch.tensor(1.0), "frozen": None}, opt.init(tree))
-    assert new["frozen"] is None
-    inner: Any = state.inner
-    assert inner.states[1].momentum["frozen"] is None
-    assert new["here"] < 3.0
-
-
-def test_paths_are_written_as_python_would() -> None:
-    (a,) = numbers(1.0)
-    assert eb.tree.paths({"layers": [Pair(a, a)]}) == ["['layers'][0].left", "['layers'][0].right"]
-    assert eb.tree.paths(a) == [""]
-
-
-def test_a_state_tells_slots_from_counters_and_from_state_inside() -> None:
-    step, m, n = numbers(0.0, 1.0, 2.0)
-    inner = Held(step, {"w": n}, ())
-    held = Held(step, {"w": m}, {"nested": (inner,)})
-    assert eb.tree.slot_names(held) == ["momentum", "momentum"]
-    doubled = eb.tree.map_slots(lambda name, slot: {"w": slot["w"] * 10}, held)
-    assert float(doubled.momentum["w"]) == 10.0
-    assert float(doubled.inner["nested"][0].momentum["w"]) == 20.0
-    assert doubled.step is step
-    assert [float(x) for x in eb.tree.leaves(held)] == [0.0, 1.0, 0.0, 2.0]
-
-
-def test_torch_func_sees_through_a_state() -> None:
-    held = Held(torch.zeros(4), torch.arange(4.0), ())
-    doubled = torch.func.vmap(lambda h: Held(h.step + 1, h.momentum * 2, ()))(held)
-    assert doubled.momentum.tolist() == [0.0, 2.0, 4.0, 6.0]
-
-
-def test_only_dataclasses_are_states() -> None:
-    with pytest.raises(TypeError, match="@state needs a dataclass"):
+def test_a_state_must_be_a_dataclass() -> None:
+    with pytest.raises(TypeError, match=r"@state needs a dataclass, got <class .*Plain'>: put @dataclass"):
 
         @eb.state
         class Plain:
             pass
 
 
-def test_structures_that_differ_are_named_by_path() -> None:
-    params = {"a": torch.ones(2), "b": [torch.ones(3), torch.ones(1)]}
-    require = eb.tree.require_same_structure
-    with pytest.raises(ValueError, match=r"grads: structure differs from params: no tensor at grads\['b'\]\[1\]"):
-        require({"a": torch.ones(2), "b": [torch.ones(3), None]}, params, name="grads", reference_name="params")
-    with pytest.raises(ValueError, match=r"unexpected grads\['c'\]"):
-        require({**params, "c": torch.ones(1)}, params, name="grads", reference_name="params")
-    with pytest.raises(ValueError, match=r"grads\['b'\]\[0\]: shape \(4,\), but params\['b'\]\[0\] has \(3,\)"):
-        require(
-            {"a": torch.ones(2), "b": [torch.ones(4), torch.ones(1)]}, params, name="grads", reference_name="params"
-        )
-
-
-def test_labels_are_a_prefix_or_a_function() -> None:
-    params = {"a": torch.ones(2), "b": [torch.ones(3), torch.ones(1)]}
-    assert eb.tree.label({"a": "x", "b": "y"}, params) == ["x", "y", "y"]
-    assert eb.tree.label(lambda path, p: f"{path}:{p.numel()}", params) == ["['a']:2", "['b'][0]:3", "['b'][1]:1"]
-    with pytest.raises(ValueError, match="labels: not a prefix"):
-        eb.tree.label({"a": "x"}, params)
+def test_norms_sizes_and_finiteness_of_trees() -> None:
+    values = {"a": torch.tensor([3.0, 0.0]), "b": [torch.tensor(4.0), torch.zeros(0)], "c": None}
+    assert tree.norm(values).item() == 5.0
+    assert tree.sum_of_squares(values).item() == 25.0
+    assert tree.size(values) == 3
+    assert tree.all_finite(values)
+    assert not tree.all_finite([leaf(1), leaf(float("inf"))])
+    assert tree.all_finite({})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_norms_are_taken_in_float32_or_better(dtype: torch.dtype) -> None:
     # 300**2 overflows float16, and 4096 ones stop adding up in bfloat16 at 256.
-    tree = {"a": torch.full((4,), 300.0, dtype=dtype), "b": torch.ones(4096, dtype=dtype)}
-    expected = (4 * 300.0**2 + 4096) ** 0.5
-    norm = eb.tree.norm(tree)
+    values = {"a": torch.full((4,), 300.0, dtype=dtype), "b": torch.ones(4096, dtype=dtype)}
+    norm = tree.norm(values)
     assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-    assert float(norm) == pytest.approx(expected, rel=2.0**-20)
-    assert float(eb.tree.norm({})) == 0.0
+    assert norm.item() == pytest.approx((4 * 300.0**2 + 4096) ** 0.5, rel=2.0**-20)
+
+
+def test_torch_func_sees_through_a_state() -> None:
+    state = Averages(torch.zeros(4), torch.arange(4.0), ())
+    doubled = torch.func.vmap(lambda s: Averages(s.count + 1, s.average * 2, ()))(state)
+    assert doubled.average.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_where_chooses_whole_trees() -> None:
+    yes, no = {"a": leaf(1)}, {"a": leaf(2)}
+    assert numbers(tree.where(torch.tensor(True), yes, no)) == [1]
+    assert numbers(tree.where(torch.tensor(False), yes, no)) == [2]

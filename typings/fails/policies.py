@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import everybit as eb
+import torch
 
 eb.Policy(momentum=eb.Nearest("int8"))  # E: arg-type "Literal['int8']"
 eb.Policy(params="kahan")  # E: arg-type "Nearest | Stochastic | Kahan | Split | Master"
@@ -20,3 +21,10 @@ eb.Policy(params=eb.Stochastic("float32"))  # E: arg-type "Literal['float32']"
 eb.Policy(params=eb.Nearest)  # E: arg-type "type[Nearest]"
 eb.policies.FP32.params = eb.Kahan()  # E: misc "read-only"
 eb.policies.LEEN_BF16  # E: attr-defined "LEEN_BF16"
+eb.Policy(params=None)  # E: arg-type "None"
+eb.Policy(compute=torch.float32)  # E: arg-type "dtype"
+eb.Policy(grads=eb.Grads(comm="fp8"))  # E: arg-type "Literal['fp8']"
+eb.Policy(slots={"mean": eb.Master()})  # E: dict-item "str: Master"
+eb.Policy(slots={"mean": "bfloat16"})  # E: dict-item "str: str"
+eb.Policy(params=eb.Master("bfloat16"))  # E: arg-type "Literal['float32']"
+eb.by_label("all", {"all": eb.Kahan()})  # E: dict-item "str: Kahan"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, assert_type
 
 import everybit as eb
 import torch
@@ -34,3 +34,8 @@ class ScaleBySignum:
 
 tx = eb.chain(ScaleBySignum(0.95), eb.scale_by_learning_rate(1e-4))
 opt = eb.with_policy(tx, eb.policies.KAHAN_BF16)
+
+params = {"w": torch.ones(2, dtype=torch.bfloat16)}
+alone = eb.with_policy(ScaleBySignum(), eb.policies.KAHAN_BF16)
+assert_type(alone.init(params), eb.OptimizerState[SignumState[Any]])
+eb.partition({"signs": ScaleBySignum(), "rest": tx}, "signs")

@@ -41,3 +41,17 @@ assert_type(eb.apply_updates(pair, pair), Pair)
 transform: eb.Transform[Any] = eb.chain(eb.clip(1.0), eb.scale_by_learning_rate(torch.tensor(0.1)))
 updates, _ = transform.update(pair, transform.init(pair), pair, eb.Context())
 assert_type(updates, Pair)
+
+new_weights, state = opt.import_fp32(weights, weights, state)
+assert_type(new_weights, dict[str, Tensor])
+assert_type(opt.step([weights["w"]], [weights["w"]], opt.init([weights["w"]]))[0], list[Tensor])
+assert_type(opt.step(weights["w"], weights["w"], opt.init(weights["w"]))[0], Tensor)
+
+measured = eb.with_metrics(opt)
+assert_type(measured.step(layer, layer, measured.init(layer))[0], Layer)
+assert_type(measured.init(layer).metrics.lost_share, Tensor)
+
+assert_type(eb.tree.map(torch.neg, layer), Layer)
+momentum = eb.trace(0.9)
+assert_type(momentum.init(weights).momentum, dict[str, Tensor])
+assert_type(momentum.update(layer, momentum.init(layer), layer)[0], Layer)

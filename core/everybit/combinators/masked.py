@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from everybit import tree
 from everybit.combinators.chain import merged_second_moments
 from everybit.scalars import Hyperparameter
 from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments, strictest
+from torch import Tensor
 
 P = TypeVar("P")
 
@@ -57,6 +56,7 @@ class Masked:
 
     def update(self, updates: P, state: MaskedState, params: P, ctx: Context = ALONE) -> tuple[P, MaskedState]:
         """The inner update where selected, else what came in."""
+        updates = tree.ordered_as(params, updates)
         chosen = _mask(self.mask, params)
         inner_updates, inner = self.transform.update(
             _select(updates, chosen), state.inner, _select(params, chosen), ctx
@@ -102,6 +102,7 @@ class Partition:
 
     def update(self, updates: P, state: PartitionState, params: P, ctx: Context = ALONE) -> tuple[P, PartitionState]:
         """Each label's update of its leaves."""
+        updates = tree.ordered_as(params, updates)
         labels = self._labels(params)
         merged, states = updates, {}
         for name, transform in self.transforms.items():
@@ -160,7 +161,7 @@ def partition(transforms: Mapping[str, Transform[Any]], labels: Callable[[str, T
 
 
 def _mask(mask: object, params: object) -> list[bool]:
-    chosen = tree.label(mask, params)
+    chosen = tree.label(mask, params, name="mask")
     for index, value in enumerate(chosen):
         if not isinstance(value, bool):
             raise TypeError(f"masked: mask{tree.paths(params)[index]}: got {value!r}; accepted are True and False.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from everybit import tree
-from everybit.borders import settle
+from everybit.borders import settle, sqrt
 from everybit.scalars import Hyperparameter, at, minus_power, require, require_step
 from everybit.transform import ALONE, Context, Scope
 from everybit.tree import Slot
@@ -72,14 +72,14 @@ class ScaleByAdam:
         eps = at(self.eps, step, name="eps")
         unbias_mean, unbias_square = settle(1 / minus_power(b1, step)), settle(1 / minus_power(b2, step))
 
-        momentum = tree.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
-        variance = tree.map(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
+        momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
+        variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
 
         def direction(m: Any, v: Any) -> Any:
             square = v * unbias_square if self.eps_root == 0.0 else v * unbias_square + self.eps_root
-            return (m * unbias_mean) / (square.sqrt() + eps)
+            return (m * unbias_mean) / (sqrt(square) + eps)
 
-        return tree.map(direction, momentum, variance), AdamState(momentum, variance)
+        return tree.elementwise(direction, momentum, variance), AdamState(momentum, variance)
 
 
 scale_by_adam = ScaleByAdam

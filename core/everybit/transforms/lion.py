@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-
 from everybit import tree
 from everybit.scalars import Hyperparameter, at, require
 from everybit.transform import ALONE, Context, Scope
@@ -57,8 +56,8 @@ class ScaleByLion:
     def update(self, updates: P, state: LionState[Any], params: P, ctx: Context = ALONE) -> tuple[P, LionState[P]]:
         """Take the direction from the old mean, then update the mean."""
         b1, b2 = at(self.b1, ctx.step, name="b1"), at(self.b2, ctx.step, name="b2")
-        direction = tree.map(lambda g, m: torch.sign(b1 * m + (1 - b1) * g), updates, state.momentum)
-        momentum = tree.map(lambda g, m: b2 * m + (1 - b2) * g, updates, state.momentum)
+        direction = tree.elementwise(lambda g, m: torch.sign(b1 * m + (1 - b1) * g), updates, state.momentum)
+        momentum = tree.elementwise(lambda g, m: b2 * m + (1 - b2) * g, updates, state.momentum)
         return direction, LionState(momentum)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from torch import Tensor
-
 from everybit import tree
+from everybit.borders import sqrt
 from everybit.scalars import Hyperparameter, at, require
 from everybit.transform import ALONE, Context, Scope
 from everybit.tree import Slot
+from torch import Tensor
 
 P = TypeVar("P")
 
@@ -68,16 +68,17 @@ class ScaleByRms:
     def update(self, updates: P, state: RmsState[Any], params: P, ctx: Context = ALONE) -> tuple[P, RmsState[Any]]:
         """Update the moments, and divide by them."""
         decay, eps = at(self.decay, ctx.step, name="decay"), at(self.eps, ctx.step, name="eps")
-        variance = tree.map(lambda g, v: decay * v + (1 - decay) * (g * g), updates, state.variance)
+        variance = tree.elementwise(lambda g, v: decay * v + (1 - decay) * (g * g), updates, state.variance)
 
         def over_root(g: Tensor, square: Tensor) -> Tensor:
-            return g / (square + eps).sqrt() if self.eps_inside_root else g / (square.sqrt() + eps)
+            return g / sqrt(square + eps) if self.eps_inside_root else g / (sqrt(square) + eps)
 
         if not self.centered:
-            return tree.map(over_root, updates, variance), RmsState(variance, state.mean)
-        mean = tree.map(lambda g, a: decay * a + (1 - decay) * g, updates, state.mean)
-        centred = tree.map(lambda v, a: v - a * a, variance, mean)
-        return tree.map(over_root, updates, centred), RmsState(variance, mean)
+            return tree.elementwise(over_root, updates, variance), RmsState(variance, state.mean)
+        mean = tree.elementwise(lambda g, a: decay * a + (1 - decay) * g, updates, state.mean)
+        # The difference of two nearly equal numbers, each rounded: it may fall below zero, where there is no root.
+        centred = tree.elementwise(lambda v, a: (v - a * a).clamp(min=0.0), variance, mean)
+        return tree.elementwise(over_root, updates, centred), RmsState(variance, mean)
 
 
 scale_by_rms = ScaleByRms

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
-from torch import Tensor
-
 from everybit import tree
+from everybit.borders import settle, sqrt
 from everybit.scalars import Hyperparameter, Scalar, at, require
 from everybit.transform import ALONE, Context, Scope
+from torch import Tensor
 
 P = TypeVar("P")
 
@@ -63,7 +63,7 @@ class ScaleBySign:
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """The signs."""
-        return tree.map(torch.sign, updates), state
+        return tree.elementwise(torch.sign, updates), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Scale:
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``factor * updates``."""
         factor = at(self.factor, ctx.step, name="factor")
-        return tree.map(lambda u: factor * u, updates), state
+        return tree.elementwise(lambda u: factor * u, updates), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class ScaleByLearningRate:
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``-learning_rate * updates``."""
         learning_rate = at(self.learning_rate, ctx.step, name="learning_rate")
-        return tree.map(lambda u: -learning_rate * u, updates), state
+        return tree.elementwise(lambda u: -learning_rate * u, updates), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Clip:
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """The clipped updates; NaN stays NaN."""
         limit = at(self.limit, ctx.step, name="limit")
-        return tree.map(lambda u: _clamp(u, limit), updates), state
+        return tree.elementwise(lambda u: _clamp(u, limit), updates), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,10 @@ class ClipByGlobalNorm:
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """The scaled updates; a norm that is not finite makes them NaN or zero, which ``apply_if_finite`` catches."""
         limit = at(self.limit, ctx.step, name="limit")
-        norm = ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))).sqrt()
+        norm = sqrt(ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))))
         # Compared rather than divided first: a zero norm divides nothing.
-        factor = torch.where(norm > limit, limit / norm, 1.0)
-        return tree.map(lambda u: u * factor, updates), state
+        factor = settle(torch.where(norm > limit, limit / norm, 1.0))
+        return tree.elementwise(lambda u: u * factor, updates), state
 
 
 def _clamp(x: Tensor, limit: Scalar) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-
 from everybit import tree
 from everybit.borders import settle
 from everybit.scalars import Hyperparameter, at, require, require_step
@@ -67,13 +66,13 @@ class Trace:
         decay = at(self.decay, ctx.step, name="decay")
         dampening = at(self.dampening, ctx.step, name="dampening")
         if isinstance(dampening, (int, float)) and dampening == 0:
-            momentum = tree.map(lambda g, m: decay * m + g, updates, state.momentum)
+            momentum = tree.elementwise(lambda g, m: decay * m + g, updates, state.momentum)
         else:
             step = require_step(ctx.step, "trace with dampening")
             gain = settle(torch.where(step == 1, 1.0, (1 - dampening) * torch.ones_like(step, dtype=torch.float64)))
-            momentum = tree.map(lambda g, m: decay * m + gain * g, updates, state.momentum)
+            momentum = tree.elementwise(lambda g, m: decay * m + gain * g, updates, state.momentum)
         if self.nesterov:
-            return tree.map(lambda g, m: g + decay * m, updates, momentum), TraceState(momentum)
+            return tree.elementwise(lambda g, m: g + decay * m, updates, momentum), TraceState(momentum)
         return momentum, TraceState(momentum)
 
 

@@ -41,7 +41,7 @@ class AddDecayedWeights:
         weight_decay = at(self.weight_decay, ctx.step, name="weight_decay")
         if isinstance(weight_decay, (int, float)) and weight_decay == 0:
             return updates, state
-        return tree.map(lambda u, p: u + weight_decay * p, updates, params), state
+        return tree.elementwise(lambda u, p: u + weight_decay * p, updates, params), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class SubtractDecayedWeights:
             weight_decay = weight_decay * (
                 at(self.learning_rate, ctx.step, name="learning_rate") / self.max_learning_rate
             )
-        return tree.map(lambda u, p: u - weight_decay * p, updates, params), state
+        return tree.elementwise(lambda u, p: u - weight_decay * p, updates, params), state
 
 
 add_decayed_weights = AddDecayedWeights

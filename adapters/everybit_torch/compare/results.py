@@ -1,0 +1,151 @@
+"""What was recorded, what it comes to, and the file it is kept in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Validation loss after a step, in nats per byte."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What became of one step's updates; see :class:`everybit.Metrics`."""
+
+    step: int
+    lost_share: float
+    edq: float
+    update_norm: float
+    gradient_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One model trained under one policy from one seed.
+
+    Attributes:
+        policy: Name it is shown under.
+        seed: Of weights, batches and stochastic rounding.
+        losses: Training loss of each step, in nats per byte.
+        validation: Loss on the held-out text, now and then; the last is of the finished model.
+        probes: Steps that were measured.
+        optimizer_seconds: Of ``optimizer.step()``, for those steps that were timed.
+        bytes_measured: Bytes per parameter by use, from the tensors that were allocated.
+        bytes_predicted: The same, from the policy alone.
+    """
+
+    policy: str
+    seed: int
+    losses: tuple[float, ...]
+    validation: tuple[Point, ...]
+    probes: tuple[Probe, ...]
+    optimizer_seconds: tuple[float, ...]
+    bytes_measured: dict[str, float]
+    bytes_predicted: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One policy, over all seeds. Spreads are sample standard deviations, None for a single seed.
+
+    Attributes:
+        policy: Name.
+        validation_loss: Mean of the finished models' losses, in nats per byte.
+        validation_spread: Over seeds.
+        difference: Mean of (loss - the reference's loss from the same seed).
+        difference_spread: Over seeds.
+        lost_share: Share of the updates that were lost: mean over the measured steps of the second half.
+        edq: Effective descent quality: likewise.
+        bytes_measured: Bytes per parameter, all uses.
+        bytes_predicted: The same, from the policy alone.
+        optimizer_milliseconds: Median of ``optimizer.step()``; None if no step was timed.
+    """
+
+    policy: str
+    validation_loss: float
+    validation_spread: float | None
+    difference: float
+    difference_spread: float | None
+    lost_share: float
+    edq: float
+    bytes_measured: float
+    bytes_predicted: float
+    optimizer_milliseconds: float | None
+
+
+def summarize(records: Sequence[Record], reference: str) -> list[Summary]:
+    """One row for each policy, in the order of the records; differences are to the policy called ``reference``."""
+    baseline = {record.seed: record.validation[-1].loss for record in records if record.policy == reference}
+    rows = []
+    for name in dict.fromkeys(record.policy for record in records):
+        own = [record for record in records if record.policy == name]
+        final = [record.validation[-1].loss for record in own]
+        differences = [record.validation[-1].loss - baseline[record.seed] for record in own]
+        late = [probe for record in own for probe in record.probes if 2 * probe.step > len(record.losses)]
+        seconds = [second for record in own for second in record.optimizer_seconds]
+        rows.append(
+            Summary(
+                policy=name,
+                validation_loss=statistics.fmean(final),
+                validation_spread=_spread(final),
+                difference=statistics.fmean(differences),
+                difference_spread=_spread(differences),
+                lost_share=statistics.fmean(probe.lost_share for probe in late),
+                edq=statistics.fmean(probe.edq for probe in late),
+                bytes_measured=sum(own[0].bytes_measured.values()),
+                bytes_predicted=sum(own[0].bytes_predicted.values()),
+                optimizer_milliseconds=1e3 * statistics.median(seconds) if seconds else None,
+            )
+        )
+    return rows
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON can hold it: tuples as lists, paths as strings, numbers that are not finite as null."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float)) or value is None else str(value)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write ``data`` to ``path``, whole or not at all."""
+    text = json.dumps(plain(data), indent=1, allow_nan=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Have ``write`` fill a file that takes its place at ``path`` only when it is complete: no reader sees half of it."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+        # mkstemp's files are for their owner's eyes; results are as any file one makes.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:  # Ctrl-C too
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _spread(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return statistics.stdev(values) if len(values) > 1 else None

@@ -1,0 +1,52 @@
+"""The promises that every transform makes, as checks to hold your own to.
+
+A check takes a *build*: a function from a learning rate (a float, a 0-d tensor or a schedule) to a transform, such as ``eb.adamw``
+or ``lambda lr: eb.chain(MyTransform(), eb.scale_by_learning_rate(lr))``. It returns nothing, or raises ``AssertionError`` with what
+was promised and what was found. With pytest::
+
+    @pytest.mark.parametrize("name", everybit.testing.CHECKS)
+    def test_my_optimizer(name):
+        everybit.testing.CHECKS[name](my_optimizer)
+
+``REGISTRY`` holds everybit's own builds by name. The checks that compile empty the compiler's caches first.
+"""
+
+from everybit.testing.battery import (
+    CHECKS,
+    Build,
+    check_all,
+    check_compiled_equals_eager,
+    check_differentiable,
+    check_flat_equals_tree,
+    check_meta_init,
+    check_no_recompilation,
+    check_no_wait,
+    check_pure,
+    check_resume_equals_continue,
+    check_scope,
+    check_state_is_a_fixed_point,
+    check_vmap,
+)
+from everybit.testing.examples import assert_same_bits, example_grads, example_params
+from everybit.testing.registry import REGISTRY
+
+__all__ = [
+    "CHECKS",
+    "REGISTRY",
+    "Build",
+    "assert_same_bits",
+    "check_all",
+    "check_compiled_equals_eager",
+    "check_differentiable",
+    "check_flat_equals_tree",
+    "check_meta_init",
+    "check_no_recompilation",
+    "check_no_wait",
+    "check_pure",
+    "check_resume_equals_continue",
+    "check_scope",
+    "check_state_is_a_fixed_point",
+    "check_vmap",
+    "example_grads",
+    "example_params",
+]

@@ -1,0 +1,108 @@
+"""What the battery tries transforms on, and how it compares."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from everybit import tree
+from torch import Tensor
+
+P = TypeVar("P")
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def example_params(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> dict[str, Any]:
+    """A small tree with what trips optimizers up: nested containers, odd sizes, a 0-d tensor, an empty one, a hole.
+
+    Args:
+        dtype: Of every leaf.
+        seed: Of the values, which are normal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "w": normal(5, 7),
+        "layers": [{"w": normal(3, 2, 3), "b": normal(3)}, {"w": normal(1, 1), "b": None}],
+        "scale": normal(),
+        "empty": normal(0),
+    }
+
+
+def few_params(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """A matrix, a vector and a number, for checks that compile: each tensor costs a second or more."""
+    example = example_params(dtype)
+    return {
+        "w": example["layers"][0]["w"].reshape(6, 3),
+        "b": torch.linspace(-1, 1, 37).to(dtype),
+        "scale": example["scale"],
+    }
+
+
+def example_grads(params: P, step: int, *, dtype: torch.dtype | None = None, seed: int = 0) -> P:
+    """Gradients for ``params``: normal, times powers of two from 2**-6 to 2**3; always the same for one seed and step.
+
+    Args:
+        params: Tensors, whose structure and shapes the gradients have.
+        step: Number of the step.
+        dtype: Of every leaf; None: as the parameters.
+        seed: One seed, one sequence of gradients.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+
+    def one(leaf: Tensor) -> Tensor:
+        magnitude = 2.0 ** torch.randint(-6, 4, leaf.shape, generator=generator)
+        return (torch.randn(leaf.shape, generator=generator) * magnitude).to(leaf.dtype if dtype is None else dtype)
+
+    return tree.map(one, params)
+
+
+def assert_same_bits(got: object, expected: object, what: str) -> None:
+    """Hold two trees to the same structure, dtypes and bits: -0 is not 0, and NaN equals only the same NaN.
+
+    Raises:
+        AssertionError: They differ; the message begins with ``what`` and names the first path, how many elements differ and by what.
+    """
+    try:
+        tree.require_same_structure(got, expected, name="got", reference_name="expected")
+    except ValueError as error:
+        raise AssertionError(f"{what}: {error}") from None
+    for path, a, b in zip(tree.paths(got), tree.leaves(got), _in_order_of(got, expected), strict=True):
+        if a.dtype is not b.dtype:
+            raise AssertionError(f"{what}: at {path or 'the tensor'}: got {a.dtype}, expected {b.dtype}.")
+        different = _bits(a) != _bits(b)
+        if different.any():
+            index = tuple(different.nonzero()[0].tolist())
+            raise AssertionError(
+                f"{what}: at {path or 'the tensor'}: {int(different.sum())} of {a.numel()} elements differ, the first at {index}:"
+                f" got {a[index].item()!r}, expected {b[index].item()!r}."
+            )
+
+
+def assert_close(got: object, expected: object, relative: float, what: str) -> None:
+    """Hold two trees to differences of at most ``relative`` times the greatest magnitude in each expected leaf.
+
+    Raises:
+        AssertionError: They differ by more; the message begins with ``what`` and names the first path and the difference.
+    """
+    for path, a, b in zip(tree.paths(got), tree.leaves(got), _in_order_of(got, expected), strict=True):
+        if a.numel() == 0:
+            continue
+        difference = (a.double() - b.double()).abs().max().item()
+        bound = relative * b.double().abs().max().item()
+        if not difference <= bound:
+            raise AssertionError(
+                f"{what}: at {path or 'the tensor'}: differs by {difference:.3g}, accepted is {bound:.3g}."
+            )
+
+
+def _in_order_of(reference: object, values: object) -> list[Any]:
+    return tree.slots_of(reference, values)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().view(_INTEGERS[x.dtype.itemsize]) if x.dtype.is_floating_point else x.cpu()

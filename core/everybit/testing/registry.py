@@ -1,0 +1,69 @@
+"""Everybit's own transforms and aliases, by name, as the battery takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from everybit.aliases import adam, adamw, lion, rmsprop, sgd
+from everybit.combinators.accumulate import accumulate
+from everybit.combinators.chain import chain, named_chain
+from everybit.combinators.finite import apply_if_finite
+from everybit.combinators.masked import masked, partition
+from everybit.schedules import warmup_cosine_decay_schedule
+from everybit.testing.battery import Build
+from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.rms import scale_by_rms
+from everybit.transforms.stateless import (
+    clip,
+    clip_by_global_norm,
+    identity,
+    scale,
+    scale_by_learning_rate,
+    scale_by_sign,
+    set_to_zero,
+)
+from everybit.transforms.trace import trace
+from everybit.transforms.weight_decay import add_decayed_weights
+from torch import Tensor
+
+
+def _is_matrix(path: str, leaf: Tensor) -> bool:
+    return leaf.ndim > 1
+
+
+def _kind(path: str, leaf: Tensor) -> str:
+    return "matrix" if leaf.ndim > 1 else "vector" if leaf.ndim else "number"
+
+
+_decay = warmup_cosine_decay_schedule(0.1, 3, 50, end=0.01)
+
+_BUILDS: dict[str, Build] = {
+    "sgd": sgd,
+    "sgd momentum": lambda lr: sgd(lr, momentum=0.9, weight_decay=0.01),
+    "sgd dampening": lambda lr: sgd(lr, momentum=0.9, dampening=0.3, maximize=True),
+    "sgd nesterov": lambda lr: sgd(lr, momentum=0.9, nesterov=True),
+    "adam": lambda lr: adam(lr, weight_decay=0.01),
+    "adamw": adamw,
+    "adamw fully decoupled": lambda lr: adamw(lr, eps_root=1e-12, weight_decay=_decay, fully_decoupled=True),
+    "adamw scheduled": lambda lr: adamw(lr, b1=lambda step: 0.8 + 0.1 * _decay(step), weight_decay=_decay),
+    "lion": lambda lr: lion(lr, weight_decay=0.1),
+    "rmsprop": rmsprop,
+    "rmsprop centered": lambda lr: rmsprop(lr, centered=True, momentum=0.9),
+    "rmsprop eps inside": lambda lr: rmsprop(lr, eps_inside_root=True, maximize=True),
+    "sign": lambda lr: chain(scale_by_sign(), scale_by_learning_rate(lr)),
+    "scale": lambda lr: chain(identity(), clip(0.5), scale(_decay), scale_by_learning_rate(lr)),
+    "named chain": lambda lr: named_chain({"momentum": trace(0.9), "descent": scale_by_learning_rate(lr)}),
+    "clipped": lambda lr: chain(clip_by_global_norm(1.0), scale_by_adam(b2=0.95), scale_by_learning_rate(lr)),
+    "masked": lambda lr: chain(
+        scale_by_adam(), masked(add_decayed_weights(0.1), where=_is_matrix), scale_by_learning_rate(lr)
+    ),
+    "partition": lambda lr: partition(
+        {"matrix": adamw(lr), "vector": sgd(lr, momentum=0.9), "number": set_to_zero()}, _kind
+    ),
+    "accumulate": lambda lr: accumulate(adamw(lr), every=2),
+    "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
+}
+
+REGISTRY: Mapping[str, Build] = MappingProxyType(_BUILDS)
+"""Name -> build."""

@@ -1,0 +1,367 @@
+"""Everything in the registry keeps every promise; every preset keeps its bits under the compiler; and liars are caught."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pytest
+
+import everybit as eb
+import torch
+from everybit import testing
+from everybit.testing import CHECKS, REGISTRY
+from everybit.transform import ALONE
+from torch import Tensor
+
+P = TypeVar("P")
+
+# torch's code generator says so of itself wherever both meet in one loop, as a float16 model's bfloat16 moments do.
+pytestmark = pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed in the scheduler node:UserWarning")
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ANY_DTYPE = {"PURE_BF16", "ANYPRECISION"}
+"""Presets that store parameters in whatever the model has, to nearest."""
+
+
+def accepted_dtypes(preset: str) -> set[str]:
+    if preset in ANY_DTYPE:
+        return set(DTYPES)
+    return {"FP64": set(), "FP32": {"float32"}}.get(preset, {"bfloat16", "float16"})
+
+
+def slow_variance_adamw(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    """AdamW whose second moment decays fast enough for every preset."""
+    return eb.adamw(learning_rate, b2=0.95)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_registry_entry_keeps_the_promise(name: str, check: str) -> None:
+    CHECKS[check](REGISTRY[name])
+
+
+GRID = [
+    pytest.param(preset, dtype, id=f"{preset}-{dtype}")
+    for preset in eb.policies.PRESETS
+    for dtype in DTYPES
+    if dtype in accepted_dtypes(preset)
+]
+
+
+@pytest.mark.parametrize(("preset", "dtype"), GRID)
+def test_every_preset_compiles_to_eager_bits(preset: str, dtype: str) -> None:
+    params = torch.linspace(-2, 2, 203).to(DTYPES[dtype])
+    testing.check_compiled_equals_eager(
+        slow_variance_adamw, policy=eb.policies.PRESETS[preset], dtype=DTYPES[dtype], params=params
+    )
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [(preset, dtype) for preset in eb.policies.PRESETS for dtype in DTYPES if dtype not in accepted_dtypes(preset)],
+)
+def test_a_preset_that_cannot_store_a_dtype_refuses_it(preset: str, dtype: str) -> None:
+    optimizer = eb.with_policy(slow_variance_adamw(1e-3), eb.policies.PRESETS[preset])
+    with pytest.raises(ValueError, match=r"^params\['w'\]: Policy\.params: .*[Aa]ccepted"):
+        optimizer.init({"w": torch.ones(3, dtype=DTYPES[dtype])})
+
+
+@pytest.mark.parametrize("preset", ["PURE_BF16", "ANYPRECISION"])
+def test_a_preset_whose_second_moment_would_freeze_is_refused_at_the_usual_decay(preset: str) -> None:
+    with pytest.raises(ValueError, match=r"^Policy\.variance: got Nearest\(dtype='bfloat16'\) with decay rate 0\.999"):
+        eb.with_policy(eb.adamw(1e-3), eb.policies.PRESETS[preset])
+
+
+INLINED = {
+    "FP64": torch.float64,
+    "FP32": torch.float32,
+    "MIXED_BF16": torch.bfloat16,
+    "EXACT_BF16": torch.float16,
+    "LEAN_BF16": torch.bfloat16,
+    "KAHAN_BF16": torch.bfloat16,
+    "TIGHT_BF16": torch.float16,
+    "FLOOR_BF16": torch.bfloat16,
+    "PURE_BF16": torch.float16,
+    "ANYPRECISION": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize("preset", eb.policies.PRESETS)
+def test_every_preset_keeps_its_bits_inside_a_users_own_compiled_function(preset: str) -> None:
+    dtype = INLINED[preset]
+    testing.check_compiled_equals_eager(
+        slow_variance_adamw,
+        policy=eb.policies.PRESETS[preset],
+        dtype=dtype,
+        params=torch.linspace(-2, 2, 203).to(dtype),
+        inlined=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        (
+            torch.bfloat16,
+            eb.Policy(params=eb.Kahan("float16", "stochastic"), momentum=eb.Kahan("float32"), variance=eb.Split(8)),
+        ),
+        (
+            torch.float16,
+            eb.Policy(
+                params=eb.Stochastic(), momentum=eb.Kahan("float16"), variance=eb.Kahan("bfloat16", "stochastic")
+            ),
+        ),
+    ],
+)
+def test_formats_that_no_preset_uses_compile_to_eager_bits(dtype: torch.dtype, policy: eb.Policy) -> None:
+    testing.check_compiled_equals_eager(
+        eb.adamw, policy=policy, dtype=dtype, params=torch.linspace(-2, 2, 203).to(dtype)
+    )
+
+
+def test_vmap_over_the_step_itself_draws_each_members_own_bits() -> None:
+    optimizer = eb.with_policy(eb.adamw(0.05), eb.policies.FLOOR_BF16)
+    members = [testing.example_params(torch.bfloat16, seed=seed)["w"] for seed in range(3)]
+    grads = [testing.example_grads(member, 1, seed=seed) for seed, member in enumerate(members)]
+    states = [optimizer.init(member) for member in members]
+    # One member is a step ahead: its bits are those of its own step.
+    members[1], states[1] = optimizer.step(members[1], grads[1], states[1])
+    population = [eb.tree.map(lambda *leaves: torch.stack(leaves), *values) for values in (members, grads, states)]
+    params, state = torch.func.vmap(optimizer.step)(*population)
+    for index, (member, grad, before) in enumerate(zip(members, grads, states, strict=True)):
+        expected = optimizer.step(member, grad, before)
+        got = eb.tree.map(lambda leaf, index=index: leaf[index], (params, state))
+        testing.assert_same_bits(got, expected, f"member {index}")
+
+
+def test_check_all_says_which_check_failed() -> None:
+    with pytest.raises(AssertionError) as caught:
+        testing.check_all(lambda lr: MutatesItsInput())
+    assert "'pure'" in caught.value.__notes__[0]
+
+
+# Liars. Each breaks one promise.
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class Memory(Generic[P]):
+    memory: eb.Slot[P]
+
+
+@dataclass(frozen=True)
+class Liar:
+    """Does nothing wrong by itself: gradient descent by a fixed step."""
+
+    scope: ClassVar[eb.Scope] = "element"
+
+    def init(self, params: P) -> Any:
+        return Memory(eb.tree.zeros_like(params))
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return eb.tree.map(lambda u: -0.1 * u, updates), Memory(eb.tree.map(torch.add, state.memory, updates))
+
+
+class MutatesItsInput(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return eb.tree.map(lambda u: u.mul_(-0.1), updates), state
+
+
+class MutatesBehindTheCountersBack(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        eb.tree.map(lambda p: p.data.mul_(0.9), params)
+        return super().update(updates, state, params)
+
+
+class KeepsTheGradientItself(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return eb.tree.map(lambda u: -0.1 * u, updates), Memory(updates)
+
+
+class KeepsTheParametersThemselves(Liar):
+    def init(self, params: P) -> Any:
+        return Memory(params)
+
+
+class RollsHiddenDice(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return eb.tree.map(lambda u: u * torch.rand_like(u), updates), Memory(eb.tree.map(torch.clone, state.memory))
+
+
+class DriftsToDouble(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        scaled, state = super().update(updates, state, params)
+        return scaled, eb.tree.map(lambda leaf: leaf.double(), state)
+
+
+class DriftsForNumbers(Liar):
+    """A float64 coefficient promotes what is 0-d, and only that."""
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        factor = torch.tensor(-0.1, dtype=torch.float64)
+        return eb.tree.map(lambda u: factor * u, updates), super().update(updates, state, params)[1]
+
+
+class LosesALeaf(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return super().update(updates, state, params)[0], Memory(None)
+
+
+class ForksOnAValue(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return super().update(
+            eb.tree.map(lambda u: u if not u.numel() or u.sum() > 0 else 2 * u, updates), state, params
+        )
+
+
+class CutsTheGraph(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return super().update(eb.tree.map(lambda u: u * u.detach(), updates), state, params)
+
+
+class LooksAtTheTensor(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return super().update(eb.tree.map(lambda u: u / (1 + u.abs().sum()), updates), state, params)
+
+
+class LooksAtTheTree(Liar):
+    scope = "tensor"
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        norm = 1 + eb.tree.norm(updates)
+        return super().update(eb.tree.map(lambda u: u / norm.to(u.dtype), updates), state, params)
+
+
+class KnowsItsPlace(Liar):
+    """Treats a tensor's first element otherwise: neither tensors nor elements are confused, but a flat buffer is."""
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        def first_doubled(u: Tensor) -> Tensor:
+            place = torch.arange(u.numel()).reshape(u.shape)
+            return torch.where(place == 0, 2 * u, u)
+
+        return super().update(eb.tree.map(first_doubled, updates), state, params)
+
+
+class InventsAScope(Liar):
+    scope: ClassVar[Any] = "galaxy"
+
+
+@dataclass(frozen=True)
+class CountsInPython(Liar):
+    """Its count is no part of its state: the compiler takes it for a constant, and a resumed run begins at zero."""
+
+    calls: tuple[list[int], ...] = ()
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        self.calls[0][0] += 1
+        factor = -0.1 / self.calls[0][0]
+        return eb.tree.map(lambda u: factor * u, updates), super().update(updates, state, params)[1]
+
+
+class LooksFromTheHost(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        scale = 1.0 + max(float(leaf.abs().max()) for leaf in eb.tree.leaves(updates) if leaf.numel())
+        return eb.tree.map(lambda u: -u / scale, updates), super().update(updates, state, params)[1]
+
+
+class TellsTheWorld(Liar):
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        logging.getLogger("liar").warning("a step")
+        return super().update(updates, state, params)
+
+
+class LosesTheDevice(Liar):
+    def init(self, params: P) -> Any:
+        return Memory(eb.tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params))
+
+
+class NaiveKahan(Liar):
+    """Keeps a sum in bfloat16 with its error, by a round trip that compilers delete: the error is then zero."""
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        def residual(u: Tensor, memory: Tensor) -> Tensor:
+            total = memory + u
+            return total - total.to(torch.bfloat16).float()
+
+        return eb.tree.map(lambda u: -0.1 * u, updates), Memory(eb.tree.map(residual, updates, state.memory))
+
+
+LIARS = [
+    ("pure", MutatesItsInput, r"update wrote to updates\['w'\], which was passed in"),
+    (
+        "pure",
+        MutatesBehindTheCountersBack,
+        r"update changed what was passed in: at \['params'\]\['w'\]: 35 of 35 elements",
+    ),
+    ("pure", KeepsTheGradientItself, r"the state from update, at \.memory\['w'\], shares memory with updates\['w'\]"),
+    (
+        "pure",
+        KeepsTheParametersThemselves,
+        r"the state from init, at \.memory\['w'\], shares memory with params\['w'\]",
+    ),
+    ("pure", RollsHiddenDice, r"update, called twice with the same arguments: at \[0\]\['w'\]"),
+    (
+        "state is a fixed point",
+        DriftsToDouble,
+        r"state after step 1.*\.memory\['w'\]: is torch\.float64 on cpu, was torch\.float32",
+    ),
+    ("state is a fixed point", DriftsForNumbers, r"updates of step 1.*\['scale'\]: is torch\.float64"),
+    ("state is a fixed point", LosesALeaf, r"state after step 1.*no tensor at got\.memory\['w'\]"),
+    ("vmap", ForksOnAValue, r"update under vmap, torch\.float64 parameters"),
+    (
+        "differentiable",
+        CutsTheGraph,
+        r"derivative by the gradients: torch\.func\.grad gives .*, finite differences give",
+    ),
+    ("scope", LooksAtTheTensor, r"scope 'element': a flat buffer of 58 torch\.float32 elements cut at \(1,\)"),
+    ("scope", LooksAtTheTree, r"scope 'tensor': the update at \['w'\] depends on the gradients of other tensors"),
+    ("scope", KnowsItsPlace, r"scope 'element': a flat buffer of 58"),
+    ("scope", InventsAScope, r"scope: got 'galaxy'; accepted are 'element', 'tensor', 'tree'"),
+    ("flat equals tree", LooksAtTheTensor, r"flat buffer, against the tree, after step 1"),
+    ("flat equals tree", KnowsItsPlace, r"flat buffer, against the tree, after step 1"),
+    ("no recompilation", CountsInPython, r"compiled again at step 2"),
+    ("no recompilation", TellsTheWorld, r"torch\.compile\(fullgraph=True\) cannot trace the step"),
+    ("no wait", LooksFromTheHost, r"a step on meta tensors, which have no values: .*item"),
+    ("resume equals continue", CountsInPython, r"resumed, against continued, after step 4"),
+    ("meta init", LosesTheDevice, r"init on meta tensors allocates: aten\.zeros"),
+    ("compiled equals eager", NaiveKahan, r"compiled, against eager, after step 1: at \[1\].*memory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "liar", "message"), LIARS, ids=[f"{check}-{liar.__name__}" for check, liar, _ in LIARS]
+)
+def test_the_battery_catches(check: str, liar: type[Liar], message: str) -> None:
+    def build(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+        return CountsInPython(([0],)) if liar is CountsInPython else liar()
+
+    with pytest.raises(AssertionError, match=message):
+        CHECKS[check](build)
+
+
+def test_the_battery_clears_the_honest() -> None:
+    for name in (
+        "pure",
+        "state is a fixed point",
+        "vmap",
+        "scope",
+        "flat equals tree",
+        "resume equals continue",
+        "meta init",
+    ):
+        CHECKS[name](lambda lr: Liar())
+
+
+def test_same_bits_tells_minus_zero_from_zero_and_one_nan_from_another() -> None:
+    with pytest.raises(
+        AssertionError,
+        match=r"^signs: at the tensor: 1 of 2 elements differ, the first at \(1,\): got -0\.0, expected 0\.0",
+    ):
+        testing.assert_same_bits(torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]), "signs")
+    nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    testing.assert_same_bits(nan, nan.clone(), "one")
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(nan[:1], nan[1:], "another")

@@ -1,0 +1,161 @@
+"""Random bits are held to two things: they depend on the named place and nothing else, and they look like coin flips there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from float_patterns import assert_same_bits, key
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torch
+from everybit import Key
+from everybit.random_bits import stream, uniform
+from torch import Tensor
+
+COUNT = 2**15
+LIKE = torch.empty(COUNT)
+BASE = key(seed=7, step=11, stream=stream("params"))
+
+
+def signs(words: Tensor) -> Tensor:
+    """-1 or 1 for each of the 32 bits of each word, lowest first."""
+    return ((words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1).double() * 2 - 1
+
+
+def correlations(a: Tensor, b: Tensor) -> Tensor:
+    """Of each bit of ``a`` with each bit of ``b``, in standard deviations of what independent fair coins would show."""
+    return signs(a).T @ signs(b) / math.sqrt(len(a))
+
+
+# 1024 pairs of bits are compared at a time: at 5 standard deviations a fair coin fails such a test once in 1700 keys. Keys are fixed.
+FIVE_SIGMA = 5.0
+
+ELSEWHERE = {
+    "the next step": replace(BASE, step=BASE.step + 1),
+    "a step 2**32 later": replace(BASE, step=BASE.step + 2**32),
+    "the next seed": replace(BASE, seed=8),
+    "a seed that shares its low bits": replace(BASE, seed=7 + 2**32),
+    "a negative seed": replace(BASE, seed=-7),
+    "another stream": replace(BASE, stream=stream("variance")),
+    "the next element": replace(BASE, first=1),
+    "the next row of 4096": replace(BASE, first=4096),
+    "elements 2**32 further": replace(BASE, first=2**32),
+    "elements 2**33 further": replace(BASE, first=2**33),
+    "seed and stream exchanged": replace(BASE, seed=stream("params"), stream=7),
+}
+
+
+@given(
+    cuts=st.lists(st.integers(0, 300), max_size=6),
+    first=st.sampled_from([0, 1, 2**31 - 150, 2**32 - 150, 2**40 - 1]),
+    as_tensor=st.booleans(),
+)
+def test_shards_draw_what_the_whole_draws(cuts: list[int], first: int, as_tensor: bool) -> None:
+    whole = key(first=first).bits(torch.empty(300))
+    edges = [0, *sorted(cuts), 300]
+    shards = [
+        key(first=torch.tensor(first + a) if as_tensor else first + a).bits(torch.empty(b - a))
+        for a, b in pairwise(edges)
+    ]
+    assert_same_bits(torch.cat(shards), whole)
+
+
+def test_shape_does_not_matter_but_order_does() -> None:
+    flat = BASE.bits(LIKE)
+    assert_same_bits(BASE.bits(torch.empty(8, COUNT // 8)), flat.view(8, -1))
+    assert_same_bits(BASE.bits(torch.empty(COUNT, dtype=torch.bfloat16)), flat)
+    assert_same_bits(BASE.bits(torch.empty(())), flat[0])
+    assert BASE.bits(torch.empty(0)).shape == (0,)
+
+
+def test_the_same_key_draws_the_same_bits_again() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    assert_same_bits(BASE.bits(LIKE), replace(BASE, step=BASE.step.clone()).bits(LIKE))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_bits_are_these() -> None:
+    """A run that is resumed with a later version must round as it did: the hash may not change unnoticed."""
+    assert key().bits(torch.empty(4)).tolist() == [-1499704948, 184202842, 799579865, -551168237]
+    assert key(first=2**40).bits(torch.empty(2)).tolist() == [-1691622010, -914402009]
+
+
+@pytest.mark.parametrize("other", ELSEWHERE.values(), ids=ELSEWHERE.keys())
+def test_bits_here_tell_nothing_about_bits_elsewhere(other: Key) -> None:
+    here, there = BASE.bits(LIKE), other.bits(LIKE)
+    # Of 2**15 pairs of independent words, 2**-17 are equal on average.
+    assert int((here == there).sum()) == 0
+    assert correlations(here, there).abs().max() < FIVE_SIGMA
+
+
+@pytest.mark.parametrize("key", [BASE, *ELSEWHERE.values()], ids=["here", *ELSEWHERE.keys()])
+def test_each_bit_is_a_fair_coin_and_independent_of_the_other_31(key: Key) -> None:
+    drawn = key.bits(LIKE)
+    # The sum of n fair signs has standard deviation sqrt(n).
+    assert (signs(drawn).sum(0) / math.sqrt(COUNT)).abs().max() < FIVE_SIGMA
+    assert correlations(drawn, drawn).fill_diagonal_(0).abs().max() < FIVE_SIGMA
+    # A hash that is a bijection of the index draws no word twice.
+    assert len(set(drawn.tolist())) == COUNT
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 8, 16, 64, 128, 768, 1024, 4096])
+def test_neighbouring_elements_are_independent(lag: int) -> None:
+    drawn = BASE.bits(torch.empty(COUNT + lag))
+    assert correlations(drawn[:-lag], drawn[lag:]).abs().max() < FIVE_SIGMA
+
+
+def test_one_element_sees_fair_coins_as_steps_go_by() -> None:
+    """An element's luck over time is what decides whether its rounding errors cancel."""
+    steps = torch.arange(COUNT)
+    drawn = torch.func.vmap(lambda step: replace(BASE, step=step).bits(torch.empty(3)))(steps)
+    for element in drawn.T:
+        assert (signs(element).sum(0) / math.sqrt(COUNT)).abs().max() < FIVE_SIGMA
+        assert correlations(element[:-1], element[1:]).abs().max() < FIVE_SIGMA
+
+
+def test_uniform_numbers_are_multiples_of_two_to_the_minus_24_below_one() -> None:
+    assert uniform(torch.tensor([0, 255, 256, 2**31 - 1, -(2**31), -1], dtype=torch.int32)).tolist() == [
+        0.0, 0.0, 2.0**-24, 0.5 - 2.0**-24, 0.5, 1 - 2.0**-24,
+    ]  # fmt: skip
+    numbers = uniform(BASE.bits(LIKE)).double()
+    # The mean of n uniform numbers has standard deviation 1 / sqrt(12 n).
+    assert abs(float(numbers.mean()) - 0.5) < FIVE_SIGMA / math.sqrt(12 * COUNT)
+
+
+def test_streams_are_fnv_1a() -> None:
+    """Reference values from http://www.isthe.com/chongo/src/fnv/test_fnv.c."""
+    assert [stream(name) for name in ("", "a", "foobar")] == [0x811C9DC5, 0xE40C292C, 0xBF9CF968]
+
+
+def test_vmap_draws_what_a_loop_draws() -> None:
+    steps = torch.tensor([1, 5, 2**33])
+    rows = torch.func.vmap(lambda step, x: replace(BASE, step=step).bits(x))(steps, torch.empty(3, 4, 5))
+    for row, step in zip(rows, steps, strict=True):
+        assert_same_bits(row, replace(BASE, step=step).bits(torch.empty(4, 5)))
+    # What is not told apart by its key is treated alike.
+    alike = torch.func.vmap(BASE.bits)(torch.empty(3, 7))
+    assert_same_bits(alike, BASE.bits(torch.empty(7)).expand(3, 7))
+
+
+def test_compiled_code_draws_the_same_bits() -> None:
+    """257, 1 and 0-d: in vectors, in the scalar tail behind them, and without a loop; across 2**32 as well."""
+    torch._dynamo.reset()
+
+    def run(step: Tensor, first: Tensor) -> list[Tensor]:
+        far, here = Key(2**40 + 1, step, stream("variance"), 2**32 - 100), Key(-3, step, stream("params"), first)
+        return [
+            *(far.bits(torch.empty(shape)) for shape in ((257,), (1,))),
+            *(here.bits(torch.empty(shape)) for shape in ((257,), ())),
+        ]
+
+    compiled = torch.compile(run, fullgraph=True)
+    for step, first in ((1, 5), (2**32 + 17, 2**32 - 3)):
+        arguments = torch.tensor(step), torch.tensor(first)
+        for actual, expected in zip(compiled(*arguments), run(*arguments), strict=True):
+            assert_same_bits(actual, expected)
+    torch._dynamo.reset()

@@ -1,0 +1,163 @@
+"""What an optimizer refuses, before anything has changed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import everybit as eb
+import torch
+
+BF16 = torch.bfloat16
+
+
+def frozen(*trees: Any) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Version, value and tensor of every leaf."""
+    return [(leaf._version, leaf.clone(), leaf) for leaf in eb.tree.leaves(trees) if isinstance(leaf, torch.Tensor)]
+
+
+def assert_untouched(before: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+    """Nobody has written to these leaves since."""
+    for version, value, leaf in before:
+        assert leaf._version == version
+        assert torch.equal(leaf, value)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "given_to", "where"),
+    [
+        ("EXACT_BF16", "KAHAN_BF16", r"params\['w'\]"),
+        ("KAHAN_BF16", "EXACT_BF16", r"params\['w'\]"),
+        ("FLOOR_BF16", "LEAN_BF16", r"params\['w'\]"),
+        ("LEAN_BF16", "FLOOR_BF16", r"params\['w'\]"),
+        ("MIXED_BF16", "TIGHT_BF16", r"params\['w'\]"),
+        ("EXACT_BF16", "LEAN_BF16", r"state\.momentum\['w'\]"),
+    ],
+)
+def test_a_state_made_under_another_policy_is_refused_and_the_way_across_named(
+    made_by: str, given_to: str, where: str
+) -> None:
+    params, grads = {"w": torch.ones(4, dtype=BF16)}, {"w": torch.ones(4)}
+    state = eb.with_policy(eb.adamw(1e-3), eb.policies.PRESETS[made_by]).init(params)
+    opt = eb.with_policy(eb.adamw(1e-3), eb.policies.PRESETS[given_to])
+    before = frozen(params, grads, state)
+    with pytest.raises(ValueError, match=rf"{where}: stored as .*under another policy.*export_fp32 and import_fp32"):
+        opt.step(params, grads, state)
+    if where.startswith("params"):
+        with pytest.raises(ValueError, match=rf"{where}: stored as .*under another policy"):
+            opt.export_fp32(params, state)
+    assert_untouched(before)
+
+
+def test_a_state_made_for_other_parameters_is_refused() -> None:
+    opt = eb.with_policy(eb.adamw(1e-3), eb.policies.EXACT_BF16)
+    params, grads = {"w": torch.ones(4, dtype=BF16)}, {"w": torch.ones(4)}
+    with pytest.raises(ValueError, match=r"params\['w'\]: stored as .*\(3,\).*for other parameters"):
+        opt.step(params, grads, opt.init({"w": torch.ones(3, dtype=BF16)}))
+    with pytest.raises(ValueError, match=r"state\.extra: structure differs from params"):
+        opt.step(params, grads, opt.init({"v": torch.ones(4, dtype=BF16)}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accepted"),
+    [(torch.bool, "real floating-point"), (torch.uint8, "real floating-point"), (torch.float8_e5m2, "float32")],
+)
+@pytest.mark.parametrize("preset", ["FP32", "KAHAN_BF16"])
+def test_gradients_of_other_dtypes_are_refused(dtype: torch.dtype, accepted: str, preset: str) -> None:
+    opt = eb.with_policy(eb.adamw(1e-3), eb.policies.PRESETS[preset])
+    params = [torch.ones(3, dtype=torch.float32 if preset == "FP32" else BF16)]
+    grads, state = [torch.zeros(3).to(dtype)], opt.init(params)
+    before = frozen(params, state)
+    with pytest.raises(TypeError, match=rf"grads.*got {dtype}.*accepted are.*{accepted}"):
+        opt.step(params, grads, state)
+    assert_untouched(before)
+
+
+@pytest.mark.parametrize("preset", ["EXACT_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_wide_parameter_among_16_bit_ones_is_refused_by_path(preset: str, dtype: torch.dtype) -> None:
+    opt = eb.with_policy(eb.adamw(1e-3), eb.policies.PRESETS[preset])
+    wide = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"params\['layer'\]\[1\]: Policy\.params: .*got a {wide} tensor.*by_label"):
+        opt.init({"layer": [torch.ones(2, dtype=BF16), torch.ones(2, dtype=dtype)]})
+
+
+@pytest.mark.parametrize("label", ["c", None, 3])
+def test_an_unknown_label_is_refused_by_path(label: Any) -> None:
+    policies = {"a": eb.policies.FP32, "b": eb.policies.FP32}
+    opt = eb.with_policy(eb.sgd(0.1), eb.by_label(lambda path, p: label, policies))
+    with pytest.raises(ValueError, match=rf"params\['w'\]: labelled {label!r}.*it has one for 'a', 'b'"):
+        opt.init({"w": torch.ones(2)})
+
+
+def test_labels_are_a_prefix_of_the_parameters() -> None:
+    policies = {"wide": eb.policies.FP32, "low": eb.policies.EXACT_BF16}
+    params = {"a": [torch.ones(2), torch.ones(3)], "b": torch.ones(2, dtype=BF16)}
+    opt = eb.with_policy(eb.sgd(0.1), eb.by_label({"a": "wide", "b": "low"}, policies))
+    extra = opt.init(params).extra
+    assert extra["a"] == [(), ()]
+    assert [part.dtype for part in extra["b"]] == [torch.int16]
+    with pytest.raises(ValueError, match="labels: not a prefix"):
+        opt.init({"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("b2", [0.97, 0.999, 1 - 2.0**-5 + 1e-6])
+@pytest.mark.parametrize("preset", ["PURE_BF16", "ANYPRECISION"])
+def test_a_running_square_that_would_freeze_is_refused_and_accepted_from_2_to_the_minus_5(
+    preset: str, b2: float
+) -> None:
+    policy = eb.policies.PRESETS[preset]
+    accepted = r"Accepted are Stochastic\('bfloat16'\), Kahan\(\), Split\(8\) or Nearest\('float32'\)"
+    with pytest.raises(ValueError, match=rf"Policy\.variance: got .* with decay rate {b2} .*{accepted}"):
+        eb.with_policy(eb.adamw(1e-3, b2=b2), policy)
+    eb.with_policy(eb.adamw(1e-3, b2=1 - 2.0**-5), policy)
+    # No squares, nothing to freeze.
+    eb.with_policy(eb.sgd(1e-3, momentum=b2), policy)
+    eb.with_policy(eb.lion(1e-4, b2=b2), policy)
+
+
+def test_the_boundary_of_the_refusal_is_on_the_safe_side() -> None:
+    """Once gradients are zero, a square stored at 1 - b2 = 2**-5 falls as it should to within an eighth; at 2**-9 not at all.
+
+    A decay by 2**-5 is 4 to 8 units in the last place, rounded to a whole number of them: off by half a unit of 4. A decay by 2**-9
+    is a quarter to half a unit, and the half goes to even, or to nothing in float32's last bit.
+    """
+    for rate, least, most in ((2.0**-5, 0.875, 1.125), (2.0**-9, 0.0, 0.0)):
+        policy = eb.Policy(params=eb.Nearest("float32"), variance=eb.Nearest("bfloat16"))
+        opt = eb.with_policy(eb.scale_by_adam(b2=1 - rate), policy, unsafe="allow")
+        params, state = torch.ones(1), opt.init(torch.ones(1))
+        for grad in [torch.full((1,), 1.3)] * 300 + [torch.zeros(1)] * 40:
+            before = state.inner.variance.double().clone()
+            params, state = opt.step(params, grad, state)
+            if not grad:
+                fall = float((before - state.inner.variance.double()) / (rate * before))
+                assert least <= fall <= most
+
+
+@pytest.mark.parametrize("b2", [torch.tensor(0.999), lambda step: 0.999 + 0.0 * step])
+def test_rates_that_only_the_device_or_the_future_knows_are_not_judged(b2: Any) -> None:
+    eb.with_policy(eb.adamw(1e-3, b2=b2), eb.policies.PURE_BF16)
+
+
+def test_a_warning_points_at_the_callers_line_and_allow_is_silent() -> None:
+    with pytest.warns(UserWarning, match=r"Policy\.variance: got Nearest\(dtype='bfloat16'\)") as caught:
+        warned = eb.with_policy(eb.adamw(1e-3), eb.policies.PURE_BF16, unsafe="warn")
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert eb.with_policy(eb.adamw(1e-3), eb.policies.PURE_BF16, unsafe="allow") == warned
+    params = torch.ones(3, dtype=BF16)
+    warned.step(params, params, warned.init(params))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"variance": eb.Stochastic()}, {"slots": {"ema": eb.Split()}}, {"params": eb.Master()}]
+)
+def test_float64_goes_with_formats_that_hold_it(fields: dict[str, Any]) -> None:
+    everything_else = {"params": eb.Nearest("float64")} | fields
+    with pytest.raises(
+        ValueError, match=r"Policy\.\w+.*: got .* with compute='float64'.*Accepted with float64 is Nearest"
+    ):
+        eb.Policy(compute="float64", **everything_else)

@@ -1,0 +1,60 @@
+"""A transform of one's own that does not keep the protocol."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import everybit as eb
+from torch import Tensor
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class NoScope:
+    def init(self, params: P) -> tuple[()]:
+        return ()
+
+    def update(self, updates: P, state: tuple[()], params: P, ctx: eb.Context) -> tuple[P, tuple[()]]:
+        return updates, state
+
+
+@dataclass(frozen=True)
+class MisspeltScope:
+    scope: ClassVar[eb.Scope] = "elements"  # E: assignment "type Literal['elements']"
+
+    def init(self, params: P) -> tuple[()]:
+        return ()
+
+    def update(self, updates: P, state: tuple[()], params: P, ctx: Any = None) -> tuple[P, tuple[()]]:
+        return updates, state
+
+
+@dataclass(frozen=True)
+class ForgetsItsState:
+    scope: ClassVar[eb.Scope] = "element"
+
+    def init(self, params: P) -> tuple[()]:
+        return ()
+
+    def update(self, updates: P, state: tuple[()], params: P, ctx: Any = None) -> P:
+        return updates
+
+
+@dataclass(frozen=True)
+class OnlyForDicts:
+    scope: ClassVar[eb.Scope] = "element"
+
+    def init(self, params: dict[str, Tensor]) -> tuple[()]:
+        return ()
+
+    def update(
+        self, updates: dict[str, Tensor], state: tuple[()], params: dict[str, Tensor], ctx: Any = None
+    ) -> tuple[dict[str, Tensor], tuple[()]]:
+        return updates, state
+
+
+eb.chain(NoScope())  # E: arg-type "incompatible type NoScope"
+eb.chain(ForgetsItsState())  # E: arg-type "incompatible type ForgetsItsState"
+eb.chain(OnlyForDicts())  # E: arg-type "incompatible type OnlyForDicts"
+eb.with_policy(NoScope(), eb.policies.FP32)  # E: arg-type "incompatible type NoScope"
+eb.masked(ForgetsItsState(), True)  # E: arg-type "incompatible type ForgetsItsState"

@@ -6,15 +6,16 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, cast, get_args, overload
 
-import everybit as eb
 import torch
+from torch import Tensor
+
+import everybit as eb
 from everybit.dtypes import dtype_name, torch_dtype
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState, state_bytes, with_policy
 from everybit.policies import native
 from everybit.policy import AnyPolicy, resolve_tree
 from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state, map_state, named_fields
-from torch import Tensor
 
 Layout = Literal["auto", "flat", "tree"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

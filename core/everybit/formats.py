@@ -28,6 +28,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+
 from everybit import rounding
 from everybit.dtypes import (
     FLOAT_DTYPES,
@@ -39,7 +41,6 @@ from everybit.dtypes import (
     torch_dtype,
 )
 from everybit.random_bits import Key
-from torch import Tensor
 
 Rounding = Literal["nearest", "stochastic"]
 Parts = tuple[Tensor, ...]

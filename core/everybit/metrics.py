@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+
 from everybit import tree
 from everybit.optimizer import Advance, Optimizer, OptimizerState
 from everybit.transform import ALONE, Context, Scope
-from torch import Tensor
 
 P = TypeVar("P")
 S = TypeVar("S")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+
 from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.dtypes import dtype_name, torch_dtype
@@ -15,7 +17,6 @@ from everybit.formats import Format, Parts
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, problems, resolve_tree
 from everybit.random_bits import Key, stream
 from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
-from torch import Tensor
 
 P = TypeVar("P")
 S = TypeVar("S")

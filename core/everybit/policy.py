@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+
 from everybit import tree
 from everybit.dtypes import (
     COMPUTE_DTYPES,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from everybit.borders import settle
 from torch import Tensor
+
+from everybit.borders import settle
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ Infinities, NaN and signed zeros pass through.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from everybit.dtypes import FloatDType, LowDType, torch_dtype
 from everybit.random_bits import uniform
-from torch import Tensor
 
 FLOAT16_MAX = 65504.0
 FLOAT16_SMALLEST_NORMAL = 2.0**-14

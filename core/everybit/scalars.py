@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 
 import torch
-from everybit.borders import settle
 from torch import Tensor
+
+from everybit.borders import settle
 
 Scalar = float | Tensor
 Schedule = Callable[[Tensor], Tensor]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from everybit.borders import cos
 from everybit.scalars import Schedule, require
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from everybit.scalars import Hyperparameter
 from torch import Tensor
+
+from everybit.scalars import Hyperparameter
 
 P = TypeVar("P")
 S = TypeVar("S")

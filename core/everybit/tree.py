@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import optree
-import torch.utils._pytree as torch_pytree
-
 import torch
-from everybit import borders
+import torch.utils._pytree as torch_pytree
 from torch import Tensor
+
+from everybit import borders
 
 P = TypeVar("P")
 T = TypeVar("T")

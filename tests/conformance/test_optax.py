@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 
 import everybit as eb
-import torch
 
 jax.config.update("jax_enable_x64", True)
 

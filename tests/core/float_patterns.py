@@ -6,13 +6,13 @@ import struct
 from collections.abc import Sequence
 from functools import cache
 
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-import torch
 from everybit import Key
 from everybit.dtypes import LowDType, torch_dtype
-from torch import Tensor
 
 # The same examples each time: a change is not refused for what it did not cause. No deadline: cores are shared.
 settings.register_profile("everybit", deadline=None, derandomize=True)

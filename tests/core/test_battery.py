@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import pytest
+import torch
+from torch import Tensor
 
 import everybit as eb
-import torch
 from everybit import testing
 from everybit.testing import CHECKS, REGISTRY
 from everybit.transform import ALONE
-from torch import Tensor
 
 P = TypeVar("P")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import everybit as eb
-import torch
 from everybit import testing
-from torch import Tensor
 
 
 def params() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from float_patterns import (
     EVERY_PATTERN,
     assert_same_bits,
@@ -22,24 +23,24 @@ from float_patterns import (
     key,
     spread,
 )
-from hypothesis import given
+from hypothesis import given, settings
+from torch import Tensor
 
 import everybit as eb
-import torch
 from everybit.dtypes import LOW_DTYPES, LowDType, torch_dtype
 from everybit.formats import Format, bytes_of
 from everybit.rounding import half_ulp
-from torch import Tensor
 
 
 def formats_for(value: LowDType) -> list[Format]:
-    """Every format there is, with a value of this dtype."""
-    residuals: list[Any] = ["bfloat16", "float16", "float32"]
+    """Every format there is, with a value of this dtype; a float32 residual is not rounded, so there is one."""
+    residuals: list[Any] = ["bfloat16", "float16"]
     roundings: list[Any] = ["nearest", "stochastic"]
     return [
         eb.Nearest(value),
         eb.Stochastic(value),
         *(eb.Kahan(residual, rounding, value) for residual in residuals for rounding in roundings),
+        eb.Kahan("float32", value=value),
         eb.Split(16, value=value),
         *(eb.Split(8, rounding, value) for rounding in roundings),
         eb.Master(value=value),
@@ -91,9 +92,10 @@ def error_bound(format: Format, x: Tensor) -> Tensor:
             # on, but no finer than the residual's subnormals.
             quantum = 2.0 ** QUANTUM[residual]
             error = twice * torch.maximum(h / 2 * 2.0 ** -SIGNIFICAND[residual], torch.full_like(h, quantum / 2))
-            # A residual that rounds to more than h is taken for a stale one and dropped; one above float16's range is cut off there.
+            # One above float16's range is cut off there; added to so great a value, it is rounded by float32, whose step is h 2**-15.
             if residual == "float16":
-                error = torch.maximum(error, h - 65504.0)
+                error = torch.where(h > 65504.0, torch.minimum(h, h - 65504.0 + h * 2.0**-16), error)
+            # One that rounds to more than h is taken for a stale one, and dropped.
             return torch.where(h < quantum, h, error)
         case eb.Split(bits=bits):
             cut = {"bfloat16": 16, "float16": 13}[value] - bits
@@ -157,13 +159,13 @@ def assert_kept(format: Format, x: Tensor) -> None:
 def samples() -> Tensor:
     """float32 at borders, of all magnitudes, around ties of both value dtypes, and of magnitudes seen in training."""
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(2**13, generator=generator)
+    weights = torch.randn(2**12, generator=generator)
     ties = [
-        (every(value)[::29].float().view(torch.int32) | offset).view(torch.float32)
+        (every(value)[::61].float().view(torch.int32) | offset).view(torch.float32)
         for value in LOW_DTYPES
         for offset in (0x1000, 0x0FFF, 0x8000, 0x7FFF, 0x8001, 0x7F80, 0x7F7F)
     ]
-    return torch.cat([borders(), spread(2**15), *ties, weights, 0.02 * weights])
+    return torch.cat([borders(), spread(2**14), *ties, weights, 0.02 * weights])
 
 
 @each_format
@@ -172,6 +174,7 @@ def test_error_is_within_the_derived_bound(format: Format) -> None:
 
 
 @each_format
+@settings(max_examples=50)
 @given(x=float32s)
 def test_error_is_within_the_derived_bound_for_any_number(format: Format, x: Tensor) -> None:
     assert_kept(format, x)
@@ -180,7 +183,7 @@ def test_error_is_within_the_derived_bound_for_any_number(format: Format, x: Ten
 def test_the_documented_relative_errors_hold_and_are_reached() -> None:
     """The table in the module's docstring: for a bfloat16 value and normal results, twice as much for a stochastic second part."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2**18, generator=generator) * torch.logspace(-2, 2, 2**18)
+    x = torch.randn(2**17, generator=generator) * torch.logspace(-2, 2, 2**17)
     documented: dict[Format, float] = {
         eb.Nearest("bfloat16"): 2.0**-8,
         eb.Stochastic("bfloat16"): 2.0**-7,
@@ -264,7 +267,7 @@ def test_split_16_keeps_every_float32_in_a_bfloat16_and_an_int16(rows: int) -> N
 
 
 def test_split_16_keeps_float32_in_a_float16_and_an_int16_from_2_to_the_minus_17_to_65520() -> None:
-    bits = torch.arange(0x37000000, 0x477FF000, 131, dtype=torch.int64)  # 2**-17 to just below 65520: two million
+    bits = torch.arange(0x37000000, 0x477FF000, 523, dtype=torch.int64)  # 2**-17 to just below 65520: half a million
     x = from_bits(bits)
     assert float(x[0]) == 2.0**-17
     assert 65519.0 < float(x[-1]) < 65520.0
@@ -455,8 +458,7 @@ def test_vmap_over_a_population_stores_each_member_alike(format: Format) -> None
 def test_compiled_code_stores_the_same_bits(value: LowDType) -> None:
     """What is stored, and read back in the same function, where a compiler would fold what it can; in vectors and in their tail."""
     torch._dynamo.reset()
-    # A float32 residual is not rounded, so its rounding does not matter.
-    formats = [format for format in formats_for(value) if format != eb.Kahan("float32", "stochastic", value)]
+    formats = formats_for(value)
 
     def store(x: Tensor, step: Tensor) -> list[Tensor]:
         found: list[Tensor] = []

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 import everybit as eb
-import torch
 from everybit import testing
 
 AT_LEAST_ZERO: dict[str, Any] = {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-import everybit as eb
 import torch
 from torch import Tensor
+
+import everybit as eb
 
 BF16 = torch.bfloat16
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-import everybit as eb
 import torch
 from torch import Tensor
+
+import everybit as eb
 
 # Untyped, to make the mistakes that the type checker refuses.
 loose: Any = eb

@@ -8,9 +8,9 @@ import re
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
+import torch
 
 import everybit as eb
-import torch
 from everybit.dtypes import LOW_DTYPES, FloatDType, torch_dtype
 from everybit.policy import resolve
 

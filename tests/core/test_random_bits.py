@@ -7,14 +7,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 from float_patterns import assert_same_bits, key
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-import torch
 from everybit import Key
 from everybit.random_bits import stream, uniform
-from torch import Tensor
 
 COUNT = 2**15
 LIKE = torch.empty(COUNT)

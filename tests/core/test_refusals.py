@@ -6,9 +6,9 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
 import everybit as eb
-import torch
 
 BF16 = torch.bfloat16
 

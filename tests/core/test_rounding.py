@@ -7,6 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
+import torch
 from float_patterns import (
     EVERY_PATTERN,
     assert_same_bits,
@@ -22,11 +23,10 @@ from float_patterns import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-import torch
 from everybit.dtypes import LOW_DTYPES, LowDType, torch_dtype
 from everybit.rounding import DROPPED_BITS, floor_stochastic, half_ulp, narrow, nearest, stochastic, widen
-from torch import Tensor
 
 # Consecutive values of a format are 2**16 (bfloat16) or, among float16's normals, 2**13 float32 patterns apart. On a value, just above
 # it, just below the tie, on the tie, just above the tie, just below the next value:

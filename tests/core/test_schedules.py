@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import everybit as eb
-import torch
 
 
 def values(schedule: eb.Schedule, steps: int) -> list[float]:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import everybit as eb
-import torch
 from everybit import testing
-from torch import Tensor
 
 STEPS = 200
 SHAPES = ((7, 5), (), (0,), (3, 2, 2), (11,))

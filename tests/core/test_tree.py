@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.utils._pytree as torch_pytree
 
 import everybit as eb
-import torch
 from everybit import testing, tree
 
 

@@ -7,11 +7,11 @@ import math
 import warnings
 
 import pytest
-from small_models import Awkward, train
-
 import torch
-from everybit_torch import AnyPrecisionAdamW
+from small_models import Awkward, train
 from torch import Tensor
+
+from everybit_torch import AnyPrecisionAdamW
 
 
 def torchdistx_step(

@@ -8,10 +8,10 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from small_models import Awkward, same_bits, train, values
 
 import everybit as eb
-import torch
 from everybit_torch import SGD, AdamW
 
 NAMES = ["PURE_BF16", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16"]

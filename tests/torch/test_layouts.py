@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from small_models import Awkward, give_gradients, same_bits, train, values
 
 import everybit as eb
-import torch
 from everybit_torch import AdamW, Lion, TorchOptimizer
 from everybit_torch.optimizer import Layout
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import everybit as eb
 import torch
+
+import everybit as eb
 from everybit_torch import AdamW, AnyPrecisionAdamW
 
 model = torch.nn.Linear(2, 2)

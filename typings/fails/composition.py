@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import everybit as eb
 import torch
+
+import everybit as eb
 
 opt = eb.with_policy(eb.adamw(1e-3), eb.policies.FP32)
 params = {"w": torch.ones(2)}

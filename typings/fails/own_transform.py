@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-import everybit as eb
 from torch import Tensor
+
+import everybit as eb
 
 P = TypeVar("P")
 

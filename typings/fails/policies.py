@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import everybit as eb
 import torch
+
+import everybit as eb
 
 eb.Policy(momentum=eb.Nearest("int8"))  # E: arg-type "Literal['int8']"
 eb.Policy(params="kahan")  # E: arg-type "Nearest | Stochastic | Kahan | Split | Master"

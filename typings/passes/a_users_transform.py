@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, assert_type
 
-import everybit as eb
 import torch
+
+import everybit as eb
 
 P = TypeVar("P")
 

@@ -1,8 +1,9 @@
 """Hyperparameters are numbers, 0-d tensors, or schedules; a schedule is any function from a tensor to a tensor."""
 
-import everybit as eb
 import torch
 from torch import Tensor
+
+import everybit as eb
 
 
 def inverse_root(step: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import everybit as eb
 import torch
+
+import everybit as eb
 from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer
 
 model = torch.nn.Linear(2, 2)

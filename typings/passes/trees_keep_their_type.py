@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_type
 
-import everybit as eb
 import torch
 from torch import Tensor
+
+import everybit as eb
 
 
 class Pair(NamedTuple):

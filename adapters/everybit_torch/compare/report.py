@@ -9,10 +9,12 @@ from rich.table import Table
 
 from everybit_torch.compare.results import Summary
 
+LONGEST_HEADING = 12
+
 
 def table(rows: Sequence[Summary], *, reference: str, seeds: int) -> Table:
     """``rows`` for a terminal of 80 columns or more."""
-    over = f"mean ± standard deviation over {seeds} seeds. " if seeds > 1 else ""
+    over = f", mean ± standard deviation over {seeds} seeds" if seeds > 1 else ""
     shown = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -20,7 +22,7 @@ def table(rows: Sequence[Summary], *, reference: str, seeds: int) -> Table:
         padding=(0, 0, 0, 1),  # with all columns at their widest, 80 characters
         caption_justify="left",
         caption=(
-            f"Losses in nats per byte of held-out text; {over}Lost: share of the updates that had"
+            f"Losses in nats per byte of held-out text{over}. Lost: share of the updates that had"
             " no effect; EDQ: share of the intended update that reached the weights, compensation counted in; both mean"
             " over the second half of training. Bytes per parameter: weights,"
             " gradients and optimizer state. Step: median of optimizer.step()."
@@ -29,7 +31,7 @@ def table(rows: Sequence[Summary], *, reference: str, seeds: int) -> Table:
     shown.add_column("policy", overflow="fold", vertical="bottom")  # a long name is broken rather than a number
     for heading in (
         "loss",
-        f"vs {reference}",
+        f"vs {reference}" if len(reference) <= LONGEST_HEADING else "vs first",
         "lost\n%",
         "EDQ",
         "bytes\nmeasured",

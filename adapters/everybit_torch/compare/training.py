@@ -121,7 +121,7 @@ class Trainee:
 def new_model(size: ModelSize, seed: int) -> Transformer:
     """A float32 model whose weights depend on ``seed`` only; torch's global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
         return Transformer(size)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.scalars import Hyperparameter
 from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
 from everybit.tree import Slot
-from torch import Tensor
 
 P = TypeVar("P")
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
 from everybit import tree
 from everybit.scalars import Hyperparameter
 from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments, strictest
-from torch import Tensor
 
 P = TypeVar("P")
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
 from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.scalars import Hyperparameter
 from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
-from torch import Tensor
 
 P = TypeVar("P")
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from everybit import tree
 from everybit.combinators.chain import merged_second_moments
 from everybit.scalars import Hyperparameter
 from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments, strictest
-from torch import Tensor
 
 P = TypeVar("P")
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch
 from everybit import policies, tree
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.policy import AnyPolicy, Policy
@@ -18,7 +19,6 @@ from everybit.scalars import Hyperparameter
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.examples import assert_close, assert_same_bits, example_grads, example_params, few_params
 from everybit.transform import Context, Transform
-from torch import Tensor
 
 Build = Callable[[Hyperparameter], Transform[Any]]
 """From a learning rate to a transform."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from everybit import tree
 from torch import Tensor
+
+from everybit import tree
 
 P = TypeVar("P")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from torch import Tensor
+
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.chain import chain, named_chain
@@ -25,7 +27,6 @@ from everybit.transforms.stateless import (
 )
 from everybit.transforms.trace import trace
 from everybit.transforms.weight_decay import add_decayed_weights
-from torch import Tensor
 
 
 def _is_matrix(path: str, leaf: Tensor) -> bool:

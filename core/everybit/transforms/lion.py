@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+
 from everybit import tree
 from everybit.scalars import Hyperparameter, at, require
 from everybit.transform import ALONE, Context, Scope

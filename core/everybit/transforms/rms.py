@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from torch import Tensor
+
 from everybit import tree
 from everybit.borders import sqrt
 from everybit.scalars import Hyperparameter, at, require
 from everybit.transform import ALONE, Context, Scope
 from everybit.tree import Slot
-from torch import Tensor
 
 P = TypeVar("P")
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
+from torch import Tensor
+
 from everybit import tree
 from everybit.borders import settle, sqrt
 from everybit.scalars import Hyperparameter, Scalar, at, require
 from everybit.transform import ALONE, Context, Scope
-from torch import Tensor
 
 P = TypeVar("P")
 

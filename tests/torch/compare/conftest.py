@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 import torch
+
 from everybit_torch.compare.corpus import Corpus, is_held_out, load_corpus
 from everybit_torch.compare.results import Point, Probe, Record
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 import torch
+
 from everybit_torch.compare.corpus import Batches, Corpus, even_windows, is_held_out, load_corpus, source_files
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-
 import torch
+
 from everybit_torch.compare.model import SIZES, ModelSize, Transformer, loss_of, rotary, rotate
 from everybit_torch.compare.training import new_model
 

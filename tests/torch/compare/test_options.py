@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import everybit as eb
-import torch
 from everybit_torch.cli import OptionError
 from everybit_torch.compare.corpus import Corpus
 from everybit_torch.compare.options import CompareOptions, check, check_context, check_out

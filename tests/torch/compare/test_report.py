@@ -31,7 +31,7 @@ def test_the_widest_rows_fit_a_terminal(make_record: MakeRecord) -> None:
     ]
     text = rendered(summarize(records, "FP32"), seeds=2)
     row = next(line for line in text.splitlines() if "ANYPRECISION" in line)
-    assert row.split() == "ANYPRECISION 2.5781 +0.0781 ±0.0045 25.0 0.750 10.00 10.00 100.0".split()
+    assert " ".join(row.split()) == "ANYPRECISION 2.5781 +0.0781 ±0.0045 25.0 0.750 10.00 10.00 100.0"
     assert "…" not in text
     assert "2 seeds" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80

@@ -6,16 +6,16 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import nn
 
 import everybit as eb
-import torch
 from everybit_torch.compare.corpus import Batches, Corpus
 from everybit_torch.compare.experiment import run, validation_steps
 from everybit_torch.compare.model import SIZES, loss_of
 from everybit_torch.compare.options import DEFAULT_POLICIES, CompareOptions, check
 from everybit_torch.compare.results import Record
 from everybit_torch.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model
-from torch import nn
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -17,15 +17,6 @@ import everybit as eb
 
 FIVE_SIGMA = 5.0
 Tree = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of steps on small tensors: threads that wait for each other's core cost more than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def side_by_side(formats: Mapping[str, eb.ParamFormat]) -> eb.ByLabel:

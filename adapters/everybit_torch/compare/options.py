@@ -47,7 +47,8 @@ class CompareOptions:
     out: Path = Path("runs/compare")
     """Folder for the results; made if need be."""
 
-    lr: float = 3e-4
+    # Usual for models this small. At the lower rates of large models and long runs, rounding loses more of the updates.
+    lr: float = 1e-3
     """Highest learning rate, reached after a tenth of the steps; then a cosine down to a tenth of it."""
 
     betas: tuple[float, float] = (0.9, 0.95)

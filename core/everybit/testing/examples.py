@@ -57,7 +57,8 @@ def example_grads(params: P, step: int, *, dtype: torch.dtype | None = None, see
 
     def one(leaf: Tensor) -> Tensor:
         magnitude = 2.0 ** torch.randint(-6, 4, leaf.shape, generator=generator)
-        return (torch.randn(leaf.shape, generator=generator) * magnitude).to(leaf.dtype if dtype is None else dtype)
+        values = torch.randn(leaf.shape, generator=generator) * magnitude
+        return values.to(leaf.device, leaf.dtype if dtype is None else dtype)
 
     return tree.map(one, params)
 

@@ -30,7 +30,7 @@ def test_a_run_prints_its_table_and_keeps_every_number(tmp_path: Path, capsys: p
     data: dict[str, Any] = json.loads((out / "compare.json").read_text())
     assert data["command"].startswith("everybit compare --model tiny --steps 12")
     assert data["seeds"] == [0, 1]
-    assert data["options"]["lr"] == 3e-4
+    assert data["options"]["lr"] == 1e-3
     assert data["policies"]["LEAN_BF16"]["params"] == {"format": "Split", "bits": 16, "rounding": "nearest"}
     assert {"python", "torch", "everybit"} <= set(data["versions"])
     assert data["machine"]["threads"] == 1

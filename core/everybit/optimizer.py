@@ -10,9 +10,9 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
+from everybit import rounding, tree
 from everybit.combinators.chain import zero_step
-from everybit.dtypes import dtype_name, torch_dtype
+from everybit.dtypes import FLOAT_DTYPES, torch_dtype
 from everybit.formats import Format, Parts
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, problems, resolve_tree
 from everybit.random_bits import Key, stream
@@ -331,19 +331,29 @@ def _widened(grads: P, params: P, formats: list[Resolved], *, name: str = "grads
     wide = []
     # By the parameters' order: the keys of a dict may come in another.
     for index, (grad, one) in enumerate(zip(tree.slots_of(params, grads), formats, strict=True)):
-        if grad.layout is not torch.strided or not grad.dtype.is_floating_point:
+        compute = one.policy.compute
+        accepted = FLOAT_DTYPES if compute == "float64" else FLOAT_DTYPES[1:]
+        if grad.layout is not torch.strided or not any(grad.dtype is torch_dtype(dtype) for dtype in accepted):
             path = f"{name}{tree.paths(params)[index]}"
             kind = f"a {grad.layout} tensor" if grad.layout is not torch.strided else str(grad.dtype)
-            raise TypeError(f"{path}: got {kind}; accepted are dense real floating-point tensors.")
-        compute = one.policy.compute
-        if grad.dtype is torch.float64 and compute != "float64":
-            path = f"{name}{tree.paths(params)[index]}"
             raise TypeError(
-                f"{path}: got torch.float64 with Policy.compute='float32'; accepted is at most the compute dtype."
+                f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors: {', '.join(accepted)}."
             )
-        dtype_name(grad.dtype, field=f"{name} leaf {index}")
-        wide.append(grad.to(torch_dtype(compute)))
+        wide.append(_as_stored(grad).to(torch_dtype(compute)))
     return tree.replace(params, wide)
+
+
+def _as_stored(grad: Tensor) -> Tensor:
+    """``grad`` in at least float32, with the rounding that its dtype stands for.
+
+    A user's compiled function may round a gradient to 16 bits and step in one graph; the compiler would then fold the two casts and hand
+    on the number as it was before the rounding. In eager code a cast is a cast, and can be differentiated.
+    """
+    if torch.compiler.is_compiling() and grad.dtype is torch.bfloat16:
+        return rounding.widen(grad)
+    if torch.compiler.is_compiling() and grad.dtype is torch.float16:
+        return rounding.nearest(grad.float(), "float16")
+    return grad if grad.dtype.itemsize >= 4 else grad.float()
 
 
 def _require_parts(parts: Parts, format: Format, leaf: Tensor | None, where: Callable[[], str]) -> None:

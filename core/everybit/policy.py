@@ -226,12 +226,14 @@ def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
     known: dict[tuple[str | None, torch.dtype], Resolved] = {}
     resolved = []
     for index, (leaf, label) in enumerate(zip(leaves, labels, strict=True)):
-        one = known.get((label, leaf.dtype)) if isinstance(leaf, torch.Tensor) else None
+        dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        one = known.get((label, leaf.dtype)) if dense else None
         if one is None:
             path = f"params{tree.paths(params)[index]}"
-            if not isinstance(leaf, torch.Tensor):
+            if not dense:
+                kind = f"a {leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
                 raise TypeError(
-                    f"{path}: got {leaf!r}; accepted are floating-point tensors (None where there is none)."
+                    f"{path}: got {kind}; accepted are dense floating-point tensors (None where there is none)."
                 )
             try:
                 one = resolve(_policy_for(policy, label), dtype_name(leaf.dtype, field="parameter"))

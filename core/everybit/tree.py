@@ -252,6 +252,8 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
             f" (got {len(own_paths)}); give zeros where there is none."
         )
     for index, (leaf, other) in enumerate(zip(leaves(tree), slots_of(tree, reference), strict=True)):
+        if not isinstance(leaf, Tensor):
+            raise ValueError(f"{name}{paths(tree)[index]}: got {leaf!r}; accepted are tensors.")
         if leaf.shape != other.shape:
             path = paths(tree)[index]
             raise ValueError(

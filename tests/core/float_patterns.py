@@ -7,18 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from everybit import Key
 from everybit.dtypes import LowDType, torch_dtype
-
-# The same examples each time: a change is not refused for what it did not cause. No deadline: cores are shared.
-settings.register_profile("everybit", deadline=None, derandomize=True)
-settings.load_profile("everybit")
-# Small tensors, many calls: threads that wait for a core that another worker has cost more than they do.
-torch.set_num_threads(1)
 
 EVERY_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 

@@ -174,7 +174,10 @@ def test_a_policy_for_another_model_is_refused(policy: eb.Policy, dtype: torch.d
         eb.with_policy(eb.sgd(0.1), policy).init({"w": torch.ones(2, dtype=dtype)})
 
 
-@pytest.mark.parametrize("leaf", [torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.complex64), 3.0, "w"])
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.complex64), torch.ones(2).to_sparse(), 3.0, "w"],
+)
 def test_parameters_that_are_no_floating_point_tensors_are_refused(leaf: Any) -> None:
     with pytest.raises(TypeError, match=r"params\['w'\]: "):
         eb.with_policy(eb.sgd(0.1), eb.Policy()).init({"w": leaf})
@@ -211,6 +214,7 @@ def test_the_state_of_another_policy_is_refused_by_path_and_nothing_changes(made
 
 
 BAD_GRADIENTS: list[tuple[Any, type[Exception], str]] = [
+    ({"w": 1.0, "b": [torch.ones(2)]}, ValueError, r"grads\['w'\]: got 1.0; accepted are tensors"),
     ({"w": torch.ones(3)}, ValueError, r"grads: structure differs from params: no tensor at grads\['b'\]\[0\]"),
     ({"w": torch.ones(3), "b": [None]}, ValueError, r"no tensor at grads\['b'\]\[0\]"),
     ({"w": torch.ones(3), "b": [torch.ones(2)], "c": torch.ones(1)}, ValueError, r"unexpected grads\['c'\]"),
@@ -294,3 +298,17 @@ def test_full_precision_weights_go_out_and_come_in(name: str) -> None:
 def _first(stored: Any) -> Tensor:
     found: Tensor = stored[0] if isinstance(stored, tuple) else stored
     return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gradient_rounded_in_the_same_compiled_function_is_rounded(dtype: torch.dtype) -> None:
+    opt = eb.with_policy(eb.sgd(0.1), eb.policies.EXACT_BF16)
+    params = torch.zeros(1000, dtype=dtype)
+    grad = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    state = opt.init(params)
+
+    def step(grad: Tensor) -> tuple[Tensor, Any]:
+        return opt.step(params, grad.to(dtype), state)
+
+    eager, compiled = step(grad), torch.compile(step, fullgraph=True)(grad)
+    assert all(torch.equal(a, b) for a, b in zip(eb.tree.leaves(eager), eb.tree.leaves(compiled), strict=True))

@@ -19,7 +19,15 @@ P = TypeVar("P")
 @tree.state
 @dataclass(frozen=True, slots=True)
 class RmsState(Generic[P]):
-    """The running square of the gradient, and its running mean if it is subtracted (else ``()``)."""
+    """The running square of the gradient."""
+
+    variance: Slot[P]
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class CenteredRmsState(Generic[P]):
+    """The running square of the gradient, and its running mean."""
 
     variance: Slot[P]
     mean: Slot[P]
@@ -61,12 +69,15 @@ class ScaleByRms:
         """``variance`` decays with ``decay``."""
         return {"variance": self.decay}
 
-    def init(self, params: P) -> RmsState[Any]:
+    def init(self, params: P) -> RmsState[P] | CenteredRmsState[P]:
         """Zero moments."""
-        mean: Any = tree.zeros_like(params) if self.centered else tree.map(lambda _: None, params)
-        return RmsState(tree.zeros_like(params), mean)
+        if self.centered:
+            return CenteredRmsState(tree.zeros_like(params), tree.zeros_like(params))
+        return RmsState(tree.zeros_like(params))
 
-    def update(self, updates: P, state: RmsState[Any], params: P, ctx: Context = ALONE) -> tuple[P, RmsState[Any]]:
+    def update(
+        self, updates: P, state: RmsState[Any] | CenteredRmsState[Any], params: P, ctx: Context = ALONE
+    ) -> tuple[P, RmsState[P] | CenteredRmsState[P]]:
         """Update the moments, and divide by them."""
         decay, eps = at(self.decay, ctx.step, name="decay"), at(self.eps, ctx.step, name="eps")
         variance = tree.elementwise(lambda g, v: decay * v + (1 - decay) * (g * g), updates, state.variance)
@@ -74,12 +85,12 @@ class ScaleByRms:
         def over_root(g: Tensor, square: Tensor) -> Tensor:
             return g / sqrt(square + eps) if self.eps_inside_root else g / (sqrt(square) + eps)
 
-        if not self.centered:
-            return tree.elementwise(over_root, updates, variance), RmsState(variance, state.mean)
+        if not isinstance(state, CenteredRmsState):
+            return tree.elementwise(over_root, updates, variance), RmsState(variance)
         mean = tree.elementwise(lambda g, a: decay * a + (1 - decay) * g, updates, state.mean)
         # The difference of two nearly equal numbers, each rounded: it may fall below zero, where there is no root.
         centred = tree.elementwise(lambda v, a: (v - a * a).clamp(min=0.0), variance, mean)
-        return tree.elementwise(over_root, updates, centred), RmsState(variance, mean)
+        return tree.elementwise(over_root, updates, centred), CenteredRmsState(variance, mean)
 
 
 scale_by_rms = ScaleByRms

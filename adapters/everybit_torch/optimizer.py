@@ -465,6 +465,11 @@ class TorchOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: The checkpoint's groups, parameters, names, shapes or dtypes are not this optimizer's; nothing is changed.
         """
+        absent = [key for key in ("state", "param_groups") if key not in state_dict]
+        if absent:
+            raise ValueError(
+                f"state_dict: has no {' and no '.join(map(repr, absent))}; accepted is what state_dict() returns."
+            )
         saved, saved_groups = state_dict["state"], state_dict["param_groups"]
         counts = [len(group["params"]) for group in self.param_groups]
         if counts != [len(group["params"]) for group in saved_groups]:

@@ -165,7 +165,7 @@ def resolve(policy: Policy, model: FloatDType) -> Resolved:
         params = policy.params.resolved(model)
     except ValueError as error:
         raise ValueError(
-            f"Policy.params: {error} (Give those parameters a policy of their own with by_label.)"
+            f"Policy.params: {error} (Give those parameters a policy of their own: by_label, or a param group's.)"
         ) from None
     if params.dtypes()[0] != (torch_name := getattr(torch, model)):
         raise ValueError(

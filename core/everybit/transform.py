@@ -135,6 +135,10 @@ def require_transform(value: object, *, who: str) -> None:
     Raises:
         TypeError: The message names ``who``, what it got and what it accepts.
     """
+    if isinstance(value, type):
+        raise TypeError(
+            f"{who}: got the class {value.__name__}; accepted are transforms: call it, {value.__name__}(...)."
+        )
     missing = [name for name in ("scope", "init", "update") if not hasattr(value, name)]
     if missing:
         hint = (

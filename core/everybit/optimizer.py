@@ -337,7 +337,8 @@ def _widened(grads: P, params: P, formats: list[Resolved], *, name: str = "grads
             path = f"{name}{tree.paths(params)[index]}"
             kind = f"a {grad.layout} tensor" if grad.layout is not torch.strided else str(grad.dtype)
             raise TypeError(
-                f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors: {', '.join(accepted)}."
+                f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors:"
+                f" {', '.join(accepted)}."
             )
         wide.append(_as_stored(grad).to(torch_dtype(compute)))
     return tree.replace(params, wide)

@@ -112,6 +112,10 @@ def test_a_float16_second_moment_is_refused(format: Any) -> None:
         (lambda: loose.by_label(lambda path, p: "x", {"x": "FP32"}), r"by_label: policies: got"),
         (lambda: loose.with_policy(eb.adamw(1e-3), "FP32"), r"policy: got 'FP32'; accepted are a Policy"),
         (
+            lambda: loose.chain(eb.scale_by_adam),
+            r"chain, argument 0: got the class ScaleByAdam; accepted are transforms: call",
+        ),
+        (
             lambda: loose.with_policy("adam", eb.policies.FP32),
             r"with_policy: got 'adam', which has no scope, init, update",
         ),

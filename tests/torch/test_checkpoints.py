@@ -94,6 +94,8 @@ def test_a_checkpoint_of_another_policy_is_refused_and_changes_nothing(policy: e
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     optimizer = AdamW(Awkward().parameters())
+    with pytest.raises(ValueError, match=r"state_dict: has no 'param_groups'; accepted is what state_dict\(\) returns"):
+        optimizer.load_state_dict({"state": {}})
     with pytest.raises(ValueError, match=r"got param groups of \[2\] parameters; accepted are \[5\]"):
         optimizer.load_state_dict(AdamW(torch.nn.Linear(2, 2).parameters()).state_dict())
 

@@ -50,12 +50,17 @@ def state(cls: C) -> C:
     counter, say) or nested state.
 
     Raises:
-        TypeError: ``cls`` is not a dataclass.
+        TypeError: ``cls`` is not a dataclass, or its annotations cannot be resolved.
     """
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"@state needs a dataclass, got {cls!r}: put @dataclass(frozen=True, slots=True) under it.")
     names = tuple(field.name for field in dataclasses.fields(cls))
-    hints = get_type_hints(cls, include_extras=True)
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise TypeError(
+            f"@state on {cls.__qualname__}: {error}; names in its annotations must be defined in its module, not inside a function."
+        ) from None
     _SLOTS[cls] = {name: _SlotMark in get_args(hints[name]) for name in names}
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:

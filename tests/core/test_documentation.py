@@ -1,0 +1,50 @@
+"""Examples in docstrings and in the guide run, and say what they print."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everybit
+import everybit_torch
+
+MODULES = sorted(
+    module.name
+    for package in (everybit, everybit_torch)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    if not module.name.endswith("__main__")
+)
+WITH_EXAMPLES = {"everybit.optimizer", "everybit.metrics", "everybit.combinators.chain", "everybit_torch.drop_ins"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_do_what_they_say(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+    assert result.attempted > 0 or name not in WITH_EXAMPLES
+
+
+def test_the_transform_of_the_guide_keeps_every_promise_that_needs_no_compiler() -> None:
+    guide = (Path(__file__).parents[2] / "docs/transforms.md").read_text(encoding="utf-8")
+    program = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(compile(program, "docs/transforms.md", "exec", dont_inherit=True), names)
+    build = lambda rate: everybit.chain(names["ScaleBySignum"](0.95), everybit.scale_by_learning_rate(rate))  # noqa: E731
+    from everybit import testing
+
+    checks = [
+        testing.check_pure,
+        testing.check_state_is_a_fixed_point,
+        testing.check_vmap,
+        testing.check_scope,
+        testing.check_meta_init,
+    ]
+    for check in checks:
+        check(build)
+    assert names["opt"].scope == "element"

@@ -115,11 +115,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         policies = {dtype: self._policy_for(policy, dtype, number) for dtype in dict.fromkeys(t.dtype for t in tensors)}
         group = _Group(number, policies, {})
         group.optimizers = self._build(group, self.factory_arguments(hyperparameters))
-        for dtype, one in policies.items():
-            resolve_tree(one, [tensor.detach() for tensor in tensors if tensor.dtype is dtype])
+        self._require_one_tree([*self._groups, group])
+        main_dtypes = _main_gradients(number, tensors, policies)
         super().add_param_group(param_group)
         self._groups.append(group)
-        self._require_one_tree()
+        # Now, not at the first step: the first backward pass comes before it.
+        for tensor, dtype in main_dtypes:
+            tensor.grad_dtype = dtype
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The factory's keyword arguments for a param group: torch's names become the core's."""
@@ -153,14 +155,14 @@ class TorchOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}, param group {group.number}: {error}") from None
 
-    def _require_one_tree(self) -> None:
-        scopes = {optimizer.scope for group in self._groups for optimizer in group.optimizers.values()}
+    def _require_one_tree(self, groups: list[_Group]) -> None:
+        scopes = {optimizer.scope for group in groups for optimizer in group.optimizers.values()}
         if self._layout == "flat" and scopes - {"element"}:
             raise ValueError(
                 f"layout: got 'flat' for a transform of scope {', '.join(sorted(scopes - {'element'}))!s}, which must see whole tensors;"
                 " accepted are 'auto' and 'tree'."
             )
-        dtypes = {(index, dtype) for index, group in enumerate(self._groups) for dtype in group.optimizers}
+        dtypes = {(index, dtype) for index, group in enumerate(groups) for dtype in group.optimizers}
         if "tree" in scopes and len(dtypes) > 1:
             raise ValueError(
                 f"{type(self).__name__}: a transform that reduces over all gradients, such as clip_by_global_norm, sees one param group"
@@ -201,26 +203,17 @@ class TorchOptimizer(torch.optim.Optimizer):
         for run in runs:
             first = self._counted.get(dtype, 0)
             self._counted[dtype] = first + sum(p.numel() for p in run)
-            if flat and can_be_flat(run[0]):
+            share = flat and can_be_flat(run[0])
+            if share:
                 tensors, stop = [flatten(run)], 0
                 members = [Member(p, 0, stop, stop := stop + p.numel()) for p in run]
             else:
                 element = optimizer.scope == "element"
                 tensors = [p.detach().view(-1) if element and p.is_contiguous() else p.detach() for p in run]
                 members = [Member(p, i, 0, p.numel()) for i, p in enumerate(run)]
-            unit = Unit(
-                number,
-                tensors,
-                members,
-                init_state(optimizer, tensors, first),
-                first,
-                flat=flat and can_be_flat(run[0]),
-            )
+            unit = Unit(number, tensors, members, init_state(optimizer, tensors, first), first, flat=share)
             self._units.append(unit)
             self._publish(unit)
-            for p, one in zip(run, resolve_tree(optimizer.policy, [p.detach() for p in run]), strict=True):
-                if torch_dtype(one.grads_main) is not p.dtype:
-                    p.grad_dtype = torch_dtype(one.grads_main)
 
     def _publish(self, unit: Unit) -> None:
         """Show each parameter's share of the unit's state in ``self.state``, as views."""
@@ -617,6 +610,30 @@ def _with_holes(state: OptimizerState[Any], present: list[bool]) -> OptimizerSta
         return [value if here else None for value, here in zip(slot, present, strict=True)]
 
     return OptimizerState(state.step, hide(state.extra), eb.tree.map_slots(lambda name, slot: hide(slot), state.inner))
+
+
+def _main_gradients(
+    number: int, tensors: list[Tensor], policies: Mapping[torch.dtype, AnyPolicy]
+) -> list[tuple[Tensor, torch.dtype]]:
+    """The parameters whose gradients a policy keeps in another dtype than the model's, with that dtype.
+
+    Raises:
+        ValueError: A policy that does not fit a parameter, or a gradient that is there already, in the model's dtype.
+    """
+    found = []
+    for dtype, policy in policies.items():
+        same = [tensor for tensor in tensors if tensor.dtype is dtype]
+        for tensor, one in zip(same, resolve_tree(policy, [tensor.detach() for tensor in same]), strict=True):
+            main = torch_dtype(one.grads_main)
+            if main is dtype:
+                continue
+            if tensor.grad is not None and tensor.grad.dtype is not main:
+                raise ValueError(
+                    f"param group {number}: Grads.main: got {main}, but a parameter of shape {tuple(tensor.shape)} holds a"
+                    f" {tensor.grad.dtype} gradient already; clear it (zero_grad) before making the optimizer."
+                )
+            found.append((tensor, main))
+    return found
 
 
 def _is_number(value: object) -> bool:

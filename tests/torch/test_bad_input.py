@@ -104,6 +104,11 @@ def test_a_global_norm_over_several_groups_is_refused() -> None:
     model = Awkward()
     with pytest.raises(ValueError, match=r"its norm would not be the global one"):
         TorchOptimizer([{"params": [model.matrix]}, {"params": [model.vector]}], clipped, lr=0.1)
+    optimizer = TorchOptimizer([model.matrix], clipped, lr=0.1)
+    with pytest.raises(ValueError, match=r"its norm would not be the global one"):
+        optimizer.add_param_group({"params": [model.vector]})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, 1)
 
 
 def test_rmsprop_alpha_goes_by_torchs_name() -> None:

@@ -145,7 +145,6 @@ def test_main_gradients_may_be_wider_than_the_model() -> None:
     policy = eb.Policy(params=eb.Split(16), grads=eb.Grads(main="float32"))
     model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
     optimizer = AdamW(model.parameters(), policy=policy)
-    optimizer.bytes_table()  # places the parameters
     for _ in range(2):
         model(torch.ones(3, 4, dtype=torch.bfloat16)).float().sum().backward()
     assert model.weight.grad is not None
@@ -169,3 +168,13 @@ def test_stepping_in_pieces_is_stepping_at_once(name: str, monkeypatch: pytest.M
         state = [x.clone() for entries in optimizer.state.values() for x in entries.values()]
         results.append([*values(model), *state, torch.tensor(metrics)])
     assert same_bits(*results)
+
+
+def test_a_gradient_that_is_there_already_in_the_models_dtype_is_refused_by_name() -> None:
+    model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+    model(torch.ones(3, 4, dtype=torch.bfloat16)).float().sum().backward()
+    policy = eb.Policy(params=eb.Split(16), grads=eb.Grads(main="float32"))
+    with pytest.raises(
+        ValueError, match=r"Grads.main: got torch.float32, but .* holds a torch.bfloat16 gradient already; clear it"
+    ):
+        AdamW(model.parameters(), policy=policy)

@@ -444,6 +444,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             self.state.clear()
             for unit in self._units:
                 self._publish(unit)
+            # torch copies a parameter without its grad_dtype.
+            for group, values in zip(self._groups, self.param_groups, strict=True):
+                for tensor, dtype in _main_gradients(group.number, values["params"], group.policies):
+                    tensor.grad_dtype = dtype
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
 

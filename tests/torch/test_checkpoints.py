@@ -131,3 +131,13 @@ def test_a_copy_goes_its_own_way_with_the_same_bits(how: str, compile: bool) -> 
     assert same_bits(before, values(other))
     assert same_bits(expected, train(other, twin, 3, start=3))
     assert same_bits(list(optimizer.state[model.vector].values()), list(twin.state[other.vector].values()))
+
+
+def test_a_copys_gradients_are_as_wide_as_the_originals() -> None:
+    policy = eb.Policy(params=eb.Split(16), grads=eb.Grads(main="float32"))
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    other, twin = copy.deepcopy((model, AdamW(model.parameters(), policy=policy)))
+    other(torch.ones(2, 3, dtype=torch.bfloat16)).float().sum().backward()
+    twin.step()
+    assert other.weight.grad is not None
+    assert other.weight.grad.dtype is torch.float32

@@ -102,7 +102,7 @@ class Nearest:
         """Round once."""
         dtype = _chosen(self.dtype, self)
         if dtype in ("bfloat16", "float16"):
-            return (rounding.narrow(rounding.nearest(x.float(), dtype), dtype),)
+            return (rounding.to_nearest(x.float(), dtype),)
         return (x.to(torch_dtype(dtype)),)
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
@@ -139,7 +139,7 @@ class Stochastic:
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round once, at random."""
         dtype = _low(_chosen(self.dtype, self), "Stochastic")
-        return (rounding.narrow(rounding.stochastic(x, dtype, key.bits(x)), dtype),)
+        return (rounding.to_stochastic(x, dtype, key.bits(x)),)
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """Exactly."""
@@ -184,16 +184,17 @@ class Kahan:
         """Split into what the value holds and what is left."""
         dtype = _low(_chosen(self.value, self), "Kahan")
         value = rounding.nearest(x, dtype)
-        # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz).
-        residual = torch.where(torch.isfinite(value), x - value, 0.0)
-        if self.residual != "float32":
-            if self.residual == "float16":
-                residual = residual.clamp(-rounding.FLOAT16_MAX, rounding.FLOAT16_MAX)
-            if self.rounding == "stochastic":
-                residual = rounding.stochastic(residual, self.residual, key.bits(x))
-            else:
-                residual = rounding.nearest(residual, self.residual)
-        return rounding.narrow(value, dtype), rounding.narrow(residual, self.residual)
+        # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz). Nothing is left of what is not finite,
+        # or was rounded to infinity.
+        residual = x - value
+        residual = torch.where(residual.abs() < torch.inf, residual, 0.0)
+        if self.residual == "float16":
+            residual = residual.clamp(-rounding.FLOAT16_MAX, rounding.FLOAT16_MAX)
+        if self.residual != "float32" and self.rounding == "stochastic":
+            kept = rounding.to_stochastic(residual, self.residual, key.bits(x), finite=True)
+        else:
+            kept = rounding.to_nearest(residual, self.residual, finite=True)
+        return rounding.narrow(value, dtype), kept
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """The sum, unless the residual is more than half a unit in the last place: then somebody wrote to the value since."""
@@ -246,18 +247,17 @@ class Split:
         kept = self._drop(x.view(torch.int32), 16 - self.bits, key)
         # The upper half, half-way cases away from zero: then the difference always fits.
         upper = (kept + 0x8000) & -0x10000
-        remainder = (kept - upper) >> (16 - self.bits)
-        finite = torch.isfinite(x)
-        value = torch.where(finite, upper.view(torch.float32), x)
-        return rounding.narrow(value, "bfloat16"), self._as_integer(torch.where(finite, remainder, 0))
+        remainder = kept - upper if self.bits == 16 else (kept - upper) >> 8
+        # Infinity leaves no remainder. That of NaN means nothing, and whatever it is, does not turn the quiet NaN into a number.
+        return rounding.upper_half(x, upper), self._as_integer(remainder)
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """Put the bits together; where that gives NaN and the value is not, the remainder belongs to another value."""
         value, remainder = rounding.widen(parts[0]), parts[1].to(torch.int32)
         if _chosen(self.value, self) == "float16":
             return self._decode_float16(value, remainder)
-        whole = (value.view(torch.int32) + (remainder << (16 - self.bits))).view(torch.float32)
-        return torch.where(torch.isnan(whole), value, whole)
+        whole = (value.view(torch.int32) + (remainder if self.bits == 16 else remainder << 8)).view(torch.float32)
+        return torch.where(whole != whole, value, whole)
 
     def _drop(self, bits: Tensor, count: int, key: Key) -> Tensor:
         """Round a bit pattern to a multiple of ``2**count``; a carry into the exponent is the next binade, as it should be."""
@@ -289,7 +289,7 @@ class Split:
         remainder = torch.where(small, left.to(torch.int32), (kept - upper) >> unit)
         beyond = ~torch.isfinite(x) | (value.abs() > rounding.FLOAT16_MAX)
         infinite = torch.copysign(torch.full_like(x, torch.inf), x)
-        value = torch.where(beyond, torch.where(torch.isnan(x), x, infinite), value)
+        value = torch.where(beyond, torch.where(x != x, x, infinite), value)
         return rounding.narrow(value, "float16"), self._as_integer(torch.where(beyond, 0, remainder))
 
     def _decode_float16(self, value: Tensor, remainder: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class Master:
     def encode(self, x: Tensor, key: Key) -> Parts:
         """The main copy is ``x``; the model's tensor is ``x`` rounded to nearest."""
         dtype = _low(_chosen(self.value, self), "Master")
-        return rounding.narrow(rounding.nearest(x, dtype), dtype), x.clone()
+        return rounding.to_nearest(x, dtype), x.clone()
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """The main copy, where it still rounds to the value."""

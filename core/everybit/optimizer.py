@@ -351,7 +351,7 @@ def _as_stored(grad: Tensor) -> Tensor:
     on the number as it was before the rounding. In eager code a cast is a cast, and can be differentiated.
     """
     if torch.compiler.is_compiling() and grad.dtype is torch.bfloat16:
-        return rounding.widen(grad)
+        return (grad.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
     if torch.compiler.is_compiling() and grad.dtype is torch.float16:
         return rounding.nearest(grad.float(), "float16")
     return grad if grad.dtype.itemsize >= 4 else grad.float()

@@ -33,41 +33,39 @@ class Key:
 
     def bits(self, like: Tensor) -> Tensor:
         """int32 of the shape of ``like``; every bit is a fair coin."""
-        outer, inner = self._words()
-        low, high = _index(like, self.first)
-        # The step's word goes in first: no compiler can then reason about the range of what is multiplied.
-        return _mix(_mix(low ^ outer) ^ (inner + _times(high, 0x3C6EF372))).reshape(like.shape)
+        # The index is multiplied by a number that belongs to the key, so that two keys do not draw one sequence, shifted.
+        factor, outer = self._words()
+        low, high, carry = _index(like, self.first)
+        word = settle(_mix(high ^ outer))
+        if carry is not None:
+            word = torch.where(carry, settle(_mix((high + 1) ^ outer)), word)
+        return _mix(low * factor + word, skip_first=True).reshape(like.shape)
 
     def _words(self) -> tuple[Tensor, Tensor]:
-        """Two 32-bit words from seed, stream and step, computed once for the whole tensor."""
+        """An odd factor, and another word, from seed, stream and step: computed once for the whole tensor."""
         salt = stream(f"{self.seed}:{self.stream}")
         low, high = self.step.to(torch.int32), (self.step >> 32).to(torch.int32)
-        outer = _mix(_mix(low ^ _signed(salt)) ^ high)
-        return settle(outer), settle(_mix(outer ^ _signed(salt * 0x9E3779B1 + 0x7F4A7C15)))
+        outer = settle(_mix(_mix(low ^ _signed(salt)) ^ high))
+        return settle(_mix(outer ^ _signed(salt * 0x9E3779B1 + 0x7F4A7C15)) | 1), outer
 
 
-def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int]:
-    """The lower and upper words of the elements' global indices.
+def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The elements' global indices in 32-bit arithmetic, which vectorises.
 
-    In 32-bit arithmetic, which vectorises, where the tensor itself is small enough to be counted in it.
+    Returns:
+        The lower words; the upper word of the first element; whether an element is beyond a carry into the upper word (None: no element
+        can be). A tensor too large to be counted so has all upper words.
     """
     if like.numel() >= 1 << 31:
         index = torch.arange(like.numel(), dtype=torch.int64, device=like.device) + first
-        return index.to(torch.int32), (index >> 32).to(torch.int32)
+        return index.to(torch.int32), (index >> 32).to(torch.int32), None
     count = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
     if isinstance(first, int):
-        low = count + _signed(first)
-        if (first & 0xFFFFFFFF) + like.numel() <= 1 << 32:
-            return low, first >> 32
-        return low, (first >> 32) + _below(low, torch.full_like(count[:1], _signed(first)))
-    start_low, start_high = settle(first.to(torch.int32)), settle((first >> 32).to(torch.int32))
-    low = count + start_low
-    return low, start_high + _below(low, start_low)
-
-
-def _below(low: Tensor, start: Tensor) -> Tensor:
-    """1 where counting on from ``start`` has run over 32 bits, as an unsigned comparison shows; else 0."""
-    return ((low ^ -0x80000000) < (start ^ -0x80000000)).to(torch.int32)
+        low, high = count + _signed(first), torch.full((), _signed(first >> 32), dtype=torch.int32, device=like.device)
+        until_carry = (1 << 32) - (first & 0xFFFFFFFF)
+        return low, high, None if until_carry >= like.numel() else count >= until_carry
+    left = ((1 << 32) - (first & 0xFFFFFFFF)).clamp(max=(1 << 31) - 1)
+    return count + settle(first.to(torch.int32)), (first >> 32).to(torch.int32), count >= settle(left.to(torch.int32))
 
 
 def stream(name: str) -> int:
@@ -83,22 +81,20 @@ def uniform(bits: Tensor) -> Tensor:
     return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
-def _times(x: Tensor | int, factor: int) -> Tensor | int:
-    return _signed(x * factor) if isinstance(x, int) else x * factor
-
-
 def _signed(word: int) -> int:
     """The low 32 bits of ``word`` as the int32 with the same bits."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Tensor, *, skip_first: bool = False) -> Tensor:
     """A bijection of 32-bit words in which every input bit flips every output bit with probability close to 1/2.
 
-    C. Wellons's ``lowbias32`` (https://nullprogram.com/blog/2018/07/31/, public domain). Products wrap; right shifts are made
-    logical by masking off the copies of the sign.
+    C. Wellons's ``lowbias32`` (https://nullprogram.com/blog/2018/07/31/, public domain); its first shift may be skipped after a
+    multiplication. Products wrap; right shifts are made logical by masking off the copies of the sign.
     """
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    if not skip_first:
+        x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
     return x ^ ((x >> 16) & 0xFFFF)

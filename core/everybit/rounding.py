@@ -25,15 +25,12 @@ DROPPED_BITS: dict[LowDType, int] = {"bfloat16": 16, "float16": 13}
 
 def nearest(x: Tensor, dtype: LowDType) -> Tensor:
     """To the nearest value, ties to even (IEEE 754-2019, 4.3.1), as ``x.to(dtype)`` does."""
-    dropped = DROPPED_BITS[dtype]
-    bits = x.view(torch.int32)
-    half = (1 << (dropped - 1)) - 1
-    rounded = ((bits + (half + ((bits >> dropped) & 1))) & -(1 << dropped)).view(torch.float32)
+    rounded = _up_to_nearest(x, dtype).bitwise_and(-(1 << DROPPED_BITS[dtype])).view(torch.float32)
     if dtype == "float16":
         # Below 2**-14 float16 is fixed point with a quantum of 2**-24; both products are exact.
         rounded = _float16_range(x, rounded, torch.round(x * 2.0**24) * 2.0**-24)
     # Infinity has no bits to drop; NaN would be carried into infinity or zero.
-    return torch.where(torch.isnan(x), x, rounded)
+    return torch.where(x != x, x, rounded)
 
 
 def stochastic(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
@@ -44,13 +41,36 @@ def stochastic(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
         dtype: Where the values are to fit.
         bits: int32 of the same shape, uniform; see :class:`everybit.random_bits.Key`.
     """
-    dropped = DROPPED_BITS[dtype]
-    dither = bits & ((1 << dropped) - 1)
-    rounded = ((x.view(torch.int32) + dither) & -(1 << dropped)).view(torch.float32)
+    rounded = _dithered(x, dtype, bits).bitwise_and(-(1 << DROPPED_BITS[dtype])).view(torch.float32)
     if dtype == "float16":
         quanta = floor_stochastic(x.abs() * 2.0**24, bits)
         rounded = _float16_range(x, rounded, torch.copysign(quanta * 2.0**-24, x))
-    return torch.where(torch.isfinite(x), rounded, x)
+    return torch.where(x.abs() < torch.inf, rounded, x)
+
+
+def to_nearest(x: Tensor, dtype: FloatDType, *, finite: bool = False) -> Tensor:
+    """:func:`nearest`, stored as ``dtype``. ``finite`` promises that no element is infinite or NaN."""
+    if dtype == "bfloat16":
+        return upper_half(None if finite else x, _up_to_nearest(x, dtype))
+    return narrow(nearest(x, dtype) if dtype == "float16" else x, dtype)
+
+
+def to_stochastic(x: Tensor, dtype: LowDType, bits: Tensor, *, finite: bool = False) -> Tensor:
+    """:func:`stochastic`, stored as ``dtype``. ``finite`` promises that no element is infinite or NaN."""
+    if dtype == "bfloat16":
+        # Infinity has no bits below the cut that a dither could carry over it.
+        return upper_half(None if finite else x, _dithered(x, dtype, bits))
+    return narrow(stochastic(x, dtype, bits), dtype)
+
+
+def _up_to_nearest(x: Tensor, dtype: LowDType) -> Tensor:
+    """The bits of ``x`` plus what carries into those that are kept, where they are to be rounded up."""
+    bits, dropped = x.view(torch.int32), DROPPED_BITS[dtype]
+    return bits + ((1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1))
+
+
+def _dithered(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
+    return x.view(torch.int32) + (bits & ((1 << DROPPED_BITS[dtype]) - 1))
 
 
 def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
@@ -62,19 +82,24 @@ def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
 def narrow(x: Tensor, dtype: FloatDType) -> Tensor:
     """``x`` stored as ``dtype``, bit for bit (NaN as some NaN); ``x`` is float32 and holds values that ``dtype`` has."""
     if dtype == "bfloat16":
-        # Not .to(bfloat16): processors that have an instruction for it may flush subnormals. A NaN is made quiet, as any conversion
-        # makes it: what marks it might all be in the lower half, and the upper half alone would be infinity.
-        bits = x.view(torch.int32)
-        bits = torch.where(torch.isnan(x), bits | 0x400000, bits)
-        return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+        return upper_half(x, x.view(torch.int32))
     return x.to(torch_dtype(dtype))
+
+
+def upper_half(x: Tensor | None, bits: Tensor) -> Tensor:
+    """The upper half of ``bits`` as bfloat16, but NaN where ``x`` is; None promises that it nowhere is.
+
+    Not ``.to(bfloat16)``: processors that have an instruction for it may flush subnormals. A NaN is made quiet, as any conversion makes
+    it: what marks it might all be in the lower half, and the upper half alone would be infinity.
+    """
+    if x is not None:
+        bits = torch.where(x != x, x.view(torch.int32) | 0x400000, bits)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def widen(x: Tensor) -> Tensor:
     """A stored tensor as float32, exactly; float32 and float64 are returned as they are."""
-    if x.dtype is torch.bfloat16:
-        return (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    return x.float() if x.dtype is torch.float16 else x
+    return x.float() if x.dtype.itemsize == 2 else x
 
 
 def half_ulp(x: Tensor, dtype: LowDType) -> Tensor:

@@ -17,6 +17,7 @@ from everybit import Key
 from everybit.random_bits import stream, uniform
 
 COUNT = 2**15
+PINNED = 2577148432
 LIKE = torch.empty(COUNT)
 BASE = key(seed=7, step=11, stream=stream("params"))
 
@@ -79,10 +80,32 @@ def test_the_same_key_draws_the_same_bits_again() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_bits_are_these() -> None:
+def in_whole_numbers(seed: int, step: int, number: int, index: int) -> int:
+    """The hash as it is defined, in Python's integers."""
+    word = 0xFFFFFFFF
+
+    def mix(x: int, *, first: bool = True) -> int:
+        x = x ^ (x >> 16) if first else x
+        x = x * 0x7FEB352D & word
+        x = (x ^ (x >> 15)) * 0x846CA68B & word
+        return x ^ (x >> 16)
+
+    salt = stream(f"{seed}:{number}")
+    outer = mix(mix((step & word) ^ salt) ^ (step >> 32 & word))
+    factor = mix(outer ^ (salt * 0x9E3779B1 + 0x7F4A7C15 & word)) | 1
+    return mix((index & word) * factor + mix((index >> 32 & word) ^ outer) & word, first=False)
+
+
+@pytest.mark.parametrize(
+    ("seed", "step", "first"), [(0, 1, 0), (7, 2**40 + 3, 2**40), (-3, 5, 2**32 - 2), (1, 0, 2**33 - 1)]
+)
+def test_the_bits_are_these(seed: int, step: int, first: int) -> None:
     """A run that is resumed with a later version must round as it did: the hash may not change unnoticed."""
-    assert key().bits(torch.empty(4)).tolist() == [-1499704948, 184202842, 799579865, -551168237]
-    assert key(first=2**40).bits(torch.empty(2)).tolist() == [-1691622010, -914402009]
+    expected = [in_whole_numbers(seed, step, 11, first + i) for i in range(4)]
+    for start in (first, torch.tensor(first)):
+        drawn = Key(seed, torch.tensor(step), 11, start).bits(torch.empty(4))
+        assert [x & 0xFFFFFFFF for x in drawn.tolist()] == expected
+    assert in_whole_numbers(0, 1, 11, 0) == PINNED
 
 
 @pytest.mark.parametrize("other", ELSEWHERE.values(), ids=ELSEWHERE.keys())

@@ -15,6 +15,7 @@ from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState, state_bytes, with_policy
 from everybit.policies import native
 from everybit.policy import AnyPolicy, resolve_tree
+from everybit_torch.compiling import compile_step
 from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state, map_state, named_fields
 
 Layout = Literal["auto", "flat", "tree"]
@@ -547,7 +548,7 @@ class _Group:
             own = types.FunctionType(
                 step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__
             )
-            known = self._compiled[dtype, metrics] = torch.compile(own, fullgraph=True)
+            known = self._compiled[dtype, metrics] = compile_step(own)
         return known
 
 

@@ -1,0 +1,156 @@
+"""Lets torch's CPU compiler vectorise arithmetic on the bits of numbers.
+
+Formats round by integer arithmetic on float32 bits. Inductor (torch 2.11 to 2.13) generates vector code for that arithmetic, but not for
+the two steps into and out of it: a reinterpretation goes through memory, element by element, and one int16 tensor makes the whole loop
+scalar. The step is then five to ten times slower than memory is. Here both are said in vector code, for as long as one of our own steps
+is compiled; the results are the same bits, so it does not matter whether a cached kernel was made with this or without.
+
+It reaches into Inductor's code generator, which promises nothing: what is not found as expected is left alone, and the step is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from threading import RLock
+from typing import Any
+
+import torch
+
+_LOCK = RLock()
+
+
+@contextmanager
+def vector_bits() -> Iterator[bool]:
+    """Within it Inductor's CPU code has vector reinterpretations and int16; yields whether it could be arranged."""
+    with _LOCK:
+        undo = _arrange()
+        try:
+            yield bool(undo)
+        finally:
+            for one in undo:
+                one()
+
+
+def _arrange() -> list[Callable[[], None]]:
+    try:
+        from torch._inductor.virtualized import V
+
+        cpp: Any = import_module("torch._inductor.codegen.cpp")
+    except ImportError:
+        return []
+    overrides, kernel = getattr(cpp, "CppVecOverrides", None), getattr(cpp, "CppVecKernel", None)
+    dtypes: Any = getattr(cpp, "VECTORIZABLE_DTYPES", None)
+    scalar: Any = getattr(overrides, "to_dtype_bitcast", None)
+    convert: Any = getattr(overrides, "to_dtype", None)
+    count: Any = getattr(kernel, "arange", None)
+    load: Any = getattr(kernel, "_get_vec_load_line", None)
+    store: Any = getattr(kernel, "_get_store_line", None)
+    found = (
+        isinstance(dtypes, list)
+        and callable(scalar)
+        and callable(convert)
+        and callable(count)
+        and callable(load)
+        and callable(store)
+    )
+    if not found or not all(hasattr(kernel, name) for name in ("_get_vec_type", "_get_num_vectors")):
+        return []
+
+    def reinterpret(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> Any:
+        if not x.is_vec or dtype.itemsize != src_dtype.itemsize:
+            return scalar(x, dtype, src_dtype)
+        return f"c10::bit_cast<{V.kernel._get_vec_type(dtype)}>({x})"
+
+    def to_dtype(
+        x: Any, dtype: torch.dtype, src_dtype: torch.dtype | None = None, use_compute_types: bool = True
+    ) -> Any:
+        if not x.is_vec or {dtype, x.dtype} != {torch.int16, torch.int32}:
+            return convert(x, dtype, src_dtype, use_compute_types)
+        made = V.kernel.cse.generate(V.kernel.compute, _converted(x, dtype, V.kernel))
+        made.update_on_args("to_dtype", (x, dtype), {"src_dtype": x.dtype})
+        return made
+
+    def arange(self: Any, index: Any, stride: Any) -> Any:
+        if index.dtype is not torch.int32 or not str(stride).isdigit():
+            return count(self, index, stride)
+        # A constant vector and a broadcast, where torch's own inserts one lane after the other.
+        vector = self._get_vec_type(torch.int32)
+        made = self.cse.generate(self.compute, f"{vector}({index}) + {vector}::arange(0, {stride})")
+        made.dtype, made.is_vec = index.dtype, True
+        return made
+
+    def load_line(self: Any, var: str, index: Any, dtype: torch.dtype, load_mask: Any = None) -> Any:
+        if load_mask is not None or not _fills_a_part(self, dtype):
+            return load(self, var, index, dtype, load_mask)
+        return _part_load(self, dtype, f"{var} + {cpp.cexpr_index(index)}")
+
+    def store_line(self: Any, value: Any, var: str, index: Any, dtype: torch.dtype, accu_store: bool = False) -> Any:
+        stride = self._try_get_const_stride(index, self.itervars[self.tiling_idx])
+        if accu_store or stride != 1 or not _fills_a_part(self, dtype):
+            return store(self, value, var, index, dtype, accu_store)
+        code = cpp.IndentedBuffer()
+        code.writeline(
+            f"std::memcpy({var} + {cpp.cexpr_index(index)}, &{value}, {self.tiling_factor * dtype.itemsize});"
+        )
+        return code
+
+    overrides.to_dtype_bitcast = staticmethod(reinterpret)  # type: ignore[union-attr]
+    overrides.to_dtype = staticmethod(to_dtype)  # type: ignore[union-attr]
+    kernel._get_vec_load_line = load_line  # type: ignore[union-attr]
+    kernel._get_store_line = store_line  # type: ignore[union-attr]
+    kernel.arange = arange  # type: ignore[union-attr]
+    dtypes.append(torch.int16)
+
+    def undo() -> None:
+        overrides.to_dtype_bitcast = staticmethod(scalar)  # type: ignore[union-attr]
+        overrides.to_dtype = staticmethod(convert)  # type: ignore[union-attr]
+        kernel.arange = count  # type: ignore[union-attr]
+        kernel._get_vec_load_line = load  # type: ignore[union-attr]
+        kernel._get_store_line = store  # type: ignore[union-attr]
+        dtypes.remove(torch.int16)
+
+    return [undo]
+
+
+def _converted(x: Any, dtype: torch.dtype, kernel: Any) -> str:
+    """C++ for a vector of int32 as int16 (the low halves) or of int16 as int32, in vectors as gcc and clang both have them."""
+    lanes = kernel.tiling_factor
+    # int16 lanes fill a register, or a half of it whose rest nobody reads.
+    room = kernel._get_num_vectors(torch.int16) * kernel.vec_isa.bit_width() // 16
+    types = (
+        f"typedef int16_t __attribute__((vector_size({4 * lanes}))) Halves;"
+        f" typedef int16_t __attribute__((vector_size({2 * room}))) Room;"
+        f" typedef int32_t __attribute__((vector_size({4 * lanes}))) Wide;"
+    )
+    to = kernel._get_vec_type(dtype)
+    if dtype is torch.int16:
+        low_halves = ", ".join(str(2 * (lane % lanes)) for lane in range(room))
+        body = f"auto all = c10::bit_cast<Halves>({x}); return c10::bit_cast<{to}>(__builtin_shufflevector(all, all, {low_halves}));"
+    else:
+        # Into the upper halves, and down again with their signs.
+        raised = ", ".join(f"{room}, {lane}" for lane in range(lanes))
+        body = (
+            f"auto raised = __builtin_shufflevector(c10::bit_cast<Room>({x}), Room{{}}, {raised});"
+            f" return c10::bit_cast<{to}>(c10::bit_cast<Wide>(raised) >> 16);"
+        )
+    return f"[&]() {{ {types} {body} }}()"
+
+
+def _fills_a_part(kernel: Any, dtype: torch.dtype) -> bool:
+    """Whether a vector of this dtype is the lower part of a register: then torch loads and stores it under a mask.
+
+    A masked store of half a register keeps the next load of the same buffer waiting, because the two overlap in what is masked out.
+    """
+    size, register = kernel.tiling_factor * dtype.itemsize, kernel.vec_isa.bit_width() // 8
+    return dtype.itemsize <= 2 and dtype is not torch.bool and kernel.tail_size is None and size < register
+
+
+def _part_load(kernel: Any, dtype: torch.dtype, pointer: str) -> str:
+    size, register = kernel.tiling_factor * dtype.itemsize, kernel.vec_isa.bit_width() // 8
+    lanes = ", ".join(str(byte) if byte < size else "-1" for byte in range(register))
+    return (
+        f"[&]() {{ typedef char __attribute__((vector_size({size}))) Part; Part part; std::memcpy(&part, {pointer}, {size});"
+        f" return c10::bit_cast<{kernel._get_vec_type(dtype)}>(__builtin_shufflevector(part, part, {lanes})); }}()"
+    )

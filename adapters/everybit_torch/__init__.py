@@ -8,6 +8,19 @@
 
 from everybit_torch.any_precision import AnyPrecisionAdamW
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
+from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.state_dicts import RoundingLoss
 
-__all__ = ["SGD", "Adam", "AdamW", "AnyPrecisionAdamW", "Lion", "RMSprop", "TorchOptimizer"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "AnyPrecisionAdamW",
+    "GradientRelease",
+    "Lion",
+    "RMSprop",
+    "RoundingLoss",
+    "TorchOptimizer",
+    "enable_gradient_release",
+]

@@ -8,7 +8,9 @@ ready-made. The same values, bit for bit: torch converts a 0-d operand to the dt
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +33,30 @@ _ON_ELEMENTS = {
 def compile_step(function: F) -> F:
     """``function`` compiled as a whole, with coefficients made before the loop and bits handled in vectors."""
     return cast(F, torch.compile(function, fullgraph=True, backend=_backend))
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether steps on a device can be compiled; warns, once, if they cannot for want of a C++ compiler."""
+    return device.type != "cpu" or _has_cpp_compiler()
+
+
+@cache
+def _has_cpp_compiler() -> bool:
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+    except ImportError:
+        # Where it is looked for has moved: torch will say what it lacks.
+        return True
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        warnings.warn(
+            f"compile: got True, but torch found no C++ compiler ({type(error).__name__}); steps run uncompiled, with the same results"
+            " and slower. Install g++ or clang++, or name one in the environment variable CXX.",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:

@@ -10,6 +10,10 @@ from torch import Tensor
 import everybit as eb
 from everybit.policy import AnyPolicy
 from everybit_torch.optimizer import Layout, Params, TorchOptimizer
+from everybit_torch.state_dicts import TorchNames
+
+_IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False}
+_MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
 
 
 class AdamW(TorchOptimizer):
@@ -24,6 +28,7 @@ class AdamW(TorchOptimizer):
         maximize: Ascend instead.
         policy: How parameters and state are stored; None for float32 and float64 models only.
         layout: See :class:`TorchOptimizer`.
+        flat_gradients: See there.
         compile: Compile the step.
         metrics: Measure each step.
         seed: Of stochastic rounding.
@@ -39,6 +44,10 @@ class AdamW(TorchOptimizer):
         >>> optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16)
     """
 
+    torch_names = TorchNames(
+        _MOMENTS, True, _IMPLEMENTATION | {"fused": None, "amsgrad": False, "decoupled_weight_decay": True}
+    )
+
     def __init__(
         self,
         params: Params,
@@ -50,18 +59,23 @@ class AdamW(TorchOptimizer):
         maximize: bool = False,
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
+        flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
             params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
 
 class Adam(TorchOptimizer):
     """Adam with an L2 penalty, as ``torch.optim.Adam``; arguments as :class:`AdamW`'s."""
+
+    torch_names = TorchNames(
+        _MOMENTS, True, _IMPLEMENTATION | {"fused": None, "amsgrad": False, "decoupled_weight_decay": False}
+    )
 
     def __init__(
         self,
@@ -74,13 +88,14 @@ class Adam(TorchOptimizer):
         maximize: bool = False,
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
+        flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
             params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
 
@@ -95,6 +110,7 @@ class Lion(TorchOptimizer):
         maximize: Ascend instead.
         policy: See :class:`AdamW`, as for all that follow.
         layout: See there.
+        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -110,13 +126,14 @@ class Lion(TorchOptimizer):
         maximize: bool = False,
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
+        flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
             params, eb.lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
 
@@ -144,10 +161,15 @@ class SGD(_WithOptionalMomentum):
         maximize: Ascend instead.
         policy: See :class:`AdamW`, as for all that follow.
         layout: See there.
+        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
     """
+
+    torch_names = TorchNames(
+        {"momentum": "momentum_buffer"}, False, {"foreach": None, "differentiable": False, "fused": None}
+    )
 
     def __init__(
         self,
@@ -161,13 +183,14 @@ class SGD(_WithOptionalMomentum):
         maximize: bool = False,
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
+        flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
             params, eb.sgd, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-            maximize=maximize, policy=policy, layout=layout, compile=compile, metrics=metrics, seed=seed,
+            maximize=maximize, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
 
@@ -185,10 +208,15 @@ class RMSprop(_WithOptionalMomentum):
         maximize: Ascend instead.
         policy: See :class:`AdamW`, as for all that follow.
         layout: See there.
+        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
     """
+
+    torch_names = TorchNames(
+        {"variance": "square_avg", "mean": "grad_avg", "momentum": "momentum_buffer"}, True, _IMPLEMENTATION
+    )
 
     def __init__(
         self,
@@ -203,11 +231,12 @@ class RMSprop(_WithOptionalMomentum):
         maximize: bool = False,
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
+        flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
             params, eb.rmsprop, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
-            maximize=maximize, policy=policy, layout=layout, compile=compile, metrics=metrics, seed=seed,
+            maximize=maximize, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, cast, get_args, overload
+from itertools import chain
+from operator import is_
+from typing import Any, ClassVar, Literal, Protocol, cast, get_args, overload
 
 import torch
 from torch import Tensor
 
 import everybit as eb
 from everybit.dtypes import dtype_name, torch_dtype
-from everybit.metrics import Metrics, measure
-from everybit.optimizer import OptimizerState, state_bytes, with_policy
+from everybit.metrics import Metrics
+from everybit.optimizer import state_bytes, with_policy
 from everybit.policies import native
 from everybit.policy import AnyPolicy, resolve_tree
-from everybit_torch.compiling import compile_step
-from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state, map_state, named_fields
+from everybit_torch import state_dicts
+from everybit_torch.gradients import GradientBuffer, gather
+from everybit_torch.state_dicts import RoundingLoss, TorchNames
+from everybit_torch.stepping import Factory, Group, write
+from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state
 
 Layout = Literal["auto", "flat", "tree"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-Factory = Callable[..., eb.Transform[Any]]
-
-# Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
-PIECE = 1 << 17
 
 # torch's names of hyperparameters, and the core's.
 NAMES: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2"), "alpha": ("decay",)}
+
+
+class Release(Protocol):
+    """Who steps instead, during the backward pass."""
+
+    def finish(self) -> None:
+        """The step's end."""
+        ...
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -42,6 +50,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         policy: How parameters and state are stored. None: as the model is, for float32 and float64 models; a 16-bit model needs a choice.
         layout: ``"flat"``: parameters become views of one buffer per group, dtype and device, which is fast. ``"tree"``: parameters
             stay where they are. ``"auto"``: flat where the transform works element by element.
+        flat_gradients: From the first step on, autograd accumulates the gradients of flat parameters in one buffer, and a step gathers
+            nothing; they stay allocated, and :meth:`zero_grad` fills them with zeros.
         compile: Compile the step with ``torch.compile``; the results are the same bits.
         metrics: Measure every step; see :meth:`metrics`. ``metrics_enabled`` may be switched between steps.
         seed: Of stochastic rounding.
@@ -59,6 +69,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         >>> optimizer = TorchOptimizer(model.parameters(), eb.lion, lr=1e-4, policy=eb.policies.KAHAN_BF16)
     """
 
+    torch_names: ClassVar[TorchNames | None] = None
+
     def __init__(
         self,
         params: Params,
@@ -66,6 +78,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         *,
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
+        flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
@@ -74,18 +87,21 @@ class TorchOptimizer(torch.optim.Optimizer):
     ) -> None:
         if layout not in get_args(Layout):
             raise ValueError(f"layout: got {layout!r}; accepted are 'auto', 'flat', 'tree'.")
+        if flat_gradients and layout == "tree":
+            raise ValueError("flat_gradients: got True with layout='tree'; accepted with it are 'auto' and 'flat'.")
         self._factory = factory
         # torch adds keys of its own to `defaults`.
         self._names = tuple(hyperparameters)
         self._policy = policy
         self._layout = layout
+        self._flat_gradients = flat_gradients
         self._compile = compile
         self._seed = seed
         self._unsafe = unsafe
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._units: list[Unit] = []
-        self._placed: set[int] = set()
         self._counted: dict[torch.dtype, int] = {}
+        self._release: Release | None = None  # set by enable_gradient_release
         self._metrics: Metrics | None = None
         self.metrics_enabled = metrics
         super().__init__(cast(Any, params), hyperparameters)
@@ -114,8 +130,9 @@ class TorchOptimizer(torch.optim.Optimizer):
                 )
         hyperparameters = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
         policies = {dtype: self._policy_for(policy, dtype, number) for dtype in dict.fromkeys(t.dtype for t in tensors)}
-        group = _Group(number, policies, {})
-        group.optimizers = self._build(group, self.factory_arguments(hyperparameters))
+        group = Group(number, self._factory, policies, self._seed)
+        arguments = self.factory_arguments(hyperparameters)
+        group.follow(arguments, self._build(group, arguments))
         self._require_one_tree([*self._groups, group])
         main_dtypes = _main_gradients(number, tensors, policies)
         super().add_param_group(param_group)
@@ -143,7 +160,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             return policy
         return native(dtype_name(dtype, field=f"param group {number}"))
 
-    def _build(self, group: _Group, arguments: dict[str, Any]) -> dict[torch.dtype, eb.Optimizer[Any]]:
+    def _build(self, group: Group, arguments: dict[str, Any]) -> dict[torch.dtype, eb.Optimizer[Any]]:
         """The group's optimizers, by dtype of the parameters; validates hyperparameters and policies."""
         # Judged anew whenever hyperparameters change; but of what was accepted with a warning nobody is warned twice.
         unsafe = "allow" if self._unsafe == "warn" and group.optimizers else self._unsafe
@@ -156,7 +173,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}, param group {group.number}: {error}") from None
 
-    def _require_one_tree(self, groups: list[_Group]) -> None:
+    def _require_one_tree(self, groups: list[Group]) -> None:
         scopes = {optimizer.scope for group in groups for optimizer in group.optimizers.values()}
         if self._layout == "flat" and scopes - {"element"}:
             raise ValueError(
@@ -173,46 +190,77 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     # -- placing parameters ---------------------------------------------------------------------------------------------------
 
-    def _place(self) -> None:
-        """Give every parameter that has none a unit: at the first step, so that a model may still be moved or swapped before it."""
-        for number, group in enumerate(self.param_groups):
-            new = [p for p in group["params"] if id(p) not in self._placed]
-            if not new:
-                continue
-            buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-            for parameter in new:
-                if parameter.dtype not in self._groups[number].optimizers:
-                    raise RuntimeError(
-                        f"param group {number}: a parameter is {parameter.dtype} now and was not when the optimizer was made. Cast the"
-                        " model first, then make its optimizer."
-                    )
-                buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-            for (dtype, _), parameters in buckets.items():
-                self._place_bucket(number, dtype, parameters)
-            self._placed.update(id(p) for p in new)
+    def _place(self, *, wanted: frozenset[int] = frozenset()) -> None:
+        """Give every parameter that has none a unit: at the first step, so that a model may still be moved or swapped before it.
 
-    def _place_bucket(self, number: int, dtype: torch.dtype, parameters: list[Tensor]) -> None:
-        optimizer = self._groups[number].optimizers[dtype]
-        # Runs of neighbours that can share a buffer; what cannot is a run of its own.
-        runs: list[list[Tensor]] = []
+        A frozen parameter has no unit and no state until it is unfrozen, or is ``wanted`` (by id).
+
+        Raises:
+            RuntimeError: Parameters were cast since the optimizer was made, or taken out of a param group since the first step.
+        """
+        for group, values in zip(self._groups, self.param_groups, strict=True):
+            params = values["params"]
+            same = len(params) == len(group.known) and all(map(is_, params, group.known))
+            if same and not any(_moves(p) or id(p) in wanted for p, _ in group.waiting):
+                continue
+            known = {id(p) for p in group.known}
+            if gone := [index for index, p in enumerate(group.known) if id(p) not in {id(p) for p in params}]:
+                raise RuntimeError(
+                    f"param group {group.number}: parameters {gone} were taken out or replaced since the first step, and what the optimizer"
+                    " keeps for them would be lost. Make a new optimizer, and carry the state over with a state_dict."
+                )
+            new = [p for p in params if id(p) not in known]
+            if wrong := [p.dtype for p in new if p.dtype not in group.optimizers]:
+                raise RuntimeError(
+                    f"param group {group.number}: a parameter is {wrong[0]} now and was not when the optimizer was made. Cast the"
+                    " model first, then make its optimizer."
+                )
+            waiting = list(group.waiting)
+            for parameter in new:
+                # Elements are numbered through all parameters of a dtype, so that a parameter's random bits are its own.
+                first = self._counted.get(parameter.dtype, 0)
+                self._counted[parameter.dtype] = first + parameter.numel()
+                waiting.append((parameter, first))
+            group.known = list(params)
+            group.waiting = []
+            buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}
+            for parameter, first in waiting:
+                optimizer = group.optimizers[parameter.dtype]
+                if _moves(parameter) or id(parameter) in wanted or optimizer.scope == "tree":
+                    buckets.setdefault((parameter.dtype, parameter.device), []).append((parameter, first))
+                else:
+                    group.waiting.append((parameter, first))
+            for (dtype, _), parameters in buckets.items():
+                self._place_bucket(group, dtype, parameters)
+
+    def _place_bucket(self, group: Group, dtype: torch.dtype, parameters: list[tuple[Tensor, int]]) -> None:
+        optimizer = group.optimizers[dtype]
         flat = optimizer.scope == "element" and self._layout != "tree"
-        for parameter in parameters:
-            if runs and (optimizer.scope == "tree" or (flat and can_be_flat(parameter) and can_be_flat(runs[-1][-1]))):
-                runs[-1].append(parameter)
+        # Runs of neighbours that can share a buffer; what cannot is a run of its own.
+        runs: list[tuple[list[Tensor], int]] = []
+        end = -1
+        for parameter, first in parameters:
+            joins = flat and first == end and can_be_flat(parameter) and can_be_flat(runs[-1][0][-1])
+            if runs and (optimizer.scope == "tree" or joins):
+                runs[-1][0].append(parameter)
             else:
-                runs.append([parameter])
-        for run in runs:
-            first = self._counted.get(dtype, 0)
-            self._counted[dtype] = first + sum(p.numel() for p in run)
+                runs.append(([parameter], first))
+            end = first + parameter.numel()
+        for run, first in runs:
             share = flat and can_be_flat(run[0])
+            gradients = None
             if share:
+                if self._flat_gradients:
+                    (one,) = resolve_tree(optimizer.policy, [run[0].detach()])
+                    gradients = GradientBuffer(run, torch_dtype(one.grads_main))
                 tensors, stop = [flatten(run)], 0
                 members = [Member(p, 0, stop, stop := stop + p.numel()) for p in run]
             else:
                 element = optimizer.scope == "element"
                 tensors = [p.detach().view(-1) if element and p.is_contiguous() else p.detach() for p in run]
                 members = [Member(p, i, 0, p.numel()) for i, p in enumerate(run)]
-            unit = Unit(number, tensors, members, init_state(optimizer, tensors, first), first, flat=share)
+            state = init_state(optimizer, tensors, first)
+            unit = Unit(group.number, tensors, members, state, first, flat=share, gradients=gradients)
             self._units.append(unit)
             self._publish(unit)
 
@@ -228,6 +276,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             RuntimeError: A parameter was moved to another dtype, device or shape since the first step.
         """
         for unit in self._units:
+            if unit.in_place():
+                continue
             for member in unit.members:
                 tensor, parameter = unit.tensors[member.position], member.parameter
                 here = tensor.data_ptr() + member.start * tensor.element_size()
@@ -248,6 +298,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 else:
                     flat = tensor.ndim == 1 and parameter.is_contiguous()
                     unit.tensors[member.position] = parameter.detach().view(-1) if flat else parameter.detach()
+            unit.note_addresses()
 
     # -- stepping -------------------------------------------------------------------------------------------------------------
 
@@ -274,28 +325,56 @@ class TorchOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            if self._release is not None:
+                raise RuntimeError(
+                    "gradient release: step(closure) would run the backward pass again; accepted is step()."
+                )
             with torch.enable_grad():
                 loss = closure()
-        self._check_gradients()
-        self._place()
-        self._follow()
-        self._split_by_gradients()
-        for group, values in zip(self._groups, self.param_groups, strict=True):
-            self._refresh(group, self.factory_arguments(values))
+        if self._release is not None:
+            self._release.finish()
+            return loss
+        self._prepare()
+        work = self._split_by_gradients(self._units)
+        self._units = [unit for unit, _ in work]
         total: Metrics | None = None
-        for unit in self._units:
-            present = [member.parameter.grad is not None for member in unit.members]
-            if any(present):
-                measured = self._step_unit(unit, present)
-                if measured is not None:
-                    total = (
-                        measured if total is None else total + eb.tree.map(lambda x, y: x.to(y.device), measured, total)
-                    )
+        for unit, grads in work:
+            measured = self._step_unit(unit, grads)
+            if measured is not None:
+                total = measured if total is None else total + eb.tree.map(to_device_of, measured, total)
         if self.metrics_enabled:
             self._metrics = total
         return loss
 
-    def _check_gradients(self) -> None:
+    def _prepare(self) -> None:
+        """Everything in its place, and present hyperparameters checked and where compiled code reads them."""
+        self._place()
+        self._follow()
+        for group, values in zip(self._groups, self.param_groups, strict=True):
+            arguments = self.factory_arguments(values)
+            if arguments != group.arguments:
+                group.follow(arguments, self._build(group, arguments))
+
+    def _split_by_gradients(self, units: list[Unit]) -> list[tuple[Unit, list[Tensor | None]]]:
+        """The units with their members' gradients, cut where parameters with a gradient meet such without."""
+        collected = [unit.collect() for unit in units]
+        for grads in collected:
+            if any(layout is not torch.strided for layout in {grad.layout for grad in grads if grad is not None}):
+                self._refuse_sparse()
+        work: list[tuple[Unit, list[Tensor | None]]] = []
+        for unit, grads in zip(units, collected, strict=True):
+            present = [grad is not None for grad in grads]
+            if not unit.flat or all(present) or not any(present):
+                work.append((unit, grads))
+                continue
+            start = 0
+            for part in unit.split([i for i in range(1, len(present)) if present[i] != present[i - 1]]):
+                self._publish(part)
+                work.append((part, grads[start : start + len(part.members)]))
+                start += len(part.members)
+        return work
+
+    def _refuse_sparse(self) -> None:
         for number, group in enumerate(self.param_groups):
             for index, parameter in enumerate(group["params"]):
                 grad = parameter.grad
@@ -305,44 +384,48 @@ class TorchOptimizer(torch.optim.Optimizer):
                         " (torch.nn.Embedding(sparse=False), or torch.optim.SparseAdam for sparse ones)."
                     )
 
-    def _split_by_gradients(self) -> None:
-        units: list[Unit] = []
-        for unit in self._units:
-            present = [member.parameter.grad is not None for member in unit.members]
-            boundaries = [i for i in range(1, len(present)) if present[i] != present[i - 1]]
-            if unit.flat and boundaries:
-                parts = list(unit.split(boundaries))
-                units += parts
-                for part in parts:
-                    self._publish(part)
-            else:
-                units.append(unit)
-        self._units = units
-
-    def _refresh(self, group: _Group, arguments: dict[str, Any]) -> None:
-        """Follow changed hyperparameters: check them, and put them where compiled code reads them."""
-        if arguments == group.arguments:
-            return
-        group.optimizers = self._build(group, arguments)
-        group.arguments = arguments
-
-    def _step_unit(self, unit: Unit, present: list[bool]) -> Metrics | None:
-        group = self._groups[unit.group]
-        dtype = unit.tensors[0].dtype
-        grads = _gradients(unit)
-        tensors, state = unit.tensors, unit.state
-        if not all(present):
-            # Only where a group is one tree: what has no gradient becomes a hole in parameters, gradients and state alike.
-            tensors = [x if here else None for x, here in zip(tensors, present, strict=True)]  # type: ignore[misc]
-            state = _with_holes(state, present)
-        if not self._compile:
-            optimizer = group.optimizers[dtype]
-            if unit.flat and unit.tensors[0].numel() > PIECE:
-                return _step_in_pieces(optimizer, unit, grads[0], metrics=self.metrics_enabled)
-            return _step_in_place(optimizer, tensors, grads, state, unit.first, metrics=self.metrics_enabled)
-        return group.compiled(self, dtype, self.metrics_enabled)(
-            tensors, grads, state, group.tensors(unit.tensors[0].device), _scalar(unit.first, unit.tensors[0].device)
+    def _step_unit(self, unit: Unit, grads: list[Tensor | None]) -> Metrics | None:
+        present = [grad is not None for grad in grads]
+        if not any(present):
+            return None
+        if unit.gradients is not None:
+            given: list[Any] = [unit.gradients.buffer]
+        elif unit.flat:
+            given = [gather(cast(list[Tensor], grads))]
+        else:
+            given = [
+                g if g is None or g.shape == x.shape else g.reshape(x.shape)
+                for g, x in zip(grads, unit.tensors, strict=True)
+            ]
+        measured = self._groups[unit.group].step(
+            unit, given, present, compile=self._compile, metrics=self.metrics_enabled
         )
+        if unit.flat:
+            # Autograd does not see that writing to the buffer changes the parameters; a graph that needs the old values must not run.
+            torch.autograd.graph.increment_version(unit.parameters)
+        return measured
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as torch does; those in a flat buffer are zeroed where they are.
+
+        Args:
+            set_to_none: A parameter that receives no gradient after this is skipped. False: it is stepped with zeros.
+        """
+        if not self._flat_gradients:
+            super().zero_grad(set_to_none)
+            return
+        flat = [unit for unit in self._units if unit.gradients is not None]
+        cleared = {id(parameter) for unit in flat for parameter in unit.parameters}
+        for unit in flat:
+            assert unit.gradients is not None
+            unit.gradients.clear(unit.parameters, absent=set_to_none)
+        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+            if id(parameter) not in cleared and parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad = parameter.grad.detach().zero_()
 
     # -- what one sees --------------------------------------------------------------------------------------------------------
 
@@ -364,7 +447,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         Gradients that are not there at the moment are counted as they will be.
         """
         self._place()
-        table = {"parameter": 0, "compensation": 0, "gradient": 0}
+        frozen = [parameter for group in self._groups for parameter, _ in group.waiting]
+        table = {"parameter": sum(parameter.nbytes for parameter in frozen), "compensation": 0, "gradient": 0}
         for unit in self._units:
             table["parameter"] += sum(tensor.nbytes for tensor in unit.tensors)
             table["compensation"] += sum(leaf.nbytes for leaf in eb.tree.leaves(unit.state.extra))
@@ -382,7 +466,12 @@ class TorchOptimizer(torch.optim.Optimizer):
     def export_fp32(self) -> list[list[Tensor]]:
         """Every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
         self._place()
-        exported: dict[int, Tensor] = {}
+        self._follow()
+        exported = {
+            id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for group in self._groups
+            for p, _ in group.waiting
+        }
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
             values = optimizer.export_fp32(unit.tensors, unit.state)
@@ -401,6 +490,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             ValueError: Numbers or shapes of weights differ from those of the parameters; nothing is changed.
         """
         self._place()
+        self._follow()
         given = [list(group) for group in weights]
         expected = [list(group["params"]) for group in self.param_groups]
         shapes = [[tuple(w.shape) for w in group] for group in given]
@@ -419,32 +509,61 @@ class TorchOptimizer(torch.optim.Optimizer):
                 ]
                 wide.append(torch.cat(pieces).view(tensor.shape))
             params, state = optimizer.import_fp32(wide, unit.tensors, unit.state)
-            _write((unit.tensors, unit.state), (params, state))
+            write((unit.tensors, unit.state), (params, state))
+        for group in self._groups:
+            for parameter, _ in group.waiting:
+                parameter.copy_(by_id[id(parameter)])
 
     def __repr__(self) -> str:
-        flat = sum(unit.flat for unit in self._units)
-        placed = f"{flat} flat buffer runs, {len(self._units) - flat} other units" if self._units else "not placed yet"
-        policies = "; ".join(
-            f"group {group.number}: {set(map(str, group.policies.values()))}" for group in self._groups
-        )
-        return (
-            f"{super().__repr__()}\nlayout={self._layout!r} ({placed}), compile={self._compile}, policies: {policies}"
-        )
+        lines = [
+            super().__repr__(),
+            f"layout={self._layout!r}, flat_gradients={self._flat_gradients}, compile={self._compile}",
+        ]
+        for group in self._groups:
+            units = [unit for unit in self._units if unit.group == group.number]
+            flat = [unit for unit in units if unit.flat]
+            elsewhere = len(units) - len(flat)
+            if flat:
+                placed = (
+                    f"flat, {sum(len(u.members) for u in flat)} parameters in {len(flat)} run{'s' * (len(flat) > 1)}"
+                )
+                placed += f", {elsewhere} parameter{'s' * (elsewhere > 1)} apart" if elsewhere else ""
+            elif units:
+                placed = f"tree, {sum(len(unit.members) for unit in units)} parameters where they were"
+            else:
+                scopes = {optimizer.scope for optimizer in group.optimizers.values()}
+                placed = (
+                    "flat" if scopes == {"element"} and self._layout != "tree" else "tree"
+                ) + ", from the first step on"
+            if group.waiting and units:
+                placed += f", {len(group.waiting)} frozen"
+            policies = ", ".join(dict.fromkeys(map(str, group.policies.values())))
+            lines.append(f"param group {group.number}: {placed}; {policies}")
+        return "\n".join(lines)
 
     # -- copies ----------------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but hooks, as torch; a copy steps its own parameters, from here on."""
+        """Everything but hooks, as torch; a copy steps its own parameters, from here on.
+
+        Raises:
+            RuntimeError: Gradients are released during the backward pass, by hooks that cannot be copied.
+        """
+        if self._release is not None:
+            raise RuntimeError(
+                "gradient release: an optimizer that steps by hooks cannot be copied; call remove() on its handle first."
+            )
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_units" in state:
-            # Objects have new identities, and parameters may have lost their place in the buffer: the next step puts them back.
-            self._placed = {id(member.parameter) for unit in self._units for member in unit.members}
+            # Parameters may have lost their place in the buffer: the next step puts them back.
             self.state.clear()
             for unit in self._units:
                 self._publish(unit)
+                if unit.gradients is not None:
+                    unit.gradients.watch(unit.parameters)
             # torch copies a parameter without its grad_dtype.
             for group, values in zip(self._groups, self.param_groups, strict=True):
                 for tensor, dtype in _main_gradients(group.number, values["params"], group.policies):
@@ -463,158 +582,132 @@ class TorchOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: The checkpoint's groups, parameters, names, shapes or dtypes are not this optimizer's; nothing is changed.
         """
-        absent = [key for key in ("state", "param_groups") if key not in state_dict]
-        if absent:
-            raise ValueError(
-                f"state_dict: has no {' and no '.join(map(repr, absent))}; accepted is what state_dict() returns."
-            )
-        saved, saved_groups = state_dict["state"], state_dict["param_groups"]
-        counts = [len(group["params"]) for group in self.param_groups]
-        if counts != [len(group["params"]) for group in saved_groups]:
-            raise ValueError(
-                f"state_dict: got param groups of {[len(group['params']) for group in saved_groups]} parameters; accepted are {counts}."
-            )
-        self._place()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        numbers = [number for group in saved_groups for number in group["params"]]
-        given = {id(p): saved[number] for p, number in zip(parameters, numbers, strict=True) if number in saved}
-        for index, parameter in enumerate(parameters):
+        # torch's own loader casts state to its parameter's dtype; its hooks are run here as it runs them.
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        given = self._given_state(state_dict)
+        for index, parameter in enumerate(self._parameters()):
             if id(parameter) in given:
-                _require_entries(index, given[id(parameter)], self.state[parameter])
-        super().load_state_dict({"state": {}, "param_groups": saved_groups})
+                state_dicts.require_entries(index, given[id(parameter)], self.state[parameter])
+        self._take_groups(state_dict["param_groups"])
+        self._take_state(given)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """A ``state_dict`` in full precision: what the stored bits stand for, in float32, whatever the policy.
+
+        Beside the slots each parameter's state has its weights, as ``"param"``. :meth:`load_full_state_dict` of an optimizer with
+        another policy takes it, so that a run goes on in another format.
+        """
+        self._place()
+        self._follow()
+        full: dict[int, dict[str, Tensor]] = {}
+        for unit in self._units:
+            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            full |= state_dicts.decoded(unit, optimizer)
+        plain = super().state_dict()
+        numbers = chain.from_iterable(group["params"] for group in plain["param_groups"])
+        state = {number: full[id(p)] for number, p in zip(numbers, self._parameters(), strict=True) if id(p) in full}
+        return {"state": state, "param_groups": plain["param_groups"]}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
+        """Go on from a :meth:`full_state_dict`, stored under this optimizer's policy; weights of the model included, if it has them.
+
+        Returns:
+            For the weights (``"param"``) and each slot: what rounding to this policy's formats lost.
+
+        Raises:
+            ValueError: Groups, parameters, names, shapes or dtypes are not this optimizer's; nothing is changed.
+        """
+        given = self._given_state(state_dict)
+        for index, parameter in enumerate(self._parameters()):
+            if id(parameter) in given:
+                unit = next(unit for unit in self._units if any(p is parameter for p in unit.parameters))
+                optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+                state_dicts.require_full_entries(index, given[id(parameter)], parameter, unit, optimizer)
+        self._take_groups(state_dict["param_groups"])
+        self._cut_by_counts(given)
+        losses: dict[str, RoundingLoss] = {}
+        for unit in self._units:
+            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            for name, loss in state_dicts.encode(unit, optimizer, given).items():
+                losses[name] = losses[name] + loss if name in losses else loss
+        return losses
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state as the ``torch.optim`` optimizer of the same name saves it, in float32; it loads there.
+
+        Raises:
+            TypeError: There is no such optimizer in torch.
+        """
+        return state_dicts.to_torch(self, self.full_state_dict())
+
+    def load_torch_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
+        """Go on from what the ``torch.optim`` optimizer of the same name saved, under this optimizer's policy.
+
+        The weights are the model's: load them there, or by :meth:`import_fp32`, before.
+
+        Returns:
+            As :meth:`load_full_state_dict`.
+
+        Raises:
+            TypeError: There is no such optimizer in torch.
+            ValueError: The checkpoint is another optimizer's, or has options (``amsgrad``) that this one has not; nothing is changed.
+        """
+        return self.load_full_state_dict(state_dicts.from_torch(self, state_dict))
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _given_state(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """A checkpoint's entries by id of our parameters, which are all placed then."""
+        counts = [len(group["params"]) for group in self.param_groups]
+        numbers = state_dicts.parameter_numbers(state_dict, counts)
+        saved = state_dict["state"]
+        parameters = self._parameters()
+        given = {id(p): saved[number] for p, number in zip(parameters, numbers, strict=True) if number in saved}
+        self._place(wanted=frozenset(given))
+        self._follow()
+        return given
+
+    def _take_groups(self, saved_groups: list[dict[str, Any]]) -> None:
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+
+    def _cut_by_counts(self, given: Mapping[int, Mapping[str, Any]]) -> None:
+        """Cut flat units where counts of steps change."""
         units: list[Unit] = []
         for unit in self._units:
-            counts_of = [
-                _counts(given.get(id(member.parameter), {}), unit.named_state(member)) for member in unit.members
-            ]
-            boundaries = [i for i in range(1, len(counts_of)) if counts_of[i] != counts_of[i - 1]]
+            counts = [state_dicts.counts(given.get(id(m.parameter), {}), unit.named_state(m)) for m in unit.members]
+            boundaries = [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
             units += unit.split(boundaries) if unit.flat and boundaries else [unit]
         self._units = units
         for unit in units:
-            fresh = init_state(self._groups[unit.group].optimizers[unit.tensors[0].dtype], unit.tensors, unit.first)
-            _write(unit.state, fresh)
             self._publish(unit)
+
+    def _take_state(self, given: Mapping[int, Mapping[str, Any]]) -> None:
+        self._cut_by_counts(given)
+        for unit in self._units:
+            if any(id(parameter) not in given for parameter in unit.parameters):
+                fresh = init_state(self._groups[unit.group].optimizers[unit.tensors[0].dtype], unit.tensors, unit.first)
+                write(unit.state, fresh)
             for member in unit.members:
                 for name, value in given.get(id(member.parameter), {}).items():
                     self.state[member.parameter][name].copy_(value)
 
 
-class _Group:
-    """What a param group needs beside its dict: policies, optimizers with the present hyperparameters, compiled steps."""
-
-    def __init__(
-        self, number: int, policies: dict[torch.dtype, AnyPolicy], optimizers: dict[torch.dtype, eb.Optimizer[Any]]
-    ) -> None:
-        self.number = number
-        self.policies = policies
-        self.optimizers = optimizers
-        self.arguments: dict[str, Any] | None = None
-        self._compiled: dict[tuple[torch.dtype, bool], Callable[..., Metrics | None]] = {}
-        self._tensors: dict[torch.device, dict[str, Tensor]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_compiled": {}}
-
-    def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """The numeric hyperparameters as 0-d float64 tensors, so that a new value is new data and not new code."""
-        assert self.arguments is not None
-        held = self._tensors.setdefault(device, {})
-        for name, value in self.arguments.items():
-            if isinstance(value, Tensor):
-                held[name] = value
-            elif _is_number(value):
-                held.setdefault(name, torch.empty((), dtype=torch.float64, device=device)).fill_(value)
-        return held
-
-    def compiled(self, owner: TorchOptimizer, dtype: torch.dtype, metrics: bool) -> Callable[..., Metrics | None]:
-        """The compiled step for parameters of a dtype; hyperparameters are arguments, the rest is constant."""
-        known = self._compiled.get((dtype, metrics))
-        if known is None:
-            assert self.arguments is not None
-            constants = {k: v for k, v in self.arguments.items() if not (_is_number(v) or isinstance(v, Tensor))}
-            factory, policy, seed = owner._factory, self.policies[dtype], owner._seed
-
-            def step(
-                tensors: list[Tensor],
-                grads: list[Tensor],
-                state: OptimizerState[Any],
-                hyperparameters: dict[str, Tensor],
-                first: Tensor,
-            ) -> Metrics | None:
-                optimizer = eb.Optimizer(factory(**hyperparameters, **constants), policy, seed)
-                return _step_in_place(optimizer, tensors, grads, state, first, metrics=metrics)
-
-            # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every group has its own.
-            own = types.FunctionType(
-                step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__
-            )
-            known = self._compiled[dtype, metrics] = compile_step(own)
-        return known
+def _moves(parameter: Tensor) -> bool:
+    return parameter.requires_grad or parameter.grad is not None
 
 
-def _step_in_place(
-    optimizer: eb.Optimizer[Any],
-    tensors: list[Tensor],
-    grads: list[Tensor],
-    state: OptimizerState[Any],
-    first: int | Tensor,
-    *,
-    metrics: bool,
-) -> Metrics | None:
-    """The pure step, and its results written over what went in; compiled, the writes become in-place stores."""
-    ctx = eb.Context(first_element=first)
-    advance = optimizer.advance(tensors, grads, state, ctx)
-    measured = measure(optimizer, advance, ctx) if metrics else None
-    _write((tensors, state), (advance.params, advance.state))
-    return measured
-
-
-def _step_in_pieces(optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool) -> Metrics | None:
-    """The step of a long buffer without a compiler: piece by piece, so that what is computed on the way stays in the cache.
-
-    The pieces' results are the whole's, bit for bit: that is what the scope ``"element"`` promises.
-    """
-    total: Metrics | None = None
-    counters: list[Tensor] = []
-    for start in range(0, grad.numel(), PIECE):
-        stop = start + PIECE
-        # Counters are copied in, so that every piece counts from the same step; the last one's are kept.
-        state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], torch.clone)  # type: ignore[misc]
-        measured = _step_in_place(
-            optimizer, [unit.tensors[0][start:stop]], [grad[start:stop]], state, unit.first + start, metrics=metrics
-        )
-        if measured is not None:
-            total = measured if total is None else total + measured
-        counters = [value for _, value, is_slot in named_fields(state) if not is_slot]
-    for counter, value in zip([v for _, v, is_slot in named_fields(unit.state) if not is_slot], counters, strict=True):
-        counter.copy_(value)
-    return total
-
-
-def _write(into: object, values: object) -> None:
-    for old, new in zip(eb.tree.leaves(into), eb.tree.leaves(values), strict=True):
-        old.copy_(new)
-
-
-def _gradients(unit: Unit) -> list[Any]:
-    """The gradients of a unit, in the shapes of its tensors; None where there is none."""
-    grads = [member.parameter.grad for member in unit.members]
-    if unit.flat:
-        found = [grad.reshape(-1) for grad in grads if grad is not None]
-        if len({grad.dtype for grad in found}) > 1:
-            found = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in found]
-        return [found[0] if len(found) == 1 else torch.cat(found)]
-    return [
-        grad if grad is None or grad.shape == tensor.shape else grad.reshape(tensor.shape)
-        for grad, tensor in zip(grads, unit.tensors, strict=True)
-    ]
-
-
-def _with_holes(state: OptimizerState[Any], present: list[bool]) -> OptimizerState[Any]:
-    def hide(slot: Any) -> Any:
-        return [value if here else None for value, here in zip(slot, present, strict=True)]
-
-    return OptimizerState(state.step, hide(state.extra), eb.tree.map_slots(lambda name, slot: hide(slot), state.inner))
+def to_device_of(x: Tensor, like: Tensor) -> Tensor:
+    """A measurement where the others are."""
+    return x.to(like.device)
 
 
 def _main_gradients(
@@ -639,38 +732,3 @@ def _main_gradients(
                 )
             found.append((tensor, main))
     return found
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _scalar(value: int, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=torch.int64, device=device)
-
-
-class _Kind(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def _require_entries(index: int, saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Refuse a parameter's saved state unless it has the names, dtypes and shapes of this optimizer's."""
-    if not isinstance(saved, Mapping) or set(saved) != set(own):
-        raise ValueError(
-            f"state_dict: parameter {index} has state {sorted(saved)}; accepted under this policy is {sorted(own)}."
-        )
-    for name, tensor in own.items():
-        value = saved[name]
-        got = _Kind(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-        accepted = _Kind(tensor.dtype, tuple(tensor.shape))
-        if got != accepted:
-            raise ValueError(
-                f"state_dict: parameter {index}, {name!r}: got {got}; accepted is {accepted}. The checkpoint was made under another"
-                " policy or for another model; nothing is cast, because that would lose bits."
-            )
-
-
-def _counts(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The 0-d integers of a parameter's state, which all members of a unit share; zeros where nothing is saved."""
-    return tuple(int(saved[name]) if name in saved else 0 for name, x in own.items() if x.dtype is torch.int64)

@@ -9,7 +9,7 @@ a unit, except for optimizers that must see the whole tree, where a group is one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.optimizer import OptimizerState
+from everybit_torch.gradients import GradientBuffer
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -44,6 +45,7 @@ class Unit:
         state: The optimizer's state for ``tensors``, changed in place.
         first: Global index of the first element, counted over all parameters of one dtype.
         flat: Whether the parameters are views of ``tensors[0]``.
+        gradients: Where autograd accumulates their gradients; None if it does as it likes.
     """
 
     group: int
@@ -52,9 +54,36 @@ class Unit:
     state: OptimizerState[Any]
     first: int
     flat: bool
+    gradients: GradientBuffer | None = None
+    parameters: list[Tensor] = field(init=False)
+    first_tensor: Tensor = field(init=False)
+    _addresses: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = [member.parameter for member in self.members]
+        self.first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensors[0].device)
+        self.note_addresses()
+
+    def note_addresses(self) -> None:
+        """Parameters are where they belong now."""
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+
+    def in_place(self) -> bool:
+        """Whether no parameter was given other memory since. Fast: it is asked at every step."""
+        return [parameter.data_ptr() for parameter in self.parameters] == self._addresses
+
+    def collect(self) -> list[Tensor | None]:
+        """The members' gradients; None for one without."""
+        if self.gradients is None:
+            return [parameter.grad for parameter in self.parameters]
+        return [
+            slot.view if (slot.arrived and p.grad is slot.view) or slot.holds_gradient(p) else None
+            for slot, p in zip(self.gradients.slots, self.parameters, strict=True)
+        ]
 
     def split(self, boundaries: list[int]) -> Iterator[Unit]:
         """Cut a flat unit before the members with these numbers; states become views, counts become copies."""
+        assert self.flat
         edges = [0, *boundaries, len(self.members)]
         for low, high in pairwise(edges):
             members = self.members[low:high]
@@ -66,6 +95,7 @@ class Unit:
                 map_state(self.state, lambda x, a=start, b=stop: x[a:b], torch.clone),  # type: ignore[misc]
                 self.first + start,
                 flat=True,
+                gradients=None if self.gradients is None else self.gradients.part(low, high, start, stop),
             )
 
     def named_state(self, member: Member) -> dict[str, Tensor]:

@@ -159,6 +159,48 @@ class Optimizer(Generic[S]):
         stored = OptimizerState(fresh.step, tree.replace(params, [p[1:] for p in parts]), fresh.inner)
         return tree.replace(params, [p[0] for p in parts]), stored
 
+    def decode(self, params: P, state: OptimizerState[S]) -> tuple[P, OptimizerState[S]]:
+        """What the stored bits stand for: weights, and a state without extra parts, all in the compute dtype (float32).
+
+        With :meth:`encode` of another optimizer of the same transform this carries a run from one policy to another.
+
+        Raises:
+            ValueError: ``state`` does not belong to ``params`` under this policy.
+        """
+        layout = _Layout(params, resolve_tree(self.policy, params), self.seed, state.step, ALONE)
+        weights = [value.clone() for value in layout.decode_params(state.extra)]
+        inner = tree.map(torch.clone, layout.decode_state(state.inner))
+        nothing = tree.replace(params, [()] * len(weights))
+        return tree.replace(params, weights), OptimizerState(state.step.clone(), nothing, inner)
+
+    def encode(
+        self, weights: P, state: OptimizerState[S], params: P, ctx: Context = ALONE
+    ) -> tuple[P, OptimizerState[S]]:
+        """Store what :meth:`decode` gave, under this policy: everything is rounded once, as a step would round it.
+
+        Args:
+            weights: float32 (or better) tensors, with the structure and shapes of ``params``.
+            state: In the compute dtype; its ``extra`` is not looked at.
+            params: The model's tensors, which tell how weights are stored; their values do not matter.
+            ctx: As for :meth:`step`.
+
+        Returns:
+            New parameters and state.
+
+        Raises:
+            ValueError: Structures, shapes or dtypes differ; the message names the path.
+        """
+        formats = resolve_tree(self.policy, params)
+        layout = _Layout(params, formats, self.seed, state.step, ctx)
+        wide = _widened(weights, params, formats, name="weights")
+        parts = [
+            one.params.encode(x, key)
+            for x, one, key in zip(tree.leaves(wide), formats, layout.keys("params"), strict=True)
+        ]
+        inner = tree.map(torch.clone, layout.encode_state(state.inner))
+        stored = OptimizerState(state.step.clone(), tree.replace(params, [p[1:] for p in parts]), inner)
+        return tree.replace(params, [p[0] for p in parts]), stored
+
     def bytes_table(self, params: object) -> dict[str, int]:
         """Bytes that persist between steps for these parameters, by use; nothing is allocated.
 
@@ -270,6 +312,8 @@ class _Layout:
 
     def encode_state(self, inner: S) -> S:
         def encode(name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]) -> Any:
+            if value.dtype is not torch_dtype(one.policy.compute):
+                raise ValueError(f"{where()}: got {value.dtype}; accepted before encoding is {one.policy.compute}.")
             parts = one.slot(name).encode(value, key)
             return parts if len(parts) > 1 else parts[0]
 

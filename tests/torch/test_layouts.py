@@ -58,7 +58,7 @@ def test_the_layout_is_chosen_by_scope_and_shown() -> None:
     model = Awkward()
     element = AdamW(model.parameters())
     train(model, element, 1)
-    assert "1 flat buffer runs" in repr(element)
+    assert "param group 0: flat, 5 parameters in 1 run;" in repr(element)
 
     def clipped(learning_rate: float) -> eb.Transform[Any]:
         return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
@@ -66,7 +66,7 @@ def test_the_layout_is_chosen_by_scope_and_shown() -> None:
     other = Awkward()
     whole = TorchOptimizer(other.parameters(), clipped, lr=0.1)
     train(other, whole, 1)
-    assert "0 flat buffer runs" in repr(whole)
+    assert "param group 0: tree, 5 parameters where they were;" in repr(whole)
     with pytest.raises(ValueError, match=r"layout: got 'flat' .* accepted are 'auto' and 'tree'"):
         TorchOptimizer(other.parameters(), clipped, lr=0.1, layout="flat")
 
@@ -155,7 +155,7 @@ def test_main_gradients_may_be_wider_than_the_model() -> None:
 
 @pytest.mark.parametrize("name", ["FP32", *LOW])
 def test_stepping_in_pieces_is_stepping_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import everybit_torch.optimizer as module
+    import everybit_torch.stepping as module
 
     dtype = torch.float32 if name == "FP32" else torch.bfloat16
     results = []

@@ -1,0 +1,243 @@
+"""Stepping during the backward pass: each bucket of parameters as soon as its gradients are there, which are freed then.
+
+Never all gradients exist at once, which saves their bytes (LOMO, Lv et al. 2023; ``torch``'s tutorial on the step in the backward pass).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import everybit as eb
+from everybit.metrics import Metrics
+from everybit.scalars import require
+from everybit_torch.optimizer import TorchOptimizer, to_device_of
+from everybit_torch.units import Unit
+
+
+class _Bucket:
+    """A unit, and which of its gradients have come."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.expected = sum(parameter.requires_grad for parameter in unit.parameters)
+        self.arrived: set[int] = set()
+        self.stepped = False
+
+
+class GradientRelease:
+    """What :func:`enable_gradient_release` returns.
+
+    ``optimizer.step()`` is still called once after each backward pass: it ends the step, for parameters that received no gradient in it
+    and for the norm. Learning-rate schedulers go on as they did.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: TorchOptimizer, bucket: int, max_norm: float | None) -> None:
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._bucket_size = bucket
+        self._accumulating = False
+        self._norm: Tensor | None = None
+        self._squares: list[Tensor] = []
+        self._metrics: list[Metrics] = []
+        self._buckets: list[_Bucket] = []
+        self._of: dict[int, _Bucket] = {}
+        self._begun = False
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._arrive)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    @property
+    def norm(self) -> Tensor | None:
+        """Norm of all gradients of the last finished step, 0-d float32; None before, and without ``max_norm``."""
+        return self._norm
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes within it only accumulate; the first one after it steps."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def remove(self) -> None:
+        """From here on ``optimizer.step()`` steps as before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._optimizer._release = None
+
+    # -- during the backward pass ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _arrive(self, parameter: Tensor) -> None:
+        if self._accumulating:
+            return
+        assert parameter.grad is not None
+        if parameter.grad.layout is not torch.strided:
+            raise TypeError(f"gradient release: got a {parameter.grad.layout} gradient; accepted are dense gradients.")
+        self._begin()
+        bucket = self._of[id(parameter)]
+        if bucket.stepped:
+            raise RuntimeError(
+                "gradient release: a second backward pass reached parameters that were stepped already. Call optimizer.step() after each"
+                " backward pass; for accumulation run all but the last within `with release.accumulate():`."
+            )
+        bucket.arrived.add(id(parameter))
+        if len(bucket.arrived) == bucket.expected:
+            self._step(bucket, bucket.unit)
+
+    def _begin(self) -> None:
+        """At the first gradient of a step: everything in place, hyperparameters as they are now, units no larger than a bucket."""
+        if self._begun:
+            return
+        optimizer = self._optimizer
+        optimizer._prepare()
+        units = [part for unit in optimizer._units for part in self._cut(unit)]
+        if len(units) != len(optimizer._units) or not self._buckets:
+            optimizer._units = units
+            self._buckets = [_Bucket(unit) for unit in units]
+            self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.unit.parameters}
+        self._begun = True
+
+    def _cut(self, unit: Unit) -> list[Unit]:
+        ends = list(accumulate(parameter.numel() for parameter in unit.parameters))
+        boundaries, start = [], 0
+        for index in range(1, len(ends)):
+            if ends[index] - start > self._bucket_size:
+                boundaries.append(index)
+                start = ends[index - 1]
+        if not unit.flat or not boundaries:
+            return [unit]
+        parts = list(unit.split(boundaries))
+        for part in parts:
+            self._optimizer._publish(part)
+        return parts
+
+    def _step(self, bucket: _Bucket, unit: Unit) -> None:
+        bucket.stepped = True
+        grads = unit.collect()
+        present = [grad for grad in grads if grad is not None]
+        if self._max_norm is not None:
+            self._squares += [torch.linalg.vector_norm(grad, dtype=torch.float32).square() for grad in present]
+            if self._norm is not None:
+                for grad in present:
+                    grad.mul_((self._max_norm / (self._norm.to(grad.device) + 1e-6)).clamp(max=1.0).to(grad.dtype))
+        measured = self._optimizer._step_unit(unit, grads)
+        if measured is not None:
+            self._metrics.append(measured)
+        for parameter in unit.parameters:
+            parameter.grad = None
+
+    # -- after it -------------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """End the step: what is left is stepped, and what this step measured is there for the next."""
+        if self._accumulating:
+            raise RuntimeError(
+                "gradient release: optimizer.step() was called within accumulate(); call it after the last backward pass."
+            )
+        if any(parameter.grad is not None for group in self._optimizer.param_groups for parameter in group["params"]):
+            self._begin()
+        left = [bucket for bucket in self._buckets if not bucket.stepped]
+        for bucket in left:
+            # A bucket some of whose parameters received nothing: those are skipped, and fall behind for good.
+            parts = self._optimizer._split_by_gradients([bucket.unit])
+            for part, grads in parts:
+                if any(grad is not None for grad in grads):
+                    self._step(bucket, part)
+            if len(parts) > 1:
+                at = self._optimizer._units.index(bucket.unit)
+                self._optimizer._units[at : at + 1] = [part for part, _ in parts]
+                self._buckets = []
+        if self._squares:
+            device = self._squares[0].device
+            self._norm = torch.stack([square.to(device) for square in self._squares]).sum().sqrt()
+        if self._optimizer.metrics_enabled and self._metrics:
+            total = self._metrics[0]
+            for measured in self._metrics[1:]:
+                total = total + eb.tree.map(to_device_of, measured, total)
+            self._optimizer._metrics = total
+        for bucket in self._buckets:
+            bucket.stepped = False
+            bucket.arrived.clear()
+            bucket.expected = sum(parameter.requires_grad for parameter in bucket.unit.parameters)
+        self._squares, self._metrics, self._begun = [], [], False
+
+
+def enable_gradient_release(
+    model: nn.Module, optimizer: TorchOptimizer, *, bucket: int = 1 << 22, max_norm: float | None = None
+) -> GradientRelease:
+    """Step ``optimizer`` while ``model`` runs backward, and free each gradient at once.
+
+    Without ``max_norm`` the results are those of the plain run, bit for bit. Gradients that are to be unscaled (``GradScaler``) or
+    clipped by their own norm must all be there before the first is used; both cannot work with this.
+
+    Args:
+        model: Whose parameters the optimizer holds.
+        optimizer: Of a transform that works element by element or tensor by tensor.
+        bucket: Elements that are stepped together; a longer parameter is a bucket of its own.
+        max_norm: Clip by the global norm of the *previous* step's gradients; the first step is not clipped. None: do not clip.
+
+    Returns:
+        A handle: ``accumulate()``, ``norm``, ``remove()``.
+
+    Raises:
+        TypeError: ``optimizer`` is not one of ours.
+        ValueError: A parameter, transform, option or wrapper that this cannot work with; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from everybit_torch import AdamW, enable_gradient_release
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = AdamW(model.parameters())
+        >>> release = enable_gradient_release(model, optimizer)
+        >>> model(torch.ones(4)).sum().backward()
+        >>> model.weight.grad is None
+        True
+        >>> optimizer.step()
+    """
+    if not isinstance(optimizer, TorchOptimizer):
+        raise TypeError(f"optimizer: got a {type(optimizer).__name__}; accepted are everybit_torch's optimizers.")
+    if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1:
+        raise ValueError(f"bucket: got {bucket!r}; accepted is a whole number of elements, at least 1.")
+    if max_norm is not None:
+        require("max_norm", max_norm, 0.0, schedule=False)
+    if optimizer._release is not None:
+        raise ValueError("optimizer: its gradients are released already; call remove() on that handle first.")
+    if optimizer._flat_gradients:
+        raise ValueError("optimizer: got flat_gradients=True, which keeps all gradients allocated; accepted is False.")
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
+        raise ValueError(
+            "model: got DistributedDataParallel, which averages gradients after they would have been used; accepted are models of one"
+            " process."
+        )
+    scopes = {one.scope for group in optimizer._groups for one in group.optimizers.values()}
+    if "tree" in scopes:
+        raise ValueError(
+            "optimizer: its transform looks at all gradients at once (scope 'tree', such as clip_by_global_norm); accepted are transforms"
+            " of scope 'element' or 'tensor'. max_norm clips by the previous step's norm."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = [
+        f"param group {number}, parameter {index}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in own
+    ]
+    if strange:
+        raise ValueError(f"optimizer: {', '.join(strange[:3])} is no parameter of the model; accepted are the model's.")
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise ValueError("model: holds gradients already; call optimizer.zero_grad() first.")
+    release = GradientRelease(model, optimizer, bucket, max_norm)
+    optimizer._release = release
+    return release

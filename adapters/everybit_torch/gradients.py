@@ -1,0 +1,135 @@
+"""Where the gradients of a unit come from: gathered at each step, or accumulated by autograd straight into one buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class GradientSlot:
+    """A parameter's place in a gradient buffer: a tensor that is the parameter's ``.grad`` from one step to the next.
+
+    There is always a gradient, then, and what torch tells by None is told by whether anything was written since it was cleared. Autograd
+    says so by a hook. Other writers are seen by the tensor's version, but a zero that somebody scaled, as clipping the norm of all
+    gradients does, is still no gradient.
+    """
+
+    __slots__ = ("arrived", "handle", "version", "view")
+
+    def __init__(self, parameter: Tensor, buffer: Tensor, start: int) -> None:
+        # Not a view as autograd knows them: those share one version.
+        self.view = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        offset = buffer.storage_offset() + start
+        self.view.set_(
+            buffer.untyped_storage(), offset, parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+        )
+        self.arrived = False
+        self.version = self.view._version
+        self.handle: RemovableHandle | None = None
+        self.watch(parameter)
+
+    def watch(self, parameter: Tensor) -> None:
+        """Be told of the parameter's gradients."""
+        if parameter.requires_grad and parameter.is_leaf:
+            self.handle = parameter.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
+
+    def _arrive(self, parameter: Tensor) -> None:
+        self.arrived = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"view": self.view, "arrived": self.arrived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.view, self.arrived = state["view"], state["arrived"]
+        self.version, self.handle = self.view._version, None
+
+    def holds_gradient(self, parameter: Tensor) -> bool:
+        """Whether there is a gradient to step with. One that lies elsewhere is copied into place, and lies in place from here on.
+
+        Raises:
+            TypeError: A sparse gradient.
+            ValueError: A gradient that does not fit into the buffer's dtype.
+        """
+        grad = parameter.grad
+        if grad is None:
+            return False
+        if grad is not self.view:
+            if grad.layout is not torch.strided:
+                raise TypeError(
+                    f"flat_gradients: got a {grad.layout} gradient for a parameter of shape {tuple(parameter.shape)}; accepted are dense"
+                    " gradients."
+                )
+            if torch.promote_types(grad.dtype, self.view.dtype) is not self.view.dtype:
+                raise ValueError(
+                    f"flat_gradients: got a {grad.dtype} gradient for a parameter of shape {tuple(parameter.shape)}, whose gradients"
+                    f" are kept as {self.view.dtype}; accepted is that, or what it holds exactly."
+                )
+            self.view.copy_(grad)
+            parameter.grad = self.view
+            self.arrived = True
+        elif not self.arrived and self.view._version != self.version:
+            self.arrived = bool(self.view.count_nonzero())
+            self.version = self.view._version
+        return self.arrived
+
+    def clear(self, parameter: Tensor, *, absent: bool) -> None:
+        """After the buffer was zeroed: in place again, and with ``absent`` no gradient until another arrives."""
+        self.arrived = not absent and self.arrived and parameter.grad is not None
+        self.version = self.view._version
+        if parameter.grad is not self.view:
+            parameter.grad = self.view
+
+
+class GradientBuffer:
+    """The gradients of a flat unit's parameters, one after the other, in the order of the parameters.
+
+    Args:
+        parameters: Of one device; gradients they hold already are kept.
+        dtype: In which gradients are accumulated.
+    """
+
+    def __init__(self, parameters: list[Tensor], dtype: torch.dtype) -> None:
+        size = sum(parameter.numel() for parameter in parameters)
+        self.buffer = torch.zeros(size, dtype=dtype, device=parameters[0].device)
+        self.slots: list[GradientSlot] = []
+        start = 0
+        for parameter in parameters:
+            self.slots.append(GradientSlot(parameter, self.buffer, start))
+            start += parameter.numel()
+
+    def part(self, low: int, high: int, start: int, stop: int) -> GradientBuffer:
+        """The buffer of parameters ``low`` to ``high``, which are its elements ``start`` to ``stop``."""
+        part = object.__new__(GradientBuffer)
+        part.buffer, part.slots = self.buffer[start:stop], self.slots[low:high]
+        return part
+
+    def clear(self, parameters: list[Tensor], *, absent: bool) -> None:
+        """Zero all gradients; ``absent`` as in :meth:`GradientSlot.clear`."""
+        self.buffer.zero_()
+        for parameter, slot in zip(parameters, self.slots, strict=True):
+            slot.clear(parameter, absent=absent)
+
+    def watch(self, parameters: list[Tensor]) -> None:
+        """Be told of gradients again, after a copy: hooks are not copied."""
+        for parameter, slot in zip(parameters, self.slots, strict=True):
+            slot.watch(parameter)
+
+    def release(self) -> None:
+        """Let go of the parameters."""
+        for slot in self.slots:
+            if slot.handle is not None:
+                slot.handle.remove()
+
+
+def gather(grads: list[Tensor]) -> Tensor:
+    """One flat tensor of several gradients, in the widest of their dtypes."""
+    dtypes = {grad.dtype for grad in grads}
+    if len(dtypes) > 1:
+        widest = torch.float64 if torch.float64 in dtypes else torch.float32
+        grads = [grad.to(widest) for grad in grads]
+    if len(grads) == 1:
+        return grads[0].reshape(-1)
+    return torch._C._nn.flatten_dense_tensors(grads)

@@ -1,0 +1,199 @@
+"""One step of one unit: the pure step of the core, written over what went in; at once, piece by piece, or compiled."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.metrics import Metrics, measure
+from everybit.optimizer import OptimizerState
+from everybit.policy import AnyPolicy
+from everybit_torch.compiling import can_compile, compile_step
+from everybit_torch.units import Unit, map_state, named_fields
+
+Factory = Callable[..., eb.Transform[Any]]
+
+# Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
+PIECE = 1 << 17
+
+
+class Group:
+    """What a param group needs beside its dict: policies, optimizers with the present hyperparameters, compiled steps."""
+
+    def __init__(self, number: int, factory: Factory, policies: dict[torch.dtype, AnyPolicy], seed: int) -> None:
+        self.number = number
+        self.factory = factory
+        self.policies = policies
+        self.seed = seed
+        self.optimizers: dict[torch.dtype, eb.Optimizer[Any]] = {}
+        # Parameters whose elements are numbered, and those of them that are frozen, with the number of their first element.
+        self.known: list[Tensor] = []
+        self.waiting: list[tuple[Tensor, int]] = []
+        self._arguments: dict[str, Any] = {}
+        self._compiled: list[tuple[object, Callable[..., Metrics | None]]] = []
+        self._tensors: dict[torch.device, dict[str, Tensor]] = {}
+        self._own: dict[torch.device, dict[str, Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compiled": []}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The factory's keyword arguments."""
+        return self._arguments
+
+    def follow(self, arguments: dict[str, Any], optimizers: dict[torch.dtype, eb.Optimizer[Any]]) -> None:
+        """Step with other hyperparameters from here on.
+
+        Raises:
+            ValueError: The state that is there is not what the new hyperparameters need.
+        """
+        if self.optimizers and self.constants != _constants(arguments):
+            for dtype, old in self.optimizers.items():
+                had, needs = (
+                    [name for name, _, _ in named_fields(one.init([torch.empty(1, dtype=dtype, device="meta")]))]
+                    for one in (old, optimizers[dtype])
+                )
+                if had != needs:
+                    changed = [k for k, v in arguments.items() if self._arguments.get(k) is not v]
+                    raise ValueError(
+                        f"param group {self.number}: {', '.join(changed)}: the state is {had}, and the new value would need {needs};"
+                        " make a new optimizer."
+                    )
+        self.optimizers = optimizers
+        self._arguments = arguments
+        for device in list(self._tensors):
+            self._fill(device)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The arguments that are part of the code: all but numbers."""
+        return _constants(self._arguments)
+
+    def step(
+        self, unit: Unit, grads: list[Any], present: list[bool], *, compile: bool, metrics: bool
+    ) -> Metrics | None:
+        """Step a unit in place; ``grads`` in the shapes of its tensors, with None where ``present`` is False."""
+        first = unit.tensors[0]
+        tensors, state = unit.tensors, unit.state
+        if not all(present):
+            # Only where a group is one tree: what has no gradient becomes a hole in parameters, gradients and state alike.
+            tensors = [x if here else None for x, here in zip(tensors, present, strict=True)]  # type: ignore[misc]
+            state = _with_holes(state, present)
+        if compile and can_compile(first.device):
+            run = self._compiled_step(first.dtype, metrics)
+            return run(tensors, grads, state, self._hyperparameters(first.device), unit.first_tensor)
+        optimizer = self.optimizers[first.dtype]
+        if unit.flat and first.numel() > PIECE:
+            return step_in_pieces(optimizer, unit, grads[0], metrics=metrics)
+        return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics)
+
+    def _hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
+        """The numeric hyperparameters as 0-d float64 tensors, so that a new value is new data and not new code."""
+        held = self._tensors.get(device)
+        return self._fill(device) if held is None else held
+
+    def _fill(self, device: torch.device) -> dict[str, Tensor]:
+        # Tensors of our own are filled again, so that they stay the same objects; a user's tensor is passed on and never written to.
+        own = self._own.setdefault(device, {})
+        for name, value in self._arguments.items():
+            if is_number(value):
+                own.setdefault(name, torch.empty((), dtype=torch.float64, device=device)).fill_(value)
+        given = {name: value for name, value in self._arguments.items() if isinstance(value, Tensor)}
+        self._tensors[device] = {
+            name: given[name] if name in given else own[name]
+            for name, value in self._arguments.items()
+            if name in given or is_number(value)
+        }
+        return self._tensors[device]
+
+    def _compiled_step(self, dtype: torch.dtype, metrics: bool) -> Callable[..., Metrics | None]:
+        """The compiled step for parameters of a dtype; hyperparameters are arguments, the rest is constant."""
+        constants = self.constants
+        wanted = (dtype, metrics, constants)
+        for key, known in self._compiled:
+            if key == wanted:
+                return known
+        factory, policy, seed = self.factory, self.policies[dtype], self.seed
+
+        def step(
+            tensors: list[Tensor],
+            grads: list[Tensor],
+            state: OptimizerState[Any],
+            hyperparameters: dict[str, Tensor],
+            first: Tensor,
+        ) -> Metrics | None:
+            optimizer = eb.Optimizer(factory(**hyperparameters, **constants), policy, seed)
+            return step_in_place(optimizer, tensors, grads, state, first, metrics=metrics)
+
+        # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every group has its own.
+        own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+        compiled = compile_step(own)
+        self._compiled.append((wanted, compiled))
+        return compiled
+
+
+def step_in_place(
+    optimizer: eb.Optimizer[Any],
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    state: OptimizerState[Any],
+    first: int | Tensor,
+    *,
+    metrics: bool,
+) -> Metrics | None:
+    """The pure step, and its results written over what went in; compiled, the writes become in-place stores."""
+    ctx = eb.Context(first_element=first)
+    advance = optimizer.advance(tensors, grads, state, ctx)
+    measured = measure(optimizer, advance, ctx) if metrics else None
+    write((tensors, state), (advance.params, advance.state))
+    return measured
+
+
+def step_in_pieces(optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool) -> Metrics | None:
+    """The step of a long buffer without a compiler: piece by piece, so that what is computed on the way stays in the cache.
+
+    The pieces' results are the whole's, bit for bit: that is what the scope ``"element"`` promises.
+    """
+    total: Metrics | None = None
+    counters: list[Tensor] = []
+    for start in range(0, grad.numel(), PIECE):
+        stop = start + PIECE
+        # Counters are copied in, so that every piece counts from the same step; the last one's are kept.
+        state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], torch.clone)  # type: ignore[misc]
+        measured = step_in_place(
+            optimizer, [unit.tensors[0][start:stop]], [grad[start:stop]], state, unit.first + start, metrics=metrics
+        )
+        if measured is not None:
+            total = measured if total is None else total + measured
+        counters = [value for _, value, is_slot in named_fields(state) if not is_slot]
+    for counter, value in zip([v for _, v, is_slot in named_fields(unit.state) if not is_slot], counters, strict=True):
+        counter.copy_(value)
+    return total
+
+
+def write(into: object, values: object) -> None:
+    """Copy the tensors of one tree over those of another."""
+    for old, new in zip(eb.tree.leaves(into), eb.tree.leaves(values), strict=True):
+        old.copy_(new)
+
+
+def is_number(value: object) -> bool:
+    """Whether a hyperparameter is a number, which is data; True and False choose code."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in arguments.items() if not (is_number(v) or isinstance(v, Tensor))}
+
+
+def _with_holes(state: OptimizerState[Any], present: list[bool]) -> OptimizerState[Any]:
+    def hide(slot: Any) -> Any:
+        return [value if here else None for value, here in zip(slot, present, strict=True)]
+
+    return OptimizerState(state.step, hide(state.extra), eb.tree.map_slots(lambda name, slot: hide(slot), state.inner))

@@ -156,7 +156,10 @@ def _pack(graph: fx.Graph, dtype: torch.dtype, users: dict[fx.Node, list[fx.Node
         )
         for x in users
     ]
-    packed = call(torch.ops.everybit.settle.default, call(aten.cat.default, ready))
+    packed = call(aten.cat.default, ready)
+    if len(ready) == 1:
+        # A concatenation is memory that the loop reads; of one alone it would be nothing, and inlined.
+        packed = call(torch.ops.everybit.settle.default, packed)
     for index, (scalar, nodes) in enumerate(users.items()):
         element = call(aten.select.int, packed, 0, index)
         for node in nodes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 
 class GradientSlot:
@@ -17,34 +17,41 @@ class GradientSlot:
     gradients does, is still no gradient.
     """
 
-    __slots__ = ("arrived", "handle", "version", "view")
+    __slots__ = ("__weakref__", "arrived", "version", "view")
 
     def __init__(self, parameter: Tensor, buffer: Tensor, start: int) -> None:
+        self.arrived = False
+        self.lie_in(buffer, start, parameter.shape)
+        self.watch(parameter)
+
+    def lie_in(self, buffer: Tensor, start: int, shape: torch.Size) -> None:
+        """Make a tensor over the buffer's elements from ``start`` on."""
         # Not a view as autograd knows them: those share one version.
         self.view = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
         offset = buffer.storage_offset() + start
-        self.view.set_(
-            buffer.untyped_storage(), offset, parameter.shape, torch.empty(parameter.shape, device="meta").stride()
-        )
-        self.arrived = False
+        self.view.set_(buffer.untyped_storage(), offset, shape, torch.empty(shape, device="meta").stride())
         self.version = self.view._version
-        self.handle: RemovableHandle | None = None
-        self.watch(parameter)
 
     def watch(self, parameter: Tensor) -> None:
         """Be told of the parameter's gradients."""
         if parameter.requires_grad and parameter.is_leaf:
-            self.handle = parameter.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
+            # A parameter outlives its optimizer, whose buffer should not live as long.
+            reference = weakref.ref(self)
 
-    def _arrive(self, parameter: Tensor) -> None:
-        self.arrived = True
+            def arrive(parameter: Tensor) -> None:
+                slot = reference()
+                if slot is not None:
+                    slot.arrived = True
+
+            parameter.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"view": self.view, "arrived": self.arrived}
+        # Not the tensor: a copy of it would be memory of its own.
+        return {"shape": self.view.shape, "arrived": self.arrived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.view, self.arrived = state["view"], state["arrived"]
-        self.version, self.handle = self.view._version, None
+        self.arrived = state["arrived"]
+        self.view = torch.empty(state["shape"], device="meta")
 
     def holds_gradient(self, parameter: Tensor) -> bool:
         """Whether there is a gradient to step with. One that lies elsewhere is copied into place, and lies in place from here on.
@@ -112,16 +119,13 @@ class GradientBuffer:
         for parameter, slot in zip(parameters, self.slots, strict=True):
             slot.clear(parameter, absent=absent)
 
-    def watch(self, parameters: list[Tensor]) -> None:
-        """Be told of gradients again, after a copy: hooks are not copied."""
+    def restore(self, parameters: list[Tensor]) -> None:
+        """After a copy: tensors over this buffer, and hooks, which are not copied."""
+        start = 0
         for parameter, slot in zip(parameters, self.slots, strict=True):
+            slot.lie_in(self.buffer, start, slot.view.shape)
             slot.watch(parameter)
-
-    def release(self) -> None:
-        """Let go of the parameters."""
-        for slot in self.slots:
-            if slot.handle is not None:
-                slot.handle.remove()
+            start += slot.view.numel()
 
 
 def gather(grads: list[Tensor]) -> Tensor:

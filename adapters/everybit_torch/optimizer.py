@@ -563,7 +563,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             for unit in self._units:
                 self._publish(unit)
                 if unit.gradients is not None:
-                    unit.gradients.watch(unit.parameters)
+                    unit.gradients.restore(unit.parameters)
             # torch copies a parameter without its grad_dtype.
             for group, values in zip(self._groups, self.param_groups, strict=True):
                 for tensor, dtype in _main_gradients(group.number, values["params"], group.policies):

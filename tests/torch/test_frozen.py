@@ -1,0 +1,140 @@
+"""Frozen parameters cost nothing; unfrozen, they begin like new ones. Parameters never vanish silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import Awkward, give_gradients, same_bits, train, values
+from torch import nn
+
+import everybit as eb
+from everybit_torch import AdamW
+
+
+def freeze(model: Awkward, *names: str) -> None:
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+
+
+def without_frozen(model: Awkward) -> Any:
+    return lambda step, name: not model.get_parameter(name).requires_grad
+
+
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+def test_a_frozen_parameter_has_no_state_and_stays(layout: Any) -> None:
+    model = Awkward(torch.bfloat16)
+    freeze(model, "matrix", "scalar")
+    before = model.matrix.detach().clone()
+    address = model.matrix.data_ptr()
+    optimizer = AdamW(model.parameters(), policy=eb.policies.LEAN_BF16, layout=layout)
+    train(model, optimizer, 3, without=without_frozen(model))
+    assert model.matrix not in optimizer.state
+    assert torch.equal(model.matrix, before)
+    assert model.matrix.data_ptr() == address
+    assert set(optimizer.state_dict()["state"]) == {1, 3, 4}
+    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    table = optimizer.bytes_table()
+    assert table["momentum"] == 2 * elements
+    assert table["parameter"] == sum(p.nbytes for p in model.parameters())
+    assert "2 frozen" in repr(optimizer)
+
+
+@pytest.mark.parametrize("name", ["LEAN_BF16", "FLOOR_BF16"])
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+def test_unfreezing_begins_like_a_parameter_whose_gradients_begin(name: str, layout: Any) -> None:
+    """Bit for bit: random bits belong to the parameter, whether or not it was frozen before."""
+    results = []
+    for frozen in (True, False):
+        model = Awkward(torch.bfloat16)
+        optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], layout=layout)
+        if frozen:
+            freeze(model, "vector", "matrix")
+        train(model, optimizer, 3, without=lambda step, name: name in ("vector", "matrix"))
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        results.append(train(model, optimizer, 3, start=3))
+    assert same_bits(*results)
+
+
+def test_freezing_and_unfreezing_follows_torch() -> None:
+    model, reference = Awkward(torch.float64), Awkward(torch.float64)
+    mine, theirs = AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    start = 0
+    for names in (("matrix",), ("vector", "matrix"), (), ("other",)):
+        for network, optimizer in ((model, mine), (reference, theirs)):
+            for parameter in network.parameters():
+                parameter.requires_grad_(True)
+            freeze(network, *names)
+            train(network, optimizer, 3, start=start, without=without_frozen(network))
+        start += 3
+    for a, b in zip(values(model), values(reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_with_frozen_parameters_resumes_bit_for_bit() -> None:
+    def make() -> tuple[Awkward, AdamW]:
+        model = Awkward(torch.bfloat16)
+        freeze(model, "vector")
+        return model, AdamW(model.parameters(), lr=1e-2, policy=eb.policies.FLOOR_BF16)
+
+    (model, optimizer), (other, resumed) = make(), make()
+    train(model, optimizer, 3, without=without_frozen(model))
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    for network in (model, other):
+        network.vector.requires_grad_(True)
+    assert same_bits(train(model, optimizer, 3, start=3), train(other, resumed, 3, start=3))
+
+
+def test_state_saved_for_a_parameter_that_is_frozen_now_is_kept() -> None:
+    model = Awkward()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 2)
+    other = Awkward()
+    freeze(other, "matrix")
+    resumed = AdamW(other.parameters())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert torch.equal(resumed.state[other.matrix]["momentum"], optimizer.state[model.matrix]["momentum"])
+
+
+def test_parameters_taken_out_or_replaced_after_the_first_step_are_an_error() -> None:
+    model = Awkward()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 1)
+    params = optimizer.param_groups[0]["params"]
+    replaced = nn.Parameter(params[1].detach().clone())
+    params[1] = replaced
+    give_gradients(model, 1)
+    before = values(model)
+    with pytest.raises(
+        RuntimeError, match=r"param group 0: parameters \[1\] were taken out or replaced since the first step"
+    ):
+        optimizer.step()
+    assert same_bits(before, values(model))
+
+
+def test_parameters_swapped_before_the_first_step_are_the_ones_that_are_stepped() -> None:
+    """As accelerate does on some devices."""
+    model, reference = Awkward(), Awkward()
+    optimizer = AdamW(model.parameters())
+    for index, name in enumerate(["matrix", "vector", "scalar", "empty", "other"]):
+        fresh = nn.Parameter(model.get_parameter(name).detach().clone())
+        setattr(model, name, fresh)
+        optimizer.param_groups[0]["params"][index] = fresh
+    assert same_bits(train(model, optimizer, 3), train(reference, AdamW(reference.parameters()), 3))
+
+
+def test_a_parameter_put_into_a_group_joins_it() -> None:
+    model, reference = Awkward(torch.float64), Awkward(torch.float64)
+    some = [p for name, p in model.named_parameters() if name != "other"]
+    optimizer = AdamW(some)
+    theirs = torch.optim.AdamW(reference.parameters())
+    late = lambda step, name: name == "other"  # noqa: E731
+    train(model, optimizer, 2, without=late)
+    train(reference, theirs, 2, without=late)
+    optimizer.param_groups[0]["params"].append(model.other)
+    got, expected = train(model, optimizer, 3, start=2), train(reference, theirs, 3, start=2)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -48,6 +48,8 @@ class GradientRelease:
         self._buckets: list[_Bucket] = []
         self._of: dict[int, _Bucket] = {}
         self._begun = False
+        # A GradScaler then comes to `finish`, which refuses it, rather than fail for want of gradients.
+        optimizer._step_supports_amp_scaling = True
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._arrive)
             for group in optimizer.param_groups
@@ -57,7 +59,7 @@ class GradientRelease:
 
     @property
     def norm(self) -> Tensor | None:
-        """Norm of all gradients of the last finished step, 0-d float32; None before, and without ``max_norm``."""
+        """Norm of all gradients of the last finished step, 0-d, at least float32; None before, and without ``max_norm``."""
         return self._norm
 
     @contextmanager
@@ -75,6 +77,7 @@ class GradientRelease:
             hook.remove()
         self._hooks.clear()
         self._optimizer._release = None
+        del self._optimizer._step_supports_amp_scaling
 
     # -- during the backward pass ---------------------------------------------------------------------------------------------
 
@@ -128,7 +131,10 @@ class GradientRelease:
         grads = unit.collect()
         present = [grad for grad in grads if grad is not None]
         if self._max_norm is not None:
-            self._squares += [torch.linalg.vector_norm(grad, dtype=torch.float32).square() for grad in present]
+            self._squares += [
+                torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).square()
+                for grad in present
+            ]
             if self._norm is not None:
                 for grad in present:
                     grad.mul_((self._max_norm / (self._norm.to(grad.device) + 1e-6)).clamp(max=1.0).to(grad.dtype))
@@ -142,6 +148,12 @@ class GradientRelease:
 
     def finish(self) -> None:
         """End the step: what is left is stepped, and what this step measured is there for the next."""
+        if hasattr(self._optimizer, "found_inf"):
+            raise RuntimeError(
+                "gradient release: got a GradScaler, whose scale has to be divided out before gradients are used, and they were used"
+                " during the backward pass; the weights have been stepped with them. Accepted is training without one: bfloat16 needs"
+                " none."
+            )
         if self._accumulating:
             raise RuntimeError(
                 "gradient release: optimizer.step() was called within accumulate(); call it after the last backward pass."
@@ -160,8 +172,10 @@ class GradientRelease:
                 self._optimizer._units[at : at + 1] = [part for part, _ in parts]
                 self._buckets = []
         if self._squares:
-            device = self._squares[0].device
-            self._norm = torch.stack([square.to(device) for square in self._squares]).sum().sqrt()
+            total_square = self._squares[0]
+            for square in self._squares[1:]:
+                total_square = total_square + square.to(total_square.device)
+            self._norm = total_square.sqrt()
         if self._optimizer.metrics_enabled and self._metrics:
             total = self._metrics[0]
             for measured in self._metrics[1:]:

@@ -70,6 +70,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     """
 
     torch_names: ClassVar[TorchNames | None] = None
+    _step_supports_amp_scaling: bool  # torch's: whether a GradScaler leaves everything to `step`
 
     def __init__(
         self,

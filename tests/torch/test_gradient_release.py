@@ -1,0 +1,303 @@
+"""Stepping during the backward pass gives the bits of stepping after it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_models import same_bits, values
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit_torch import AdamW, Lion, TorchOptimizer, enable_gradient_release
+
+NAMES = ["FP32", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"]
+
+
+class Network(nn.Module):
+    """Three layers, one of which may be left out of a pass, and a tied weight."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+        self.last.weight = nn.Parameter(self.first.weight.detach().t().contiguous())
+        self.to(dtype)
+
+    def forward(self, x: Tensor, without_middle: bool = False) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if not without_middle:
+            hidden = torch.tanh(self.middle(hidden)) * self.scale
+        # `last` is used twice: its gradient is ready only when both have been added.
+        out: Tensor = self.last(torch.tanh(self.first(self.last(hidden))))
+        return out
+
+
+def loss_of(model: Network, step: int, part: int = 0, *, without_middle: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + part)
+    dtype = model.first.weight.dtype
+    x, target = torch.randn(2, 4, 6, generator=generator).to(dtype)
+    out: Tensor = model(x, without_middle)
+    return (out.float() - target.float()).square().mean()
+
+
+def make(name: str, **arguments: Any) -> tuple[Network, AdamW]:
+    model = Network(torch.float32 if name == "FP32" else torch.bfloat16)
+    policy = eb.policies.PRESETS[name]
+    return model, AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), policy=policy, **arguments)
+
+
+def everything(model: nn.Module, optimizer: TorchOptimizer) -> list[Tensor]:
+    return [*values(model), *(x.clone() for p in model.parameters() for x in optimizer.state[p].values())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arguments", [{"layout": "flat"}, {"layout": "tree"}])
+@pytest.mark.parametrize("bucket", [1, 60, 1 << 22])
+def test_the_bits_are_the_plain_runs(name: str, arguments: dict[str, Any], bucket: int) -> None:
+    results = []
+    for released in (False, True):
+        model, optimizer = make(name, **arguments)
+        if released:
+            enable_gradient_release(model, optimizer, bucket=bucket)
+        for step in range(5):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            assert all((p.grad is None) == released for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)
+
+
+def test_and_compiled() -> None:
+    torch._dynamo.reset()
+    results = []
+    for released in (False, True):
+        model, optimizer = make("KAHAN_BF16", compile=released)
+        if released:
+            enable_gradient_release(model, optimizer, bucket=60)
+        for step in range(3):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+def test_accumulation_steps_with_the_last_pass(layout: Any) -> None:
+    results = []
+    for released in (False, True):
+        model, optimizer = make("LEAN_BF16", layout=layout)
+        release = enable_gradient_release(model, optimizer, bucket=60) if released else None
+        for step in range(4):
+            if release is None:
+                for part in range(3):
+                    loss_of(model, step, part).backward()  # type: ignore[no-untyped-call]
+            else:
+                with release.accumulate():
+                    for part in range(2):
+                        loss_of(model, step, part).backward()  # type: ignore[no-untyped-call]
+                    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called within accumulate\(\)"):
+                        optimizer.step()
+                loss_of(model, step, 2).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+@pytest.mark.parametrize("bucket", [1, 1 << 22])
+def test_parameters_that_receive_nothing_are_skipped(layout: Any, bucket: int) -> None:
+    results = []
+    for released in (False, True):
+        model, optimizer = make("FLOOR_BF16", layout=layout)
+        if released:
+            enable_gradient_release(model, optimizer, bucket=bucket)
+        for step in range(6):
+            loss_of(model, step, without_middle=step in (1, 4)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+def test_clipping_by_the_previous_steps_norm(layout: Any) -> None:
+    """Against torch: the same clipping done by hand on a float64 run of torch.optim.AdamW."""
+    max_norm = 0.05
+    model, reference = Network(torch.float64), Network(torch.float64)
+    optimizer = AdamW(model.parameters(), lr=1e-2, layout=layout)
+    release = enable_gradient_release(model, optimizer, bucket=20, max_norm=max_norm)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    assert release.norm is None
+    previous: Tensor | None = None
+    norms: list[float] = []
+    for step in range(6):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        loss_of(reference, step).backward()  # type: ignore[no-untyped-call]
+        grads = [p.grad for p in reference.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if previous is not None:
+            nn.utils.clip_grads_with_norm_(reference.parameters(), max_norm, previous)
+        theirs.step()
+        theirs.zero_grad()
+        assert release.norm is not None
+        # Both in float64, in another order of addition.
+        torch.testing.assert_close(release.norm, norm, rtol=1e-12, atol=0)
+        previous = norm
+        norms.append(float(norm))
+        for a, b in zip(values(model), values(reference), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert max(norms) > max_norm
+
+
+def test_a_schedule_and_a_metric_go_on_as_they_did() -> None:
+    results, shares = [], []
+    for released in (False, True):
+        model, optimizer = make("PURE_BF16", metrics=True)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        if released:
+            enable_gradient_release(model, optimizer, bucket=30)
+        for step in range(4):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        results.append(everything(model, optimizer))
+        shares.append(optimizer.metrics().lost_share)
+    assert same_bits(*results)
+    # Counts are exact; only their order of addition differs.
+    assert shares[0] == shares[1]
+    assert shares[0] > 0
+
+
+def test_gradients_never_exist_all_at_once() -> None:
+    """Seen at each parameter's arrival: the others' gradients are gone, up to a bucket."""
+    model, optimizer = make("FP32")
+    enable_gradient_release(model, optimizer, bucket=1)
+    present: list[int] = []
+
+    def count(parameter: Tensor) -> None:
+        present.append(sum(p.grad is not None for p in model.parameters()))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    assert len(present) == 6
+    # Ours ran first and freed what it stepped.
+    assert max(present) <= 1
+
+
+def test_a_checkpoint_and_frozen_parameters() -> None:
+    results = []
+    for released in (False, True):
+        model, optimizer = make("LEAN_BF16")
+        model.middle.weight.requires_grad_(False)
+        if released:
+            enable_gradient_release(model, optimizer, bucket=50)
+        for step in range(3):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        other, resumed = make("LEAN_BF16")
+        other.middle.weight.requires_grad_(False)
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        if released:
+            enable_gradient_release(other, resumed, bucket=25)
+        for step in range(3, 6):
+            loss_of(other, step).backward()  # type: ignore[no-untyped-call]
+            resumed.step()
+            resumed.zero_grad()
+        results.append(everything(other, resumed))
+    assert same_bits(*results)
+
+
+def test_after_remove_it_is_the_plain_optimizer_again() -> None:
+    results = []
+    for released in (False, True):
+        model, optimizer = make("KAHAN_BF16")
+        release = enable_gradient_release(model, optimizer, bucket=40) if released else None
+        for step in range(4):
+            if release is not None and step == 2:
+                release.remove()
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            assert (model.scale.grad is None) == (released and step < 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model, optimizer = make("FP32")
+    with pytest.raises(TypeError, match=r"optimizer: got a AdamW; accepted are everybit_torch's optimizers"):
+        enable_gradient_release(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"bucket: got 0; accepted is a whole number of elements, at least 1"):
+        enable_gradient_release(model, optimizer, bucket=0)
+    with pytest.raises(ValueError, match=r"max_norm: got nan"):
+        enable_gradient_release(model, optimizer, max_norm=float("nan"))
+    with pytest.raises(ValueError, match=r"flat_gradients=True, which keeps all gradients"):
+        enable_gradient_release(model, AdamW(model.parameters(), flat_gradients=True))
+    with pytest.raises(ValueError, match=r"param group 0, parameter 0.* is no parameter of the model"):
+        enable_gradient_release(nn.Linear(2, 2), optimizer)
+
+    def clipped(learning_rate: float) -> eb.Transform[Any]:
+        return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
+
+    with pytest.raises(ValueError, match=r"looks at all gradients at once .* max_norm clips by the previous"):
+        enable_gradient_release(model, TorchOptimizer(model.parameters(), clipped, lr=0.1))
+    enable_gradient_release(model, optimizer)
+    with pytest.raises(ValueError, match=r"its gradients are released already; call remove\(\)"):
+        enable_gradient_release(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"an optimizer that steps by hooks cannot be copied"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(closure\) would run the backward pass again"):
+        optimizer.step(lambda: 0.0)
+    held, other = make("FP32")
+    loss_of(held, 0).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match=r"model: holds gradients already; call optimizer.zero_grad\(\) first"):
+        enable_gradient_release(held, other)
+
+
+def test_a_second_backward_pass_without_a_step_is_an_error_and_changes_nothing_more() -> None:
+    model, optimizer = make("FP32")
+    enable_gradient_release(model, optimizer)
+    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    after = values(model)
+    with pytest.raises(RuntimeError, match=r"a second backward pass reached parameters that were stepped already"):
+        loss_of(model, 1).backward()  # type: ignore[no-untyped-call]
+    assert same_bits(after, values(model))
+
+
+def test_grad_scaler_is_refused_by_name() -> None:
+    model, optimizer = make("FP32")
+    enable_gradient_release(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match=r"gradient release: got a GradScaler"):
+        scaler.step(optimizer)
+
+
+def test_an_optimizer_of_another_algorithm() -> None:
+    results = []
+    for released in (False, True):
+        model = Network()
+        optimizer = Lion(model.parameters(), lr=1e-3, weight_decay=0.1)
+        if released:
+            enable_gradient_release(model, optimizer)
+        for step in range(3):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)

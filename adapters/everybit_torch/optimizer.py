@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import is_
@@ -102,6 +103,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._groups: list[Group] = []
         self._units: list[Unit] = []
         self._counted: dict[torch.dtype, int] = {}
+        self._had_gradients = False
         self._release: Release | None = None  # set by enable_gradient_release
         self._metrics: Metrics | None = None
         self.metrics_enabled = metrics
@@ -338,6 +340,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._prepare()
         work = self._split_by_gradients(self._units)
         self._units = [unit for unit, _ in work]
+        self._require_some_gradient(work)
         total: Metrics | None = None
         for unit, grads in work:
             measured = self._step_unit(unit, grads)
@@ -374,6 +377,18 @@ class TorchOptimizer(torch.optim.Optimizer):
                 work.append((part, grads[start : start + len(part.members)]))
                 start += len(part.members)
         return work
+
+    def _require_some_gradient(self, work: list[tuple[Unit, list[Tensor | None]]]) -> None:
+        """Warn where gradients stop: the model then trains on with parameters that are not the optimizer's."""
+        if any(grad is not None for _, grads in work for grad in grads):
+            self._had_gradients = True
+        elif self._had_gradients:
+            self._had_gradients = False
+            warnings.warn(
+                f"{type(self).__name__}.step(): no parameter has a gradient any more, and nothing was stepped. Parameters that a model was"
+                " given since (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's.",
+                stacklevel=5,  # past torch's wrappers, at the line that called step
+            )
 
     def _refuse_sparse(self) -> None:
         for number, group in enumerate(self.param_groups):

@@ -229,3 +229,38 @@ def test_without_a_compiler_the_step_is_the_same_bits_and_says_so_once(tmp_path:
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "C++ compiler" in done.stdout
+
+
+def test_a_model_that_was_given_other_parameters_is_noticed() -> None:
+    """In torch nothing says that the optimizer steps what the model no longer has."""
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    optimizer.step()  # before any gradient, as schedulers want it: nothing to say
+    for assign in (False, True):
+        model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=assign)
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        if assign:
+            with pytest.warns(UserWarning, match=r"no parameter has a gradient any more.*assign=True") as caught:
+                optimizer.step()
+            assert caught[0].filename == __file__
+            optimizer.step()  # once is enough
+        else:
+            optimizer.step()
+
+
+def test_parameters_swapped_in_place_by_the_module_are_refused() -> None:
+    """``torch.__future__.set_swap_module_params_on_conversion`` gives the same objects other contents."""
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    model(torch.ones(2, dtype=torch.float64)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"is torch.float64 on cpu now, but was torch.float32 on cpu"):
+        optimizer.step()

@@ -44,7 +44,8 @@ def loss_of(model: Network, step: int, part: int = 0, *, without_middle: bool = 
     dtype = model.first.weight.dtype
     x, target = torch.randn(2, 4, 6, generator=generator).to(dtype)
     out: Tensor = model(x, without_middle)
-    return (out.float() - target.float()).square().mean()
+    loss: Tensor = (out.float() - target.float()).square().mean()
+    return loss
 
 
 def make(name: str, **arguments: Any) -> tuple[Network, AdamW]:

@@ -7,10 +7,12 @@
 """
 
 from everybit_torch.any_precision import AnyPrecisionAdamW
+from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.state_dicts import RoundingLoss
+from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 __all__ = [
     "SGD",
@@ -23,4 +25,10 @@ __all__ = [
     "RoundingLoss",
     "TorchOptimizer",
     "enable_gradient_release",
+    "export_weights",
+    "import_weights",
+    "load_checkpoint",
+    "load_safetensors",
+    "save_checkpoint",
+    "save_safetensors",
 ]

@@ -180,7 +180,7 @@ def encode(
         stored = after.named_state(member) | {WEIGHTS: _weights(member, now)}
         for name, value in given[id(member.parameter)].items():
             if value.is_floating_point():
-                loss = _loss(value.to(stored[name].device), stored[name])
+                loss = rounding_loss(value.to(stored[name].device), stored[name])
                 losses[name] = losses[name] + loss if name in losses else loss
     return losses
 
@@ -195,7 +195,8 @@ def _weights(member: Member, weights: list[Tensor]) -> Tensor:
     return value[member.start : member.stop].view(member.parameter.shape) if value.ndim == 1 else value
 
 
-def _loss(value: Tensor, stored: Tensor) -> RoundingLoss:
+def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
+    """What became of ``value``."""
     difference = stored.double() - value.double()
     # Infinities and NaN that were carried over are no loss.
     difference = torch.where((stored == value) | (stored.isnan() & value.isnan()), 0.0, difference)

@@ -1,0 +1,206 @@
+"""A model's weights in full precision, by name: out of an optimizer and into one, and to and from safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everybit_torch.checkpoint_file import replace_file
+from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.state_dicts import RoundingLoss, rounding_loss
+
+TIED = "everybit.tied"
+"""Under which a safetensors file's metadata says which names stand for one tensor."""
+
+
+def export_weights(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Tensor]:
+    """The model's ``state_dict`` with all the precision that weights and optimizer hold together.
+
+    Returns:
+        By the names of ``model.state_dict()``: float32 (float64 for float64 models) for parameters of the optimizer, copies; all others
+        and buffers as they are. Tied names share one tensor.
+
+    Raises:
+        ValueError: The optimizer has parameters that are not the model's.
+    """
+    full = _by_id(optimizer, optimizer.export_fp32())
+    named = _state(model, full)
+    return {name: full.get(id(tensor), tensor.detach()) for name, tensor in named.items()}
+
+
+def import_weights(
+    model: nn.Module, optimizer: TorchOptimizer, weights: Mapping[str, Tensor]
+) -> dict[str, RoundingLoss]:
+    """Store full-precision weights: the model's tensors are rounded, residuals in the optimizer hold the rest.
+
+    Moments and counts stay. A name that is missing is filled where the model ties it to one that is there.
+
+    Args:
+        model: Whose parameters the optimizer holds.
+        optimizer: Of that model.
+        weights: As :func:`export_weights` gives them, or any ``state_dict`` of the model in another precision.
+
+    Returns:
+        By name, for the parameters of the optimizer: what rounding to the policy's format lost.
+
+    Raises:
+        ValueError: Names, shapes or dtypes that do not fit; the message lists them, and nothing is changed.
+    """
+    # Laid out first: by `export_fp32`, parameters may become views.
+    full = _by_id(optimizer, optimizer.export_fp32())
+    named = _state(model, full)
+    given = dict(weights)
+    for name, tensor in named.items():
+        if name not in given:
+            tied = next((other for other, x in named.items() if x is tensor and other in given), None)
+            if tied is not None:
+                given[name] = given[tied]
+    if problems := [*_problems(named, given, full)]:
+        shown = "\n  ".join(problems[:10]) + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
+        raise ValueError(f"weights: do not fit the model, and nothing was changed:\n  {shown}")
+    by_id = {id(tensor): given[name] for name, tensor in named.items()}
+    with torch.no_grad():
+        for name, tensor in named.items():
+            if id(tensor) not in full:
+                tensor.copy_(given[name])
+        optimizer.import_fp32([[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups])
+        after = _by_id(optimizer, optimizer.export_fp32())
+    return {
+        name: rounding_loss(given[name].to(tensor.device), after[id(tensor)])
+        for name, tensor in named.items()
+        if id(tensor) in after
+    }
+
+
+def save_safetensors(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: TorchOptimizer,
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write :func:`export_weights` to a safetensors file, atomically; tied names are stored once.
+
+    Args:
+        path: The file; its directory has to exist.
+        model: Whose parameters the optimizer holds.
+        optimizer: Of that model.
+        metadata: Strings to keep in the file's header.
+
+    Raises:
+        ModuleNotFoundError: safetensors is not installed.
+        TypeError: The model's ``state_dict`` holds something that is no tensor.
+        OSError: The file cannot be written; the previous one is as it was.
+    """
+    safetensors = _safetensors()
+    weights = export_weights(model, optimizer)
+    stored: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in weights.items():
+        if id(tensor) in names:
+            tied[name] = names[id(tensor)]
+        else:
+            names[id(tensor)] = name
+            # Nothing shares memory in the file.
+            stored[name] = tensor.clone(memory_format=torch.contiguous_format)
+    header = {"format": "pt"} | dict(metadata or {}) | ({TIED: json.dumps(tied)} if tied else {})
+    replace_file(path, lambda partial: safetensors.save_file(stored, str(partial), metadata=header))
+
+
+def load_safetensors(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: TorchOptimizer
+) -> dict[str, RoundingLoss]:
+    """Store the weights of a safetensors file, as :func:`import_weights`.
+
+    Raises:
+        ModuleNotFoundError: safetensors is not installed.
+        FileNotFoundError: There is no such file.
+        ValueError: It is no safetensors file, or does not fit the model; nothing is changed.
+    """
+    safetensors = _safetensors()
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{os.fspath(path)}: does not exist; accepted is a safetensors file.")
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            header = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    except Exception as error:
+        raise ValueError(f"{os.fspath(path)}: is no safetensors file ({error}).") from error
+    for name, stored in json.loads(header.get(TIED, "{}")).items():
+        weights[name] = weights[stored]
+    return import_weights(model, optimizer, weights)
+
+
+def _by_id(optimizer: TorchOptimizer, groups: list[list[Tensor]]) -> dict[int, Tensor]:
+    """Tensors in the order of the optimizer's parameters, by id of the parameter."""
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {id(p): tensor for p, tensor in zip(parameters, chain.from_iterable(groups), strict=True)}
+
+
+def _state(model: nn.Module, full: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """The model's own tensors by name.
+
+    Raises:
+        TypeError: There is something among them that is no tensor.
+        ValueError: Some of the optimizer's parameters are not among them.
+    """
+    named: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"model: {name!r} in its state_dict is a {type(value).__name__}; accepted are tensors.")
+    if strange := len(full.keys() - {id(tensor) for tensor in named.values()}):
+        raise ValueError(
+            f"optimizer: {strange} of its parameters are not in the model's state_dict; accepted is the model's own optimizer."
+        )
+    return named
+
+
+def _problems(named: Mapping[str, Tensor], given: Mapping[str, Tensor], full: Mapping[int, Tensor]) -> Iterator[str]:
+    for name in sorted(named.keys() - given.keys()):
+        yield f"{name!r} is missing"
+    for name in sorted(given.keys() - named.keys()):
+        yield f"{name!r} is not in the model"
+    seen: dict[int, str] = {}
+    for name, tensor in named.items():
+        if name not in given:
+            continue
+        value = given[name]
+        first = seen.setdefault(id(tensor), name)
+        if not isinstance(value, Tensor) or value.shape != tensor.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            yield f"{name!r}: got {got}; accepted is the shape {tuple(tensor.shape)}"
+        elif id(tensor) in full and not _holds(full[id(tensor)].dtype, value.dtype):
+            yield f"{name!r}: got {value.dtype}; accepted is {full[id(tensor)].dtype}, or what it holds exactly"
+        elif id(tensor) not in full and value.dtype is not tensor.dtype:
+            yield f"{name!r}: got {value.dtype}; accepted is {tensor.dtype}"
+        elif given[first] is not value and not torch.equal(given[first], value):
+            yield f"{name!r} is tied to {first!r} in the model, and their values differ"
+
+
+def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and torch.promote_types(wide, dtype) is wide
+
+
+class _Safetensors:
+    """What is used of an optional dependency."""
+
+    def __init__(self) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import save_file
+
+        self.safe_open, self.save_file = safe_open, save_file
+
+
+def _safetensors() -> _Safetensors:
+    try:
+        return _Safetensors()
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("safetensors: is not installed; pip install 'everybit[safetensors]'.") from error

@@ -7,6 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+
+def piece(buffer: Tensor, start: int, stop: int, shape: torch.Size) -> Tensor:
+    """A tensor over a buffer's elements from ``start`` to ``stop``, which is no view of it to anyone but the memory.
+
+    It has a storage and a version of its own, so that whoever saves, copies or counts one parameter does not meet all of them; safetensors
+    refuses tensors that are parts of a larger storage. The memory lives as long as one of its tensors (DLPack keeps the buffer).
+    """
+    part = buffer[start:stop]
+    if buffer.device.type in ("cpu", "cuda", "xpu"):
+        part = from_dlpack(part)
+    return part.view(shape)
 
 
 class GradientSlot:
@@ -26,10 +39,7 @@ class GradientSlot:
 
     def lie_in(self, buffer: Tensor, start: int, shape: torch.Size) -> None:
         """Make a tensor over the buffer's elements from ``start`` on."""
-        # Not a view as autograd knows them: those share one version.
-        self.view = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-        offset = buffer.storage_offset() + start
-        self.view.set_(buffer.untyped_storage(), offset, shape, torch.empty(shape, device="meta").stride())
+        self.view = piece(buffer, start, start + shape.numel(), shape)
         self.version = self.view._version
 
     def watch(self, parameter: Tensor) -> None:

@@ -18,10 +18,10 @@ from everybit.optimizer import state_bytes, with_policy
 from everybit.policies import native
 from everybit.policy import AnyPolicy, resolve_tree
 from everybit_torch import state_dicts
-from everybit_torch.gradients import GradientBuffer, gather
+from everybit_torch.gradients import GradientBuffer, gather, piece
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
 from everybit_torch.stepping import Factory, Group, write
-from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state
+from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state, is_shared
 
 Layout = Literal["auto", "flat", "tree"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -293,9 +293,14 @@ class TorchOptimizer(torch.optim.Optimizer):
                         f" {parameter.device} now, but was {tensor.dtype} on {tensor.device} with {size} elements when"
                         " the optimizer first stepped. Move the model first; a state_dict carries the state to a new optimizer."
                     )
+                if unit.flat and is_shared(parameter):
+                    raise RuntimeError(
+                        f"param group {unit.group}: a parameter of shape {tuple(parameter.shape)} was moved to shared memory since the"
+                        " optimizer first stepped. Call model.share_memory() before that, or send a state_dict instead of the model."
+                    )
                 if unit.flat:
                     # Somebody gave the parameter other memory: its values count, and it returns to its place in the buffer.
-                    place = tensor[member.start : member.stop].view(parameter.shape)
+                    place = piece(tensor, member.start, member.stop, parameter.shape)
                     place.copy_(parameter.detach())
                     parameter.data = place
                 else:

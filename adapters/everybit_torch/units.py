@@ -18,7 +18,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.optimizer import OptimizerState
-from everybit_torch.gradients import GradientBuffer
+from everybit_torch.gradients import GradientBuffer, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -104,7 +104,7 @@ class Unit:
 
         def shaped(x: Tensor) -> Tensor:
             flat_views = x.ndim == 1 and self.tensors[member.position].ndim == 1
-            return x[member.start : member.stop].view(member.parameter.shape) if flat_views else x
+            return piece(x, member.start, member.stop, member.parameter.shape) if flat_views else x
 
         for name, value, is_slot in named_fields(self.state):
             if is_slot:
@@ -176,21 +176,27 @@ def init_state(optimizer: eb.Optimizer[Any], tensors: list[Tensor], first: int) 
 
 
 def flatten(parameters: list[Tensor]) -> Tensor:
-    """One buffer with the parameters' values, of which they become views."""
+    """One buffer with the parameters' values, of which they become pieces."""
     buffer = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     start = 0
     for parameter in parameters:
         stop = start + parameter.numel()
-        parameter.data = buffer[start:stop].view(parameter.shape)
+        parameter.data = piece(buffer, start, stop, parameter.shape)
         start = stop
     return buffer
 
 
 def can_be_flat(parameter: Tensor) -> bool:
-    """Whether a parameter may become a view of a buffer: a plain, dense tensor in the usual order."""
+    """Whether a parameter may become a piece of a buffer: a plain, dense tensor in the usual order, which no other process sees."""
     return (
         type(parameter.data) is Tensor
+        and not is_shared(parameter)
         and parameter.layout is torch.strided
         and parameter.is_contiguous()
         and parameter.device.type != "meta"
     )
+
+
+def is_shared(parameter: Tensor) -> bool:
+    """Whether other processes see a parameter's memory; torch says so of every tensor on an accelerator."""
+    return parameter.device.type == "cpu" and bool(parameter.is_shared())  # type: ignore[no-untyped-call]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_model
 from small_models import Awkward, give_gradients, same_bits, train, values
 
 import everybit as eb
@@ -17,6 +21,11 @@ LOW = ["MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLO
 
 def skip(step: int, name: str) -> bool:
     return name == "vector" and step in (2, 3)
+
+
+def lie_in_a_row(model: torch.nn.Module) -> bool:
+    parameters = [p for p in model.parameters() if p.numel()]
+    return all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(parameters))
 
 
 @pytest.mark.parametrize("name", LOW)
@@ -45,12 +54,12 @@ def test_compiled_is_eager_bit_for_bit(name: str) -> None:
     assert same_bits(*results)
 
 
-def test_parameters_become_views_of_one_buffer_and_trees_stay_where_they_are() -> None:
+def test_parameters_become_pieces_of_one_buffer_and_trees_stay_where_they_are() -> None:
     flat, tree = Awkward(), Awkward()
     pointers = [p.data_ptr() for p in tree.parameters()]
     train(flat, AdamW(flat.parameters(), layout="flat"), 1)
     train(tree, AdamW(tree.parameters(), layout="tree"), 1)
-    assert len({p.untyped_storage().data_ptr() for p in flat.parameters()}) == 1
+    assert lie_in_a_row(flat)
     assert [p.data_ptr() for p in tree.parameters()] == pointers
 
 
@@ -82,7 +91,7 @@ def test_other_memory_given_to_a_parameter_counts_and_joins_the_buffer_again() -
     got, expected = train(model, mine, 2, start=2), train(reference, theirs, 2, start=2)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
+    assert lie_in_a_row(model)
 
 
 def test_a_model_moved_to_another_dtype_after_a_step_is_refused_by_name() -> None:
@@ -178,3 +187,32 @@ def test_a_gradient_that_is_there_already_in_the_models_dtype_is_refused_by_name
         ValueError, match=r"Grads.main: got torch.float32, but .* holds a torch.bfloat16 gradient already; clear it"
     ):
         AdamW(model.parameters(), policy=policy)
+
+
+def test_a_piece_is_saved_and_copied_alone(tmp_path: Path) -> None:
+    """A view of the buffer would carry all of it along, and safetensors would refuse it."""
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(2, 2))
+    optimizer = AdamW(model.parameters(), layout="flat")
+    train(model, optimizer, 1)
+    small = model.get_parameter("1.weight")
+    for tensor in (small, optimizer.state[small]["momentum"]):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        torch.save(tensor, tmp_path / "small.pt")
+        assert (tmp_path / "small.pt").stat().st_size < 4000
+    save_model(model, str(tmp_path / "model.safetensors"))
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[name], p) for name, p in model.named_parameters())
+
+
+def test_memory_lives_as_long_as_a_piece_of_it() -> None:
+    model, expected = Awkward(), Awkward()
+    optimizer = AdamW(model.parameters(), layout="flat", lr=0.0, weight_decay=0.0)
+    train(model, optimizer, 1)
+    held = [model.matrix.detach(), optimizer.state[model.other]["variance"]]
+    del optimizer
+    gc.collect()
+    noise = [torch.randn(100) for _ in range(100)]  # would land in memory that was freed too early
+    assert same_bits(values(model), values(expected))
+    assert torch.equal(held[0], expected.matrix)
+    assert bool((held[1] >= 0).all())
+    assert len(noise) == 100

@@ -1,0 +1,99 @@
+"""DistributedDataParallel over gloo with two processes: both step alike, and as one process with the whole batch does."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import everybit as eb
+from everybit_torch import AdamW
+
+# One rank: its half of every batch. Everything is done under the same seed, so that the processes differ by their data alone.
+RANK = textwrap.dedent(
+    """
+    import os, sys, torch, everybit as eb
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from everybit_torch import AdamW
+    name, bucket_view, flat, compile, out = sys.argv[1], *(bool(int(x)) for x in sys.argv[2:5]), sys.argv[5]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    dtype = torch.float32 if name == "FP32" else torch.bfloat16
+    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    model = DistributedDataParallel(network, gradient_as_bucket_view=bucket_view)
+    optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], flat_gradients=flat, compile=compile)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(5):
+        x = torch.randn(8, 6, generator=generator)[4 * rank : 4 * rank + 4].to(dtype)
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    torch.save({"weights": [p.detach().clone() for p in network.parameters()],
+                "state": [x for p in network.parameters() for x in optimizer.state[p].values()]}, f"{out}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(tmp_path: Path, *arguments: object) -> list[dict[str, list[torch.Tensor]]]:
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-W", "ignore", "-c", RANK, *map(str, arguments), str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True) for r in (0, 1)
+    ]
+    ends = [rank.communicate(timeout=240) for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(error[-1500:] for _, error in ends)
+    return [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket_view", "flat", "compile"),
+    [
+        ("FP32", 0, 0, 0), ("FP32", 1, 0, 0), ("FP32", 0, 1, 0), ("FP32", 1, 1, 0), ("FP32", 0, 0, 1),
+        ("KAHAN_BF16", 0, 0, 0), ("LEAN_BF16", 1, 0, 0), ("FLOOR_BF16", 0, 1, 0),
+    ],
+)  # fmt: skip
+def test_ranks_agree_bit_for_bit_and_with_one_process(
+    tmp_path: Path, name: str, bucket_view: int, flat: int, compile: int
+) -> None:
+    first, second = run(tmp_path, name, bucket_view, flat, compile)
+    for key in ("weights", "state"):
+        assert all(torch.equal(a, b) for a, b in zip(first[key], second[key], strict=True))
+    torch.manual_seed(0)
+    dtype = torch.float32 if name == "FP32" else torch.bfloat16
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name])
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        x = torch.randn(8, 6, generator=generator).to(dtype)
+        optimizer.zero_grad()
+        # The mean of the halves' means, each with its own backward pass in the model's dtype, as the ranks have.
+        halves = []
+        for half in x.chunk(2):
+            model.zero_grad()
+            model(half).float().square().mean().backward()
+            halves.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for parameter, a, b in zip(model.parameters(), *halves, strict=True):
+            # What DDP does: divided on each rank in the gradient's dtype, then added. Halves are exact.
+            parameter.grad = a / 2 + b / 2
+        optimizer.step()
+    # Two addends: no order of addition to differ in. So these are equal bits, stochastic rounding included.
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], model.parameters(), strict=True))

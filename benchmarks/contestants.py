@@ -1,0 +1,153 @@
+"""AdamW by everyone: ours under each policy, and the peers', at their documented settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+Params = list[nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One way to run AdamW.
+
+    Attributes:
+        name: In tables.
+        dtype: Of the weights and gradients.
+        make: The optimizer of some parameters.
+        error: How far five updates may be from float64's, relative, before a step counts as wrong: the rounding of its formats.
+            A step without the decay is off by 2e-3. Moments in bfloat16 are wrong by 2**-9 to 2**-8 each, weights in bfloat16 by half a unit in the last place of each step's
+            result, blocks of 8 bits by 1/127 of their largest element and of 4 bits by 1/15.
+        tensors: It is not run on models of more, because it compiles each tensor.
+        seed: Whether what it rounds at random follows ``torch.manual_seed``.
+    """
+
+    name: str
+    dtype: torch.dtype
+    make: Callable[[Params], Any]
+    error: float
+    tensors: int = 1_000_000
+
+
+FLOAT32, BFLOAT16_STATE, BFLOAT16_WEIGHTS, BITS_8, BITS_4 = 5e-4, 2e-2, 1e-1, 1e-1, 5e-1
+
+
+def _torch(**arguments: Any) -> Callable[[Params], Any]:
+    return lambda params: torch.optim.AdamW(params, **HYPERPARAMETERS, **arguments)
+
+
+def _torch_compiled(params: Params) -> Any:
+    optimizer = torch.optim.AdamW(params, **HYPERPARAMETERS | {"lr": torch.tensor(1e-3)})
+    optimizer.step = torch.compile(optimizer.step, fullgraph=False)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _ours(policy: str, **arguments: Any) -> Callable[[Params], Any]:
+    def make(params: Params) -> Any:
+        import everybit as eb
+        from everybit_torch import AdamW
+
+        return AdamW(params, **HYPERPARAMETERS, policy=eb.policies.PRESETS[policy], **arguments)
+
+    return make
+
+
+def _from(module: str, name: str, **arguments: Any) -> Callable[[Params], Any]:
+    return lambda params: getattr(import_module(module), name)(params, **HYPERPARAMETERS, **arguments)
+
+
+def _published(params: Params) -> Any:
+    return import_module("any_precision_published").PublishedAnyPrecisionAdamW(params, **HYPERPARAMETERS)
+
+
+_F, _B = torch.float32, torch.bfloat16
+
+CONTESTANTS: tuple[Contestant, ...] = (
+    Contestant("torch fused", _F, _torch(fused=True), FLOAT32),
+    Contestant("torch foreach", _F, _torch(foreach=True), FLOAT32),
+    Contestant("torch loop", _F, _torch(foreach=False), FLOAT32),
+    Contestant("torch compiled", _F, _torch_compiled, FLOAT32, tensors=200),
+    Contestant("torch fused, bfloat16", _B, _torch(fused=True), BFLOAT16_WEIGHTS),
+    Contestant("optimi", _F, _from("optimi", "AdamW"), FLOAT32),
+    Contestant("optimi, Kahan", _B, _from("optimi", "AdamW", kahan_sum=True), BFLOAT16_STATE),
+    Contestant("torchao, stochastic", _B, _from("torchao.optim.adam", "_AdamW", bf16_stochastic_round=True), BFLOAT16_WEIGHTS, 200),
+    Contestant("torchao 8 bit", _F, _from("torchao.optim", "AdamW8bit"), BITS_8, 200),
+    Contestant("torchao 4 bit", _F, _from("torchao.optim", "AdamW4bit"), BITS_4, 200),
+    Contestant("HeavyBall", _F, _from("heavyball", "AdamW"), FLOAT32, 200),
+    Contestant("HeavyBall, bfloat16", _B, _from("heavyball", "AdamW", storage_dtype="bfloat16"), BFLOAT16_WEIGHTS, 200),
+    Contestant("pytorch_optimizer StableAdamW, Kahan", _B, _from("pytorch_optimizer", "StableAdamW", kahan_sum=True), BFLOAT16_STATE),
+    Contestant(
+        "HeavyBall, bfloat16 and 8 bits",
+        _B,
+        _from("heavyball", "AdamW", ecc="bf16+8", param_ecc="bf16+8"),
+        BFLOAT16_WEIGHTS,
+        200,
+    ),
+    Contestant("TorchOpt", _F, _from("torchopt", "AdamW"), FLOAT32),
+    Contestant("AnyPrecisionAdamW as published", _B, _published, BFLOAT16_STATE),
+    Contestant("everybit FP32, not compiled", _F, _ours("FP32"), FLOAT32),
+    Contestant("everybit FP32", _F, _ours("FP32", compile=True), FLOAT32),
+    Contestant("everybit FP32, flat gradients", _F, _ours("FP32", compile=True, flat_gradients=True), FLOAT32),
+    Contestant("everybit EXACT_BF16", _B, _ours("EXACT_BF16", compile=True, flat_gradients=True), FLOAT32),
+    Contestant("everybit MIXED_BF16", _B, _ours("MIXED_BF16", compile=True, flat_gradients=True), FLOAT32),
+    Contestant("everybit LEAN_BF16", _B, _ours("LEAN_BF16", compile=True, flat_gradients=True), BFLOAT16_STATE),
+    Contestant("everybit KAHAN_BF16", _B, _ours("KAHAN_BF16", compile=True, flat_gradients=True), BFLOAT16_STATE),
+    Contestant("everybit TIGHT_BF16", _B, _ours("TIGHT_BF16", compile=True, flat_gradients=True), BFLOAT16_STATE),
+    Contestant("everybit FLOOR_BF16", _B, _ours("FLOOR_BF16", compile=True, flat_gradients=True), BFLOAT16_WEIGHTS),
+)  # fmt: skip
+
+BASELINE = CONTESTANTS[0]
+
+
+def named(name: str) -> Contestant:
+    """The contestant of that name."""
+    for contestant in CONTESTANTS:
+        if contestant.name == name:
+            return contestant
+    raise SystemExit(f"contestant: got {name!r}; accepted are {', '.join(repr(c.name) for c in CONTESTANTS)}.")
+
+
+def full_precision(optimizer: Any, params: Params) -> list[Tensor]:
+    """The weights with what compensation an optimizer keeps beside them, in float64."""
+    if hasattr(optimizer, "export_fp32"):
+        (weights,) = optimizer.export_fp32()
+        return [w.double() for w in weights]
+    weights = []
+    for p in params:
+        state = optimizer.state[p] if p in getattr(optimizer, "state", {}) else {}
+        extra = next((state[key] for key in ("kahan_comp", "compensation") if state.get(key) is not None), None)
+        weights.append(p.detach().double() if extra is None else p.detach().double() + extra.double())
+    return weights
+
+
+def state_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Every tensor that an optimizer keeps, however it nests them; of quantized ones, what they are made of."""
+    seen: set[int] = set()
+
+    def walk(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            if hasattr(value, "__tensor_flatten__"):
+                for name in value.__tensor_flatten__()[0]:
+                    yield from walk(getattr(value, name))
+            elif (key := value.data_ptr()) not in seen or value.numel() == 0:
+                seen.add(key)
+                yield value
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from walk(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from walk(item)
+
+    yield from walk(dict(getattr(optimizer, "state", {})))
+    yield from walk(getattr(optimizer, "state_groups", []) or [])
+    for transform in getattr(optimizer, "states", []) or []:
+        yield from walk(transform)

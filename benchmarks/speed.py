@@ -1,0 +1,280 @@
+"""Time of a step, by model and optimizer, as a ratio to ``torch.optim.AdamW(fused=True)`` of float32 in the same process.
+
+Every case is a process of its own: the contestant's step and the baseline's in turn, medians of each. A contestant's updates are held
+against AdamW in float64 in the same process; one that is further off than its formats explain is reported as wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from contestants import BASELINE, CONTESTANTS, HYPERPARAMETERS, Contestant, Params, full_precision, named, state_tensors
+from machine import describe
+from shapes import MODELS, Shape
+from torch import Tensor, nn
+
+UPDATES = 5
+"""Compared with float64's before anything is timed."""
+
+SAMPLE = 4096
+"""Elements per tensor that are compared; AdamW treats every element by itself."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure.
+
+    Attributes:
+        models: Names in shapes.py.
+        contestants: Names in contestants.py; none for all.
+        threads: Of torch.
+        seconds: How long a case is timed.
+        out: Where the raw results go; a picture goes beside them.
+    """
+
+    models: tuple[str, ...] = tuple(MODELS)
+    contestants: tuple[str, ...] = ()
+    threads: int = 2
+    seconds: float = 3.0
+    out: Path = Path("benchmarks/results/speed-cpu.json")
+
+
+@dataclass
+class Result:
+    """One case. Times in seconds; bytes per parameter; ``error`` relative to float64's update, root of the mean square."""
+
+    model: str
+    contestant: str
+    elements: int = 0
+    tensors: int = 0
+    error: float = math.nan
+    correct: bool = False
+    first_step: float = math.nan
+    median: float = math.nan
+    baseline: float = math.nan
+    bytes_moved: float = math.nan
+    samples: list[float] = field(default_factory=list)
+    baseline_samples: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Time relative to the baseline's."""
+        return self.median / self.baseline
+
+    @property
+    def ratio_per_byte(self) -> float:
+        """Time per byte relative to the baseline's, which moves 28 per parameter: reads weight, gradient and two moments, writes three."""
+        return self.ratio / (self.bytes_moved / 28)
+
+
+def weights_and_gradients(shapes: list[Shape]) -> tuple[list[Tensor], list[Tensor]]:
+    """Values as in a network at work: weights of 0.02, gradients of 0.01, bfloat16 numbers so that all dtypes begin with the same."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(shape: Shape, scale: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).bfloat16().float()
+
+    return [normal(shape, 0.02) for shape in shapes], [normal(shape, 0.01) for shape in shapes]
+
+
+def parameters(weights: list[Tensor], gradients: list[Tensor], dtype: torch.dtype) -> Params:
+    """Parameters with gradients."""
+    params = [nn.Parameter(w.to(dtype, copy=True)) for w in weights]
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = g.to(dtype, copy=True)
+    return params
+
+
+def update_error(
+    make: Callable[[Params], Any], weights: list[Tensor], gradients: list[Tensor], dtype: torch.dtype
+) -> tuple[float, float, Any, Params]:
+    """Relative error of the first updates against float64, seconds of the first, and the optimizer with its parameters."""
+    params = parameters(weights, gradients, dtype)
+    optimizer = make(params)
+    picks = [slice(None, None, max(1, w.numel() // SAMPLE)) for w in weights]
+    exact = [nn.Parameter(w.flatten()[pick].double()) for w, pick in zip(weights, picks, strict=True)]
+    reference = torch.optim.AdamW(exact, foreach=False, **HYPERPARAMETERS)
+    first_step = math.nan
+    for update in range(UPDATES):
+        # Powers of two, which no dtype rounds: the gradient changes size, so that the moments are not constant.
+        scale = 1.0 if update % 2 else 2.0
+        with torch.no_grad():
+            for p, e, g, pick in zip(params, exact, gradients, picks, strict=True):
+                scaled = (g * scale).to(dtype)
+                if p.grad is None:  # HeavyBall frees gradients
+                    p.grad = scaled
+                else:
+                    p.grad.copy_(scaled)
+                e.grad = scaled.flatten()[pick].double()
+        begin = time.perf_counter()
+        optimizer.step()
+        if update == 0:
+            first_step = time.perf_counter() - begin
+        reference.step()
+    wrong = total = 0.0
+    for got, e, w, pick in zip(full_precision(optimizer, params), exact, weights, picks, strict=True):
+        start = w.flatten()[pick].double()
+        wrong += float((got.flatten()[pick] - e.detach()).square().sum())
+        total += float((e.detach() - start).square().sum())
+    return math.sqrt(wrong / total), first_step, optimizer, params
+
+
+def bytes_moved(optimizer: Any, params: Params) -> float:
+    """Bytes per parameter that one pass has to move: gradients are read; weights and state are read and written."""
+    elements = sum(p.numel() for p in params)
+    read = sum(p.grad.nbytes for p in params if p.grad is not None)
+    both = sum(p.nbytes for p in params) + sum(x.nbytes for x in state_tensors(optimizer) if x.ndim)
+    return (read + 2 * both) / elements
+
+
+def measure(model: str, contestant: Contestant, seconds: float) -> Result:
+    """Run one case in this process."""
+    shapes = MODELS[model]
+    weights, gradients = weights_and_gradients(shapes)
+    error, first_step, optimizer, params = update_error(contestant.make, weights, gradients, contestant.dtype)
+    base_params = parameters(weights, gradients, BASELINE.dtype)
+    baseline = BASELINE.make(base_params)
+    for p, g in zip(params, gradients, strict=True):
+        if p.grad is None:
+            p.grad = g.to(contestant.dtype)
+    result = Result(
+        model, contestant.name, sum(w.numel() for w in weights), len(shapes), error, error <= contestant.error, first_step,
+        bytes_moved=bytes_moved(optimizer, params),
+    )  # fmt: skip
+    del weights, gradients
+    held = [p.grad for p in params]
+
+    def restore() -> None:
+        if params[0].grad is None:
+            for p, g in zip(params, held, strict=True):
+                p.grad = g
+
+    for _ in range(3):
+        restore()
+        optimizer.step()
+        baseline.step()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(result.samples) < 7:
+        restore()
+        for one, samples in ((optimizer, result.samples), (baseline, result.baseline_samples)):
+            begin = time.perf_counter()
+            one.step()
+            samples.append(time.perf_counter() - begin)
+    result.median, result.baseline = statistics.median(result.samples), statistics.median(result.baseline_samples)
+    return result
+
+
+def in_a_process(model: str, contestant: Contestant, arguments: Arguments) -> Result:
+    """One case in a process of its own, so that neither memory nor compiled code is another's."""
+    if len(MODELS[model]) > contestant.tensors:
+        return Result(
+            model,
+            contestant.name,
+            failure=f"not run on {len(MODELS[model])} tensors: it compiles each by itself, for minutes",
+        )
+    command = [
+        sys.executable,
+        __file__,
+        "--case",
+        model,
+        contestant.name,
+        str(arguments.threads),
+        str(arguments.seconds),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    except subprocess.TimeoutExpired:
+        return Result(model, contestant.name, failure="took more than 400 s")
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Result(model, contestant.name, failure=last[:300])
+    return Result(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def table(results: list[Result]) -> Any:
+    """What is printed."""
+    from rich.table import Table
+
+    shown = Table(title="AdamW's step, against torch fused in float32 in the same process")
+    for column in ("model", "optimizer", "ms", "ratio", "bytes/param", "ratio per byte", "error", "first step, s"):
+        shown.add_column(column, justify="left" if column in ("model", "optimizer") else "right")
+    for r in results:
+        if r.failure:
+            shown.add_row(r.model, r.contestant, r.failure, "", "", "", "", "", style="dim")
+        else:
+            verdict = f"{r.error:.1e}" + ("" if r.correct else " wrong")
+            shown.add_row(
+                r.model, r.contestant, f"{1e3 * r.median:.3f}", f"{r.ratio:.3f}", f"{r.bytes_moved:.1f}", f"{r.ratio_per_byte:.2f}",
+                verdict, f"{r.first_step:.1f}", style=None if r.correct else "red",
+            )  # fmt: skip
+    return shown
+
+
+def picture(results: list[Result], path: Path) -> None:
+    """Bars of the ratio, a panel per model; wrong steps are left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    models = list(dict.fromkeys(r.model for r in results))
+    figure, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 7), squeeze=False, layout="constrained")
+    for ax, model in zip(axes[0], models, strict=True):
+        good = sorted((r for r in results if r.model == model and r.correct), key=lambda r: -r.ratio)
+        colours = ["#1f6f8b" if r.contestant.startswith("everybit") else "#b8b8b8" for r in good]
+        ax.barh([r.contestant for r in good], [r.ratio for r in good], color=colours)
+        ax.axvline(1.0, color="black", linewidth=0.8)
+        ax.set_xscale("log")
+        ax.set_title(model)
+        ax.set_xlabel("time / torch fused (float32)")
+        for index, r in enumerate(good):
+            ax.text(r.ratio, index, f" {r.ratio:.2f}", va="center", fontsize=8)
+        ax.tick_params(axis="y", labelsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Arguments) -> None:
+    """Measure, print, write."""
+    from rich.console import Console
+    from rich.progress import track
+
+    chosen = [named(name) for name in arguments.contestants] or list(CONTESTANTS)
+    if unknown := [model for model in arguments.models if model not in MODELS]:
+        raise SystemExit(f"models: got {', '.join(unknown)}; accepted are {', '.join(MODELS)}.")
+    cases = [(model, contestant) for model in arguments.models for contestant in chosen]
+    results = []
+    torch.set_num_threads(arguments.threads)
+    for model, contestant in track(cases, description="measuring", console=Console(stderr=True)):
+        results.append(in_a_process(model, contestant, arguments))
+        raw = {
+            "machine": describe(),
+            "arguments": json.loads(json.dumps(asdict(arguments), default=str)),
+            "results": [asdict(r) for r in results],
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(raw, indent=1))
+    Console(width=170).print(table(results))
+    picture(results, arguments.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(int(sys.argv[4]))
+        print(json.dumps(asdict(measure(sys.argv[2], named(sys.argv[3]), float(sys.argv[5])))))
+    else:
+        import tyro
+
+        main(tyro.cli(Arguments))

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 Params = list[nn.Parameter]
+Make = Callable[..., Any]
+"""From parameters, and hyperparameters other than the usual ones, to an optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +25,16 @@ class Contestant:
         name: In tables.
         dtype: Of the weights and gradients.
         make: The optimizer of some parameters.
-        error: How far five updates may be from float64's, relative, before a step counts as wrong: the rounding of its formats.
-            A step without the decay is off by 2e-3. Moments in bfloat16 are wrong by 2**-9 to 2**-8 each, weights in bfloat16 by half a unit in the last place of each step's
-            result, blocks of 8 bits by 1/127 of their largest element and of 4 bits by 1/15.
+        error: How far five updates may be from float64's, relative, before a step counts as wrong. One without the decay is off by
+            2e-3. Moments in bfloat16 are wrong by 2**-9 to 2**-8 each, weights in bfloat16 by half a unit in the last place of each
+            step's result, blocks of 8 bits by 1/127 of their largest element and of 4 bits by 1/15.
         tensors: It is not run on models of more, because it compiles each tensor.
         seed: Whether what it rounds at random follows ``torch.manual_seed``.
     """
 
     name: str
     dtype: torch.dtype
-    make: Callable[[Params], Any]
+    make: Make
     error: float
     tensors: int = 1_000_000
 
@@ -40,32 +42,34 @@ class Contestant:
 FLOAT32, BFLOAT16_STATE, BFLOAT16_WEIGHTS, BITS_8, BITS_4 = 5e-4, 2e-2, 1e-1, 1e-1, 5e-1
 
 
-def _torch(**arguments: Any) -> Callable[[Params], Any]:
-    return lambda params: torch.optim.AdamW(params, **HYPERPARAMETERS, **arguments)
+def _torch(**arguments: Any) -> Make:
+    return lambda params, **others: torch.optim.AdamW(params, **HYPERPARAMETERS | others, **arguments)
 
 
-def _torch_compiled(params: Params) -> Any:
-    optimizer = torch.optim.AdamW(params, **HYPERPARAMETERS | {"lr": torch.tensor(1e-3)})
+def _torch_compiled(params: Params, **others: Any) -> Any:
+    optimizer = torch.optim.AdamW(params, **HYPERPARAMETERS | {"lr": torch.tensor(1e-3)} | others)
     optimizer.step = torch.compile(optimizer.step, fullgraph=False)  # type: ignore[method-assign]
     return optimizer
 
 
-def _ours(policy: str, **arguments: Any) -> Callable[[Params], Any]:
-    def make(params: Params) -> Any:
+def _ours(policy: str, **arguments: Any) -> Make:
+    def make(params: Params, **others: Any) -> Any:
         import everybit as eb
         from everybit_torch import AdamW
 
-        return AdamW(params, **HYPERPARAMETERS, policy=eb.policies.PRESETS[policy], **arguments)
+        return AdamW(params, **HYPERPARAMETERS | others, policy=eb.policies.PRESETS[policy], **arguments)
 
     return make
 
 
-def _from(module: str, name: str, **arguments: Any) -> Callable[[Params], Any]:
-    return lambda params: getattr(import_module(module), name)(params, **HYPERPARAMETERS, **arguments)
+def _from(module: str, name: str, **arguments: Any) -> Make:
+    return lambda params, **others: getattr(import_module(module), name)(
+        params, **HYPERPARAMETERS | others, **arguments
+    )
 
 
-def _published(params: Params) -> Any:
-    return import_module("any_precision_published").PublishedAnyPrecisionAdamW(params, **HYPERPARAMETERS)
+def _published(params: Params, **others: Any) -> Any:
+    return import_module("any_precision_published").PublishedAnyPrecisionAdamW(params, **HYPERPARAMETERS | others)
 
 
 _F, _B = torch.float32, torch.bfloat16

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from contestants import CONTESTANTS, Contestant, full_precision, named, state_tensors
 from machine import describe
-from torch import Tensor, nn
 
 SIZE = 1 << 13
 """Elements: torchao quantizes the state of tensors of at least 4096."""

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from contestants import BASELINE, CONTESTANTS, HYPERPARAMETERS, Contestant, Params, full_precision, named, state_tensors
 from machine import describe
 from shapes import MODELS, Shape
-from torch import Tensor, nn
 
 UPDATES = 5
 """Compared with float64's before anything is timed."""

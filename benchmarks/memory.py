@@ -1,0 +1,127 @@
+"""Bytes: what a policy predicts against what is allocated, and what a step allocates on its way.
+
+Storages are counted once, whoever shares them. A step's own allocations are the profiler's, of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit_torch import AdamW
+from machine import describe
+
+BETAS = (0.9, 0.95)  # with which every preset can work
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure.
+
+    Attributes:
+        elements: Of the one parameter.
+        out: Where the raw results go.
+    """
+
+    elements: int = 4_000_000
+    out: Path = Path("benchmarks/results/memory-cpu.json")
+
+
+@dataclass
+class Result:
+    """Bytes of one policy: per parameter, and of one step."""
+
+    policy: str
+    layout: str
+    predicted: float
+    measured: float
+    counters: int
+    step_peak: int
+    step_total: int
+
+
+def storages(tensors: list[Tensor]) -> dict[int, int]:
+    """Bytes by address of the storage."""
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()}
+
+
+def allocated_by(step: Any) -> tuple[int, int]:
+    """(largest sum alive at a time, sum of all) of the bytes that a call allocates."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    # The raw events: those that the profiler shows are attributed to operators, and not all of them are.
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = peak = total = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+        total += max(0, event.nbytes())
+    return peak, total
+
+
+def measure(name: str, elements: int, *, flat: bool, compile: bool) -> Result:
+    """One policy."""
+    policy = eb.policies.PRESETS[name]
+    dtype = {"FP32": torch.float32, "FP64": torch.float64}.get(name, torch.bfloat16)
+    model = nn.ParameterList(
+        [nn.Parameter(torch.zeros(elements - 1000, dtype=dtype)), nn.Parameter(torch.zeros(1000, dtype=dtype))]
+    )
+    optimizer = AdamW(
+        model.parameters(), betas=BETAS, policy=policy, compile=compile, layout="flat" if flat else "tree", flat_gradients=flat,
+    )  # fmt: skip
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for _ in range(3):
+        optimizer.step()
+    peak, total = allocated_by(optimizer.step)
+    state = [x for entries in optimizer.state.values() for x in entries.values()]
+    counters = sum(storages([x for x in state if x.ndim == 0]).values())
+    held = storages([*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *state])
+    layout = ("flat, gradients too" if flat else "tree") + (", compiled" if compile else "")
+    measured = (sum(held.values()) - counters) / elements
+    return Result(name, layout, policy.bytes_per_param(), measured, counters, peak, total)
+
+
+def main(arguments: Arguments) -> None:
+    """Measure, print, write."""
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    names = [name for name in eb.policies.PRESETS if name != "ANYPRECISION"]
+    cases = [(name, flat, compile) for name in names for flat, compile in ((True, True), (True, False), (False, True))]
+    results = []
+    for name, flat, compile in track(cases, description="measuring", console=Console(stderr=True)):
+        torch._dynamo.reset()
+        results.append(measure(name, arguments.elements, flat=flat, compile=compile))
+    table = Table(title=f"{arguments.elements:,} parameters")
+    for heading in (
+        "policy",
+        "layout",
+        "predicted bytes/param",
+        "measured",
+        "counters",
+        "a step's peak",
+        "a step's sum",
+    ):
+        table.add_column(heading, justify="left" if heading in ("policy", "layout") else "right")
+    for r in results:
+        table.add_row(
+            r.policy, r.layout, f"{r.predicted:g}", f"{r.measured:g}", str(r.counters), f"{r.step_peak:,}", f"{r.step_total:,}",
+            style=None if r.predicted == r.measured else "red",
+        )  # fmt: skip
+    Console(width=140).print(table)
+    arguments.out.write_text(json.dumps({"machine": describe(), "results": [asdict(r) for r in results]}, indent=1))
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Arguments))

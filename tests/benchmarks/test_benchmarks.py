@@ -1,0 +1,168 @@
+"""What decides whether a measurement counts, and what it is divided by."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import battery
+import contestants
+import everybit as eb
+import memory
+import speed
+from contestants import HYPERPARAMETERS, Contestant
+from everybit_torch import AdamW
+from shapes import MODELS
+
+SHAPES = [(40, 30), (7,), ()]
+FUSED = contestants.named("torch fused")
+NARROW = contestants.named("torch fused, bfloat16")
+
+
+def error_of(dtype: torch.dtype = torch.float32, **changed: Any) -> float:
+    weights, gradients = speed.weights_and_gradients(SHAPES)
+    make = lambda params: torch.optim.AdamW(params, **HYPERPARAMETERS | changed)  # noqa: E731
+    return speed.update_error(make, weights, gradients, dtype)[0]
+
+
+def test_a_right_step_is_accepted_and_wrong_ones_are_not() -> None:
+    assert error_of() < contestants.FLOAT32
+    for wrong in (
+        {"weight_decay": 0.0},
+        {"lr": 1.01e-3},
+        {"betas": (0.9, 0.99)},
+        {"betas": (0.95, 0.999)},
+    ):
+        assert error_of(**wrong) > contestants.FLOAT32, wrong
+    assert contestants.FLOAT32 < error_of(torch.bfloat16) < contestants.BFLOAT16_WEIGHTS
+
+
+def test_an_error_is_what_float64_says() -> None:
+    """Recomputed without sampling and in one go."""
+    weights, gradients = speed.weights_and_gradients([(50,)])
+    got, _, _, params = speed.update_error(
+        contestants.named("everybit KAHAN_BF16").make, weights, gradients, torch.bfloat16
+    )
+    w = weights[0].double()
+    m = v = torch.zeros_like(w)
+    for step in range(1, speed.UPDATES + 1):
+        g = gradients[0].double() * (1.0 if step % 2 == 0 else 2.0)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w = w * (1 - 1e-3 * 0.1) - 1e-3 * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+    moved = (w - weights[0].double()).square().sum()
+    plain = float((params[0].detach().double() - w).square().sum() / moved) ** 0.5
+    assert 0 < got < plain  # the residual counts
+    assert got < contestants.BFLOAT16_STATE
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [
+        ("torch fused", 28.0),
+        ("torch fused, bfloat16", 14.0),
+        ("everybit FP32, not compiled", 28.0),
+        ("AnyPrecisionAdamW as published", 22.0),
+    ],
+)
+def test_bytes_moved_are_counted(name: str, moved: float) -> None:
+    """By hand: gradient read, weight and moments read and written; as published, all are bfloat16 but the float32 momentum."""
+    contestant = contestants.named(name)
+    weights, gradients = speed.weights_and_gradients([(100, 10)])
+    _, _, optimizer, params = speed.update_error(contestant.make, weights, gradients, contestant.dtype)
+    assert speed.bytes_moved(optimizer, params) == moved
+
+
+def test_bytes_moved_under_a_policy() -> None:
+    weights, gradients = speed.weights_and_gradients([(100, 10), (10,)])
+    make = lambda params: AdamW(params, policy=eb.policies.LEAN_BF16)  # noqa: E731
+    _, _, optimizer, params = speed.update_error(make, weights, gradients, torch.bfloat16)
+    # bfloat16 weight, int16 rest, two bfloat16 moments, read and written; gradient read.
+    assert speed.bytes_moved(optimizer, params) == 2 * (2 + 2 + 2 + 2) + 2
+
+
+def test_models_have_the_sizes_they_are_named_for() -> None:
+    sizes = {name: sum(math.prod(shape) for shape in shapes) for name, shapes in MODELS.items()}
+    assert sizes["one-20M"] == 20_000_000
+    assert (sizes["gpt-0.6M"], len(MODELS["gpt-0.6M"])) == (599_808, 144)
+    assert len(MODELS["small-10000"]) == 10_000
+    assert sizes["opt-125m"] == 125_239_296  # facebook/opt-125m's own count
+    assert sizes["llama-3-8b-layer"] == 218_112_000  # (8,030,261,248 - 2 * 128256 * 4096 - 4096) / 32
+    assert sizes["llama-3-8b-layer"] == (8_030_261_248 - 2 * 128_256 * 4096 - 4096) / 32
+
+
+def test_a_steps_allocations_are_seen() -> None:
+    def allocate() -> None:
+        first, second = torch.ones(1000), torch.ones(500)
+        del first
+        torch.ones(100).copy_(second[:100])
+
+    assert memory.allocated_by(allocate) == (6000, 6400)
+    assert memory.allocated_by(lambda: None) == (0, 0)
+
+
+def test_measured_bytes_are_the_policys() -> None:
+    result = memory.measure("KAHAN_BF16", 5000, flat=True, compile=False)
+    assert result.predicted == result.measured == 10
+    assert result.step_peak > 5000  # without a compiler there are temporaries
+
+
+def test_the_battery_tells_what_is_kept_from_what_is_lost() -> None:
+    # A step of 1e-5 on float32 weights between 1 and 2 is rounded by up to 2**-24.
+    step = 2**-24 / 1e-5
+    assert battery.decay(FUSED) == pytest.approx(1.0, abs=step)
+    assert battery.decay(NARROW) == 0.0
+    assert battery.updates(FUSED) == pytest.approx(1.0, abs=step)
+    assert battery.updates(NARROW) == 0.0
+    assert battery.variance(FUSED) == pytest.approx(1.0, abs=1e-3)
+    assert battery.variance(NARROW) > 10
+
+    def make(params: list[nn.Parameter], **others: Any) -> Any:
+        return AdamW(params, **HYPERPARAMETERS | others, policy=eb.policies.KAHAN_BF16)
+
+    eager = Contestant("everybit", torch.bfloat16, make, 1.0)
+    assert battery.decay(eager) == pytest.approx(1.0, abs=1e-2)
+    assert battery.resumed(eager) == "same bits"
+    assert battery.dtypes(eager) == "kept"
+    assert battery.bytes_per_parameter(eager) == 8
+
+
+def test_the_battery_notices_state_that_does_not_come_back() -> None:
+    class Forgetful(torch.optim.AdamW):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            for entry in self.state.values():
+                entry["exp_avg"] = entry["exp_avg"].to(torch.bfloat16)
+
+        def step(self, closure: Any = None) -> Any:
+            for entry in self.state.values():
+                entry["exp_avg"] = entry["exp_avg"].float()
+            return super().step(closure)
+
+    def make(params: list[nn.Parameter], **others: Any) -> Any:
+        return Forgetful(params, **HYPERPARAMETERS | others)
+
+    forgetful = Contestant("forgetful", torch.float32, make, 1.0)
+    assert battery.dtypes(forgetful) == "float32, float32 became bfloat16, float32"
+    assert battery.resumed(forgetful) == "differs"
+    assert battery.dtypes(FUSED) == "kept"
+    assert battery.resumed(FUSED) == "same bits"
+
+
+def test_a_failure_is_a_cell() -> None:
+    def fail(params: list[nn.Parameter], **others: Any) -> Any:
+        raise RuntimeError("no\nway")
+
+    assert battery.cell("decay", Contestant("failing", torch.float32, fail, 1.0)) == "RuntimeError: no"
+
+
+def test_the_page_keeps_what_is_written_around_the_table(tmp_path: Path) -> None:
+    row = battery.Row("one", decay=0.5, compiled="same bits", bytes=8.0)
+    machine = {"processor": "p", "vector_instructions": "v", "python": "3", "packages": {"torch": "2"}}
+    assert "| one | 50.0 % | not run |" in battery.markdown([row], machine)
+    battery.picture([row], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000

@@ -20,7 +20,13 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     if not module.name.endswith("__main__")
 )
-WITH_EXAMPLES = {"everybit.optimizer", "everybit.metrics", "everybit.combinators.chain", "everybit_torch.drop_ins"}
+WITH_EXAMPLES = {
+    "everybit.optimizer",
+    "everybit.metrics",
+    "everybit.combinators.chain",
+    "everybit_torch.drop_ins",
+    "everybit_torch.gradient_release",
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -48,3 +54,11 @@ def test_the_transform_of_the_guide_keeps_every_promise_that_needs_no_compiler()
     for check in checks:
         check(build)
     assert names["opt"].scope == "element"
+
+
+def test_the_page_about_checkpoints_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    exec(compile(program, "docs/checkpoints.md", "exec", dont_inherit=True), {})
+    assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "model.safetensors"}

@@ -131,6 +131,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                     f"param group {number}, parameter {index}: got {tensor.dtype}; accepted are real floating-point parameters."
                     + (" torch.view_as_real gives a real view of a complex one." if tensor.is_complex() else "")
                 )
+        places: dict[int, int] = {}
+        for index, tensor in enumerate(tensors):
+            if (first := places.setdefault(id(tensor), index)) != index:
+                raise ValueError(
+                    f"param group {number}: parameters {first} and {index} are the same tensor; accepted is each once."
+                )
         hyperparameters = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
         policies = {dtype: self._policy_for(policy, dtype, number) for dtype in dict.fromkeys(t.dtype for t in tensors)}
         group = Group(number, self._factory, policies, self._seed)

@@ -119,3 +119,12 @@ def test_rmsprop_alpha_goes_by_torchs_name() -> None:
 def test_metrics_that_were_never_taken_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"no step was measured yet"):
         AdamW(Awkward().parameters()).metrics()
+
+
+def test_a_parameter_that_is_given_twice_is_refused() -> None:
+    """torch warns, and steps it twice."""
+    model = Awkward()
+    with pytest.raises(
+        ValueError, match=r"param group 0: parameters 0 and 2 are the same tensor; accepted is each once"
+    ):
+        AdamW([model.matrix, model.vector, model.matrix])

@@ -44,6 +44,27 @@ def test_a_grad_scaler_skips_the_step_that_overflowed_and_follows_torch_else() -
         torch.testing.assert_close(a, b, rtol=0, atol=5 * 4 * 2**-24)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"flat_gradients": True}, {"compile": True}])
+def test_a_step_that_overflowed_leaves_every_bit_of_weights_and_state(arguments: dict[str, Any]) -> None:
+    model = nn.Linear(4, 3, dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.LEAN_BF16, **arguments)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    moved = []
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum()).backward()
+        if step == 2:
+            assert model.bias.grad is not None
+            model.bias.grad[1] = float("nan")
+        before = values(model) + [x.clone() for p in model.parameters() for x in optimizer.state[p].values()]
+        scaler.step(optimizer)
+        scaler.update()
+        after = values(model) + [x for p in model.parameters() for x in optimizer.state[p].values()]
+        moved.append(step == 0 or not same_bits(before, after))
+    assert moved == [True, True, False, True]
+    assert scaler.get_scale() == 512.0
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_learning_rate_may_be_a_tensor_and_is_read_at_every_step(compile: bool) -> None:
     if compile:

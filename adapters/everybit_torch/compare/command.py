@@ -19,7 +19,7 @@ from everybit_torch.compare.machine import machine, versions
 from everybit_torch.compare.options import CompareOptions, Plan, check, check_context, check_out
 from everybit_torch.compare.pictures import draw
 from everybit_torch.compare.progress import Bars
-from everybit_torch.compare.report import table
+from everybit_torch.compare.report import table, throughput
 from everybit_torch.compare.results import summarize, write_json
 from everybit_torch.compare.training import new_model
 from everybit_torch.config import policy_to_dict
@@ -71,6 +71,8 @@ def compare(options: CompareOptions, console: Console, command: str) -> None:
     draw(picture, records, reference=plan.reference, title=title)
     console.print()
     console.print(table(rows, reference=plan.reference, seeds=len(plan.seeds)), highlight=False)
+    if speeds := throughput(rows, options.batch * options.context):
+        console.print(f"Text per second, forward and backward pass included: {speeds}", highlight=False, soft_wrap=True)
     console.print(f"\n{seconds:.0f} s. Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
 
 

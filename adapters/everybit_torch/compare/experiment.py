@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from everybit_torch.compare.corpus import Batches, Corpus, even_windows
-from everybit_torch.compare.options import Plan
+from everybit_torch.compare.options import AUTOCAST, Plan
 from everybit_torch.compare.results import Record
 from everybit_torch.compare.training import Trainee
 
@@ -36,7 +36,7 @@ def validation_steps(steps: int) -> frozenset[int]:
 def _run_seed(plan: Plan, corpus: Corpus, watcher: Watcher, seed: int) -> list[Record]:
     options = plan.options
     trainees = [
-        Trainee(name, policy, size=plan.size, seed=seed, options=options, device=plan.device)
+        Trainee(name, policy, size=plan.size, seed=seed, options=options, device=plan.device, autocast=name == AUTOCAST)
         for name, policy in plan.policies.items()
     ]
     batches = Batches(corpus.training, batch=options.batch, context=options.context, seed=seed)

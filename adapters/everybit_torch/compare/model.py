@@ -12,7 +12,7 @@ from torch.nn import functional
 
 BYTES = 256  # the vocabulary
 
-ModelName = Literal["tiny", "mini", "small", "medium"]
+ModelName = Literal["tiny", "mini", "small", "medium", "large"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ SIZES: dict[ModelName, ModelSize] = {
     "mini": ModelSize(width=128, layers=2, heads=4),
     "small": ModelSize(width=256, layers=4, heads=4),
     "medium": ModelSize(width=512, layers=8, heads=8),
+    "large": ModelSize(width=768, layers=12, heads=12),  # the blocks of OPT-125m and GPT-2
 }
 
 

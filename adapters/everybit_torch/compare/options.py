@@ -19,6 +19,8 @@ from everybit_torch.config import load_policy
 
 DEFAULT_POLICIES = ("FP32", "MIXED_BF16", "PURE_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
 POLICY_FILES = (".toml", ".json")
+AUTOCAST = "AMP"
+"""Float32 storage, and a model that computes in bfloat16 where ``torch.autocast`` does: mixed precision as torch has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +35,11 @@ class CompareOptions:
     """Optimizer steps, for each policy and seed."""
 
     model: ModelName = "mini"
-    """Width and blocks: tiny 32 x 1, mini 128 x 2, small 256 x 4, medium 512 x 8."""
+    """Width and blocks: tiny 32 x 1, mini 128 x 2, small 256 x 4, medium 512 x 8, large 768 x 12 (OPT-125m's blocks)."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    """Presets of everybit.policies by name, or .toml and .json files. Compared with FP32; without it, with the first."""
+    """Presets of everybit.policies by name, AMP (FP32 under torch.autocast), or .toml and .json files. Compared with FP32; without it,
+    with the first."""
 
     seeds: tuple[int, ...] = (1,)
     """One number: how many seeds (0, 1, ...). Several: these seeds."""
@@ -180,6 +183,8 @@ def _policy(name: str) -> tuple[str, eb.Policy]:
             ) from None
         except ValueError as error:
             raise OptionError("--policies", " ".join(str(error).split()), "a file that describes a policy") from None
+    if name.upper() == AUTOCAST:
+        return AUTOCAST, eb.policies.FP32
     preset = eb.policies.PRESETS.get(name.upper())
     if preset is not None:
         return name.upper(), preset
@@ -188,7 +193,7 @@ def _policy(name: str) -> tuple[str, eb.Policy]:
     raise OptionError(
         "--policies",
         f"{name}{meant}",
-        f"{', '.join(eb.policies.PRESETS)}, or a path that ends in {' or '.join(POLICY_FILES)}",
+        f"{', '.join(eb.policies.PRESETS)}, {AUTOCAST}, or a path that ends in {' or '.join(POLICY_FILES)}",
     )
 
 

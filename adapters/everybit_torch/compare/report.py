@@ -53,6 +53,15 @@ def table(rows: Sequence[Summary], *, reference: str, seeds: int) -> Table:
     return shown
 
 
+def throughput(rows: Sequence[Summary], bytes_per_step: int) -> str:
+    """Bytes of text that each policy trains on in a second; empty if no step was timed."""
+    return ", ".join(
+        f"{row.policy} {1e3 * bytes_per_step / row.training_milliseconds:,.0f}"
+        for row in rows
+        if row.training_milliseconds is not None
+    )
+
+
 def _signed(value: float, spread: float | None) -> str:
     return f"{round(value, 4) + 0.0:+.4f}" + ("" if spread is None else f" ±{spread:.4f}")
 

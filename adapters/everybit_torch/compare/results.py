@@ -43,6 +43,7 @@ class Record:
         validation: Loss on the held-out text, now and then; the last is of the finished model.
         probes: Steps that were measured.
         optimizer_seconds: Of ``optimizer.step()``, for those steps that were timed.
+        training_seconds: Of the same steps as a whole: forward, backward, clipping, the optimizer.
         bytes_measured: Bytes per parameter by use, from the tensors that were allocated.
         bytes_predicted: The same, from the policy alone.
     """
@@ -53,6 +54,7 @@ class Record:
     validation: tuple[Point, ...]
     probes: tuple[Probe, ...]
     optimizer_seconds: tuple[float, ...]
+    training_seconds: tuple[float, ...]
     bytes_measured: dict[str, float]
     bytes_predicted: dict[str, float]
 
@@ -72,6 +74,7 @@ class Summary:
         bytes_measured: Bytes per parameter, all uses.
         bytes_predicted: The same, from the policy alone.
         optimizer_milliseconds: Median of ``optimizer.step()``; None if no step was timed.
+        training_milliseconds: Median of whole steps; likewise.
     """
 
     policy: str
@@ -84,6 +87,7 @@ class Summary:
     bytes_measured: float
     bytes_predicted: float
     optimizer_milliseconds: float | None
+    training_milliseconds: float | None
 
 
 def summarize(records: Sequence[Record], reference: str) -> list[Summary]:
@@ -107,7 +111,8 @@ def summarize(records: Sequence[Record], reference: str) -> list[Summary]:
                 edq=statistics.fmean(probe.edq for probe in late),
                 bytes_measured=sum(own[0].bytes_measured.values()),
                 bytes_predicted=sum(own[0].bytes_predicted.values()),
-                optimizer_milliseconds=1e3 * statistics.median(seconds) if seconds else None,
+                optimizer_milliseconds=_median_milliseconds(seconds),
+                training_milliseconds=_median_milliseconds(s for record in own for s in record.training_seconds),
             )
         )
     return rows
@@ -144,6 +149,11 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException:  # Ctrl-C too
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _median_milliseconds(seconds: Iterable[float]) -> float | None:
+    seconds = list(seconds)
+    return 1e3 * statistics.median(seconds) if seconds else None
 
 
 def _spread(values: Iterable[float]) -> float | None:

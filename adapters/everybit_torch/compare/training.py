@@ -32,6 +32,7 @@ class Trainee:
         seed: Of the weights, and of stochastic rounding.
         options: Hyperparameters.
         device: Where the model lives.
+        autocast: Compute in bfloat16 where ``torch.autocast`` does.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Trainee:
         seed: int,
         options: CompareOptions,
         device: torch.device,
+        autocast: bool = False,
     ) -> None:
         self.name = name
         self.policy = policy
         self.seed = seed
+        self._autocast = autocast
         self.model = new_model(size, seed).to(device=device, dtype=getattr(torch, policy.model_dtype))
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         gains = [p for p in self.model.parameters() if p.ndim <= 1]
@@ -70,11 +73,14 @@ class Trainee:
         self._validation: list[Point] = []
         self._probes: list[Probe] = []
         self._seconds: list[float] = []
+        self._training_seconds: list[float] = []
         self._bytes: dict[str, float] = {}
 
     def train(self, windows: Tensor) -> float:
         """One step on ``windows``, (batch, context + 1); returns the loss before it, in nats per byte."""
-        loss = loss_of(self.model, windows)
+        _wait_for(windows.device)
+        start = time.perf_counter()
+        loss = self._loss(windows)
         torch.autograd.backward(loss)
         if self._clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
@@ -87,6 +93,7 @@ class Trainee:
             self._probes.append(_probe(step, self.optimizer.metrics()))
         elif step > UNTIMED_STEPS:
             self._seconds.append(seconds)
+            self._training_seconds.append(time.perf_counter() - start)
         if not self._bytes:  # after a step, before the gradients go: everything is there
             parameters = sum(p.numel() for p in self.model.parameters())
             self._bytes = {use: size / parameters for use, size in self.optimizer.bytes_table().items()}
@@ -99,10 +106,14 @@ class Trainee:
         total = 0.0
         with torch.no_grad():
             for some in torch.split(windows, batch):
-                total += float(loss_of(self.model, some)) * len(some)
+                total += float(self._loss(some)) * len(some)
         loss = total / len(windows)
         self._validation.append(Point(len(self._losses), loss))
         return loss
+
+    def _loss(self, windows: Tensor) -> Tensor:
+        with torch.autocast(windows.device.type, torch.bfloat16, enabled=self._autocast):
+            return loss_of(self.model, windows)
 
     def record(self) -> Record:
         """What was recorded so far."""
@@ -113,6 +124,7 @@ class Trainee:
             validation=tuple(self._validation),
             probes=tuple(self._probes),
             optimizer_seconds=tuple(self._seconds),
+            training_seconds=tuple(self._training_seconds),
             bytes_measured=dict(self._bytes),
             bytes_predicted=self.policy.bytes_table(),
         )

@@ -45,6 +45,7 @@ def make_record() -> MakeRecord:
             validation=(Point(steps // 2, final + 1.5), Point(steps, final)),
             probes=(Probe(steps // 2, 0.9, 0.1, 1.0, 1.0), Probe(steps, 0.25, 0.75, 1.0, 1.0)),
             optimizer_seconds=(seconds, seconds, 100 * seconds),
+            training_seconds=(4 * seconds, 4 * seconds, 100 * seconds),
             bytes_measured={"parameter": 2.0, "gradient": 2.0, "momentum": 2.0, "variance": 4.0},
             bytes_predicted={"parameter": 2.0, "gradient": 2.0, "momentum": 2.0, "variance": 4.0},
         )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from everybit_torch.compare.progress import Bars
-from everybit_torch.compare.report import table
+from everybit_torch.compare.report import table, throughput
 from everybit_torch.compare.results import Record, Summary, summarize
 
 MakeRecord = Callable[..., Record]
@@ -52,6 +52,13 @@ def test_no_difference_has_no_sign_and_no_time_no_number(make_record: MakeRecord
     assert row.split()[2] == "+0.0000"
     assert row.split()[-1] == "-"
     assert "seeds" not in text
+
+
+def test_throughput_is_bytes_by_time(make_record: MakeRecord) -> None:
+    rows = summarize([make_record("FP32", seconds=0.25e-3), make_record("AMP")], "FP32")
+    # Whole steps take four times as long as the optimizer's here: 1 ms and 4 ms.
+    assert throughput(rows, 1024) == "FP32 1,024,000, AMP 256,000"
+    assert throughput([replace(rows[0], training_milliseconds=None)], 1024) == ""
 
 
 def test_a_log_gets_a_line_once_all_policies_are_validated() -> None:

@@ -41,9 +41,11 @@ def test_metrics_are_the_second_halfs_and_time_is_a_median(make_record: MakeReco
     row = summarize([make_record("FP32", steps=40)], "FP32")[0]
     assert (row.lost_share, row.edq) == (0.25, 0.75)  # the probe of step 20 belongs to the first half
     assert row.optimizer_milliseconds == pytest.approx(1.0)  # one slow step out of three does not count
+    assert row.training_milliseconds == pytest.approx(4.0)
     assert row.bytes_measured == row.bytes_predicted == 10.0
-    untimed = replace(make_record("FP32"), optimizer_seconds=())
+    untimed = replace(make_record("FP32"), optimizer_seconds=(), training_seconds=())
     assert summarize([untimed], "FP32")[0].optimizer_milliseconds is None
+    assert summarize([untimed], "FP32")[0].training_milliseconds is None
 
 
 def test_json_holds_a_diverged_run_without_words_json_does_not_have(tmp_path: Path) -> None:

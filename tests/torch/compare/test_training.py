@@ -58,6 +58,24 @@ def test_fp32_training_is_torchs(corpus: Corpus) -> None:
         assert ours.train(windows) == pytest.approx(float(loss.detach()), rel=1e-4)
 
 
+def test_amp_is_torchs_autocast_over_float32_weights(corpus: Corpus) -> None:
+    options = CompareOptions(model="tiny", steps=12, lr=1e-2, policies=("amp", "FP32"))
+    plan = check(options)
+    assert plan.policies["AMP"] == eb.policies.FP32
+    ours = Trainee("AMP", plan.policies["AMP"], size=SIZES["tiny"], seed=0, options=options, device=CPU, autocast=True)
+    plain = trainee(eb.policies.FP32)
+    theirs = new_model(SIZES["tiny"], 0)
+    windows = Batches(corpus.training, batch=4, context=16, seed=0).next()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = float(loss_of(theirs, windows))
+    assert ours.train(windows) == expected
+    assert plain.train(windows) != expected
+    assert all(p.dtype is torch.float32 for p in ours.model.parameters())
+    silence = Silence()
+    named = {record.policy: record.losses for record in run(plan, corpus, silence)}
+    assert named["AMP"] != named["FP32"]
+
+
 @pytest.mark.parametrize("name", DEFAULT_POLICIES)
 def test_a_policys_bytes_are_predicted_to_the_byte_but_for_step_counters(name: str, corpus: Corpus) -> None:
     subject = trainee(eb.policies.PRESETS[name])

@@ -50,11 +50,13 @@ class Arguments:
         contestants: Names in contestants.py; none for all.
         out: Where the raw results go.
         page: Where the table goes, as Markdown; a picture goes into its ``images``.
+        run: False: show what ``out`` holds.
     """
 
     contestants: tuple[str, ...] = ()
     out: Path = Path("benchmarks/results/battery-cpu.json")
     page: Path | None = None
+    run: bool = True
 
 
 @dataclass
@@ -259,14 +261,19 @@ def shown(row: Row) -> list[str]:
     cells = [row.optimizer]
     for check in ("decay", "updates", "variance"):
         value = getattr(row, check)
-        cells.append(f"{100 * value:.1f} %" if isinstance(value, float) else str(value))
+        cells.append(f"{100 * value:.1f} %" if isinstance(value, float) else first_sentence(value))
     cells += [
-        row.compiled,
-        row.resumed,
-        row.dtypes,
+        first_sentence(row.compiled),
+        first_sentence(row.resumed),
+        first_sentence(row.dtypes),
         f"{row.bytes:.2f}" if isinstance(row.bytes, float) else str(row.bytes),
     ]
     return cells
+
+
+def first_sentence(text: str) -> str:
+    """Of a long error."""
+    return text.split(". ")[0]
 
 
 HEADINGS = ["optimizer", "decay", "updates", "variance", "compiled", "resumed", "state dtypes", "bytes"]
@@ -311,13 +318,16 @@ def main(arguments: Arguments) -> None:
     from rich.progress import track
     from rich.table import Table
 
-    chosen = [named(name) for name in arguments.contestants] or [c for c in CONTESTANTS if c.name not in LEFT_OUT]
     rows: list[Row] = []
-    for contestant in track(chosen, description="running", console=Console(stderr=True)):
-        rows.append(in_a_process(contestant))
-        raw = {"machine": describe(), "rows": [asdict(row) for row in rows]}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(raw, indent=1))
+    if arguments.run:
+        chosen = [named(name) for name in arguments.contestants] or [c for c in CONTESTANTS if c.name not in LEFT_OUT]
+        for contestant in track(chosen, description="running", console=Console(stderr=True)):
+            rows.append(in_a_process(contestant))
+            raw = {"machine": describe(), "rows": [asdict(row) for row in rows]}
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(raw, indent=1))
+    held = json.loads(arguments.out.read_text())
+    rows = [Row(**row) for row in held["rows"]]
     table = Table(*HEADINGS)
     for row in rows:
         table.add_row(*shown(row))
@@ -328,7 +338,7 @@ def main(arguments: Arguments) -> None:
         picture(rows, image)
         text = arguments.page.read_text() if arguments.page.exists() else f"# Peers\n\n{BEGIN}\n{END}\n"
         before, after = text.split(BEGIN)[0], text.split(END)[1]
-        arguments.page.write_text(f"{before}{BEGIN}\n{markdown(rows, describe())}{END}{after}")
+        arguments.page.write_text(f"{before}{BEGIN}\n{markdown(rows, held['machine'])}{END}{after}")
 
 
 BEGIN, END = "<!-- begin of what benchmarks/battery.py wrote -->", "<!-- end -->"

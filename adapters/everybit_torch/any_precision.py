@@ -36,6 +36,7 @@ class AnyPrecisionAdamW(TorchOptimizer):
         compensation_buffer_dtype: Of the residuals.
         variance_rounding: ``"stochastic"`` makes a bfloat16 second moment work.
         layout: See :class:`TorchOptimizer`.
+        flat_gradients: See there.
         compile: Compile the step.
         metrics: Measure each step.
         seed: Of stochastic rounding.
@@ -61,6 +62,7 @@ class AnyPrecisionAdamW(TorchOptimizer):
         *,
         variance_rounding: Literal["nearest", "stochastic"] = "nearest",
         layout: Layout = "auto",
+        flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
@@ -90,6 +92,6 @@ class AnyPrecisionAdamW(TorchOptimizer):
                 stacklevel=2,
             )
         super().__init__(
-            params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, policy=policy, layout=layout, compile=compile,
-            metrics=metrics, seed=seed, unsafe="allow",
+            params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, policy=policy, layout=layout,
+            flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe="allow",
         )  # fmt: skip

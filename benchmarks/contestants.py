@@ -89,9 +89,9 @@ CONTESTANTS: tuple[Contestant, ...] = (
     Contestant("torchao 4 bit", _F, _from("torchao.optim", "AdamW4bit"), BITS_4, 200),
     Contestant("HeavyBall", _F, _from("heavyball", "AdamW"), FLOAT32, 200),
     Contestant("HeavyBall, bfloat16", _B, _from("heavyball", "AdamW", storage_dtype="bfloat16"), BFLOAT16_WEIGHTS, 200),
-    Contestant(  # which clips its updates
-        "pytorch_optimizer StableAdamW, Kahan", _B, _from("pytorch_optimizer", "StableAdamW", kahan_sum=True), BFLOAT16_STATE, is_adamw=False
-    ),
+    # It clips its updates.
+    Contestant("pytorch_optimizer StableAdamW, Kahan", _B, _from("pytorch_optimizer", "StableAdamW", kahan_sum=True), BFLOAT16_STATE,
+               is_adamw=False),
     Contestant(
         "HeavyBall, bfloat16 and 8 bits",
         _B,

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from contestants import CONTESTANTS, Contestant, full_precision, named, state_tensors
 from machine import describe
+from pages import insert, origin, table
 
 SIZE = 1 << 13
 """Elements: torchao quantizes the state of tensors of at least 4096."""
@@ -279,18 +280,6 @@ def first_sentence(text: str) -> str:
 HEADINGS = ["optimizer", "decay", "updates", "variance", "compiled", "resumed", "state dtypes", "bytes"]
 
 
-def markdown(rows: list[Row], machine: dict[str, Any]) -> str:
-    """The table, and what it was run with."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|---" * len(HEADINGS) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in shown(row)) + " |" for row in rows]
-    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if name != "everybit")
-    lines += [
-        "",
-        f"Run on {machine['processor']} ({machine['vector_instructions']}), Python {machine['python']}, {packages}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def picture(rows: list[Row], path: Path) -> None:
     """What is lost, on a logarithmic scale."""
     import matplotlib
@@ -328,20 +317,15 @@ def main(arguments: Arguments) -> None:
             arguments.out.write_text(json.dumps(raw, indent=1))
     held = json.loads(arguments.out.read_text())
     rows = [Row(**row) for row in held["rows"]]
-    table = Table(*HEADINGS)
+    printed = Table(*HEADINGS)
     for row in rows:
-        table.add_row(*shown(row))
-    Console(width=180).print(table)
+        printed.add_row(*shown(row))
+    Console(width=180).print(printed)
     if arguments.page is not None:
         (arguments.page.parent / "images").mkdir(parents=True, exist_ok=True)
         image = arguments.page.parent / "images" / f"{arguments.page.stem}.png"
         picture(rows, image)
-        text = arguments.page.read_text() if arguments.page.exists() else f"# Peers\n\n{BEGIN}\n{END}\n"
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        arguments.page.write_text(f"{before}{BEGIN}\n{markdown(rows, held['machine'])}{END}{after}")
-
-
-BEGIN, END = "<!-- begin of what benchmarks/battery.py wrote -->", "<!-- end -->"
+        insert(arguments.page, "battery", table(HEADINGS, [shown(row) for row in rows]) + origin(held["machine"]))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from contestants import (
     state_tensors,
 )
 from machine import describe
+from pages import insert, origin, table
 from shapes import MODELS, Shape
 
 UPDATES = 5
@@ -62,7 +63,9 @@ class Arguments:
         contestants: Names in contestants.py; none for all.
         threads: Of torch.
         seconds: How long a case is timed.
-        out: Where the raw results go; a picture goes beside them.
+        out: Where the raw results go.
+        page: Where the table goes, as Markdown, at the name of ``out``; a picture goes into its ``images``.
+        run: False: show what ``out`` holds.
     """
 
     models: tuple[str, ...] = tuple(MODELS)
@@ -70,6 +73,8 @@ class Arguments:
     threads: int = 2
     seconds: float = 3.0
     out: Path = Path("benchmarks/results/speed-cpu.json")
+    page: Path | None = None
+    run: bool = True
 
 
 @dataclass
@@ -257,22 +262,34 @@ def in_a_process(model: str, contestant: Contestant, arguments: Arguments) -> Re
     return Result(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def table(results: list[Result]) -> Any:
-    """What is printed."""
+COLUMNS = ["ms", "ratio", "bytes/param", "ratio per byte", "error", "first step, s"]
+
+
+def cells(r: Result) -> list[str]:
+    """A case as text."""
+    if r.failure:
+        return [r.failure, *[""] * (len(COLUMNS) - 1)]
+    verdict = f"{r.error:.1e}" + ("" if r.correct else f", {r.verdict}")
+    ratio = f"{r.ratio:.3f}" if r.correct else f"({r.ratio:.3f})"
+    return [
+        f"{1e3 * r.median:.2f}",
+        ratio,
+        f"{r.bytes_moved:.1f}",
+        f"{r.ratio_per_byte:.2f}",
+        verdict,
+        f"{r.first_step:.1f}",
+    ]
+
+
+def printed(results: list[Result]) -> Any:
+    """What is shown on a terminal."""
     from rich.table import Table
 
     shown = Table(title="AdamW's step, against torch fused in float32 in the same process")
-    for column in ("model", "optimizer", "ms", "ratio", "bytes/param", "ratio per byte", "error", "first step, s"):
+    for column in ("model", "optimizer", *COLUMNS):
         shown.add_column(column, justify="left" if column in ("model", "optimizer") else "right")
     for r in results:
-        if r.failure:
-            shown.add_row(r.model, r.contestant, r.failure, "", "", "", "", "", style="dim")
-        else:
-            verdict = f"{r.error:.1e}" + ("" if r.correct else f" {r.verdict}")
-            shown.add_row(
-                r.model, r.contestant, f"{1e3 * r.median:.3f}", f"{r.ratio:.3f}", f"{r.bytes_moved:.1f}", f"{r.ratio_per_byte:.2f}",
-                verdict, f"{r.first_step:.1f}", style=None if r.correct else "red",
-            )  # fmt: skip
+        shown.add_row(r.model, r.contestant, *cells(r), style=None if r.correct else "dim" if r.failure else "red")
     return shown
 
 
@@ -304,25 +321,35 @@ def main(arguments: Arguments) -> None:
     from rich.console import Console
     from rich.progress import track
 
-    chosen = [named(name) for name in arguments.contestants] or [c for c in CONTESTANTS if c.is_adamw]
     if unknown := [model for model in arguments.models if model not in MODELS]:
         raise SystemExit(f"models: got {', '.join(unknown)}; accepted are {', '.join(MODELS)}.")
-    cases = [(model, contestant) for model in arguments.models for contestant in chosen]
-    results = []
-    torch.set_num_threads(arguments.threads)
-    # Once: what runs is what was there at the start.
-    machine = describe()
-    for model, contestant in track(cases, description="measuring", console=Console(stderr=True)):
-        results.append(in_a_process(model, contestant, arguments))
-        raw = {
-            "machine": machine,
-            "arguments": json.loads(json.dumps(asdict(arguments), default=str)),
-            "results": [asdict(r) for r in results],
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(raw, indent=1))
-    Console(width=170).print(table(results))
-    picture(results, arguments.out.with_suffix(".png"))
+    if arguments.run:
+        chosen = [named(name) for name in arguments.contestants] or [c for c in CONTESTANTS if c.is_adamw]
+        cases = [(model, contestant) for model in arguments.models for contestant in chosen]
+        results: list[Result] = []
+        torch.set_num_threads(arguments.threads)
+        # Once: what runs is what was there at the start.
+        machine = describe()
+        for model, contestant in track(cases, description="measuring", console=Console(stderr=True)):
+            results.append(in_a_process(model, contestant, arguments))
+            raw = {"machine": machine, "results": [asdict(r) for r in results]}
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(raw, indent=1))
+    held = json.loads(arguments.out.read_text())
+    results = [Result(**r) for r in held["results"]]
+    Console(width=170).print(printed(results))
+    if arguments.page is not None:
+        images = arguments.page.parent / "images"
+        images.mkdir(parents=True, exist_ok=True)
+        picture(results, images / f"{arguments.out.stem}.png")
+        rows = [[r.contestant, *cells(r)] for r in results]
+        by_model = ""
+        for model in dict.fromkeys(r.model for r in results):
+            first = next(r for r in results if r.model == model)
+            size = f"{first.elements:,} parameters in {first.tensors:,} tensor{'s' if first.tensors > 1 else ''}"
+            own = [row for row, r in zip(rows, results, strict=True) if r.model == model]
+            by_model += f"\n**{model}**: {size}\n\n{table(['optimizer', *COLUMNS], own)}"
+        insert(arguments.page, arguments.out.stem, by_model + origin(held["machine"]))
 
 
 if __name__ == "__main__":

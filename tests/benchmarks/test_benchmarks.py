@@ -14,6 +14,7 @@ import battery
 import contestants
 import everybit as eb
 import memory
+import pages
 import speed
 from contestants import HYPERPARAMETERS, Contestant
 from everybit_torch import AdamW
@@ -181,8 +182,15 @@ def test_a_failure_is_a_cell() -> None:
 
 
 def test_the_page_keeps_what_is_written_around_the_table(tmp_path: Path) -> None:
-    row = battery.Row("one", decay=0.5, compiled="same bits", bytes=8.0)
-    machine = {"processor": "p", "vector_instructions": "v", "python": "3", "packages": {"torch": "2"}}
-    assert "| one | 50.0 % | not run |" in battery.markdown([row], machine)
+    row = battery.Row("one", decay=0.5, compiled="same bits", resumed="Error: long. And so on", bytes=8.0)
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- begin x -->\nold\n<!-- end x -->\nafter\n")
+    pages.insert(page, "x", pages.table(battery.HEADINGS, [battery.shown(row)]))
+    lines = page.read_text().splitlines()
+    assert lines[:2] + lines[-2:] == ["before", "<!-- begin x -->", "<!-- end x -->", "after"]
+    assert "| one | 50.0 % | not run | not run | same bits | Error: long | not run | 8.00 |" in lines
+    assert "old" not in lines
+    with pytest.raises(SystemExit, match=r"has no <!-- begin y -->"):
+        pages.insert(page, "y", "")
     battery.picture([row], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000

@@ -10,11 +10,13 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
 
 from machine import describe
+from pages import insert, origin, table
 
 BETAS = (0.9, 0.95)
 
@@ -28,12 +30,16 @@ class Arguments:
         policies: Names of presets.
         repeats: Of each case; the median is shown.
         out: Where the raw results go.
+        page: Where the table goes, as Markdown.
+        run: False: show what ``out`` holds.
     """
 
     tensors: tuple[int, ...] = (10, 144, 1000, 10_000)
     policies: tuple[str, ...] = ("FP32", "LEAN_BF16", "KAHAN_BF16")
     repeats: int = 3
     out: Path = Path("benchmarks/results/compile-time-cpu.json")
+    page: Path | None = None
+    run: bool = True
 
 
 @dataclass
@@ -75,37 +81,53 @@ def in_a_process(policy: str, tensors: int, cache: str) -> tuple[float, float]:
     return first, second
 
 
+HEADINGS = ["policy", "tensors", "cold", "warm", "a step after it, ms", "cold, relative to the fewest"]
+
+
+def cells(r: Result, results: list[Result]) -> list[str]:
+    """A case as text."""
+    fewest = next(other for other in results if other.policy == r.policy)
+    return [
+        r.policy, f"{r.tensors:,}", f"{median(r.cold):.1f}", f"{median(r.warm):.1f}", f"{1e3 * median(r.second):.2f}",
+        f"{median(r.cold) / median(fewest.cold):.2f}",
+    ]  # fmt: skip
+
+
 def main(arguments: Arguments) -> None:
     """Measure, print, write."""
-    from statistics import median
-
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
-    results = []
-    cases = [(policy, tensors) for policy in arguments.policies for tensors in arguments.tensors]
-    for policy, tensors in track(cases, description="compiling", console=Console(stderr=True)):
-        result = Result(policy, tensors, [], [], [])
-        for _ in range(arguments.repeats):
-            with tempfile.TemporaryDirectory() as cache:
-                cold, second = in_a_process(policy, tensors, cache)
-                warm, _ = in_a_process(policy, tensors, cache)
-            result.cold.append(cold)
-            result.warm.append(warm)
-            result.second.append(second)
-        results.append(result)
-    table = Table(title="Seconds of the first compiled step")
-    for heading in ("policy", "tensors", "cold", "warm", "a step after it, ms", "cold, relative to the fewest"):
-        table.add_column(heading, justify="right")
+    if arguments.run:
+        measured = []
+        machine = describe()
+        cases = [(policy, tensors) for policy in arguments.policies for tensors in arguments.tensors]
+        for policy, tensors in track(cases, description="compiling", console=Console(stderr=True)):
+            result = Result(policy, tensors, [], [], [])
+            for _ in range(arguments.repeats):
+                with tempfile.TemporaryDirectory() as cache:
+                    cold, second = in_a_process(policy, tensors, cache)
+                    warm, _ = in_a_process(policy, tensors, cache)
+                result.cold.append(cold)
+                result.warm.append(warm)
+                result.second.append(second)
+            measured.append(result)
+            arguments.out.write_text(
+                json.dumps({"machine": machine, "results": [asdict(r) for r in measured]}, indent=1)
+            )
+    held = json.loads(arguments.out.read_text())
+    results = [Result(**r) for r in held["results"]]
+    printed = Table(*HEADINGS, title="Seconds of the first compiled step")
     for r in results:
-        fewest = next(other for other in results if other.policy == r.policy)
-        table.add_row(
-            r.policy, f"{r.tensors:,}", f"{median(r.cold):.1f}", f"{median(r.warm):.1f}", f"{1e3 * median(r.second):.2f}",
-            f"{median(r.cold) / median(fewest.cold):.2f}",
-        )  # fmt: skip
-    Console(width=120).print(table)
-    arguments.out.write_text(json.dumps({"machine": describe(), "results": [asdict(r) for r in results]}, indent=1))
+        printed.add_row(*cells(r, results))
+    Console(width=120).print(printed)
+    if arguments.page is not None:
+        insert(
+            arguments.page,
+            "compile-time-cpu",
+            table(HEADINGS, [cells(r, results) for r in results]) + origin(held["machine"]),
+        )
 
 
 if __name__ == "__main__":

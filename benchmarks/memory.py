@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit_torch import AdamW
 from machine import describe
+from pages import insert, origin, table
 
 BETAS = (0.9, 0.95)  # with which every preset can work
 
@@ -27,10 +28,14 @@ class Arguments:
     Attributes:
         elements: Of the one parameter.
         out: Where the raw results go.
+        page: Where the table goes, as Markdown.
+        run: False: show what ``out`` holds.
     """
 
     elements: int = 4_000_000
     out: Path = Path("benchmarks/results/memory-cpu.json")
+    page: Path | None = None
+    run: bool = True
 
 
 @dataclass
@@ -89,36 +94,47 @@ def measure(name: str, elements: int, *, flat: bool, compile: bool) -> Result:
     return Result(name, layout, policy.bytes_per_param(), measured, counters, peak, total)
 
 
+HEADINGS = ["policy", "layout", "predicted bytes/param", "measured", "counters", "a step's peak", "a step's sum"]
+
+
+def cells(r: Result) -> list[str]:
+    """A case as text."""
+    return [
+        r.policy,
+        r.layout,
+        f"{r.predicted:g}",
+        f"{r.measured:g}",
+        str(r.counters),
+        f"{r.step_peak:,}",
+        f"{r.step_total:,}",
+    ]
+
+
 def main(arguments: Arguments) -> None:
     """Measure, print, write."""
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
 
-    names = [name for name in eb.policies.PRESETS if name != "ANYPRECISION"]
-    cases = [(name, flat, compile) for name in names for flat, compile in ((True, True), (True, False), (False, True))]
-    results = []
-    for name, flat, compile in track(cases, description="measuring", console=Console(stderr=True)):
-        torch._dynamo.reset()
-        results.append(measure(name, arguments.elements, flat=flat, compile=compile))
-    table = Table(title=f"{arguments.elements:,} parameters")
-    for heading in (
-        "policy",
-        "layout",
-        "predicted bytes/param",
-        "measured",
-        "counters",
-        "a step's peak",
-        "a step's sum",
-    ):
-        table.add_column(heading, justify="left" if heading in ("policy", "layout") else "right")
+    if arguments.run:
+        names = [name for name in eb.policies.PRESETS if name != "ANYPRECISION"]
+        cases = [
+            (name, flat, compile) for name in names for flat, compile in ((True, True), (True, False), (False, True))
+        ]
+        measured = []
+        machine = describe()
+        for name, flat, compile in track(cases, description="measuring", console=Console(stderr=True)):
+            torch._dynamo.reset()
+            measured.append(measure(name, arguments.elements, flat=flat, compile=compile))
+        arguments.out.write_text(json.dumps({"machine": machine, "results": [asdict(r) for r in measured]}, indent=1))
+    held = json.loads(arguments.out.read_text())
+    results = [Result(**r) for r in held["results"]]
+    printed = Table(*HEADINGS)
     for r in results:
-        table.add_row(
-            r.policy, r.layout, f"{r.predicted:g}", f"{r.measured:g}", str(r.counters), f"{r.step_peak:,}", f"{r.step_total:,}",
-            style=None if r.predicted == r.measured else "red",
-        )  # fmt: skip
-    Console(width=140).print(table)
-    arguments.out.write_text(json.dumps({"machine": describe(), "results": [asdict(r) for r in results]}, indent=1))
+        printed.add_row(*cells(r), style=None if r.predicted == r.measured else "red")
+    Console(width=140).print(printed)
+    if arguments.page is not None:
+        insert(arguments.page, "memory-cpu", table(HEADINGS, [cells(r) for r in results]) + origin(held["machine"]))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def save_checkpoint(contents: Mapping[str, Any], path: str | os.PathLike[str]) -
 
     def write(partial: Path) -> None:
         before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(True)  # load_checkpoint compares them
+        if not before:
+            torch.serialization.set_crc32_options(True)  # load_checkpoint compares them
         try:
             torch.save(contents, partial)
         except OSError:
@@ -57,7 +58,8 @@ def save_checkpoint(contents: Mapping[str, Any], path: str | os.PathLike[str]) -
             _refuse_what_cannot_be_saved(contents, error)
             raise OSError(f"{os.fspath(path)}: writing the checkpoint failed: {error}") from error
         finally:
-            torch.serialization.set_crc32_options(before)
+            if not before:
+                torch.serialization.set_crc32_options(False)
 
     def check(partial: Path) -> None:
         try:
@@ -91,7 +93,7 @@ def load_checkpoint(
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except Exception as error:  # zipfile says what it finds in many ways, and has no list of them
         raise ValueError(f"{path}: is no checkpoint, or was cut off ({error}).") from error
     if damaged is not None:
         raise ValueError(f"{path}: bits have changed since it was written: the checksum of {damaged!r} differs.")
@@ -126,6 +128,10 @@ def replace_file(
         if target.exists():
             os.chmod(partial, stat.S_IMODE(target.stat().st_mode))
         write(partial)
+        if os.stat(partial).st_ino != os.fstat(descriptor).st_ino:
+            raise RuntimeError(
+                f"{partial}: was replaced by its writer; what is written has to go into the file that is there."
+            )
         os.fsync(descriptor)
         check(partial)
         os.replace(partial, target)

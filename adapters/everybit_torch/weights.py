@@ -24,15 +24,18 @@ def export_weights(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Ten
     """The model's ``state_dict`` with all the precision that weights and optimizer hold together.
 
     Returns:
-        By the names of ``model.state_dict()``: float32 (float64 for float64 models) for parameters of the optimizer, copies; all others
-        and buffers as they are. Tied names share one tensor.
+        By the names of ``model.state_dict()``, copies: float32 (float64 for float64 models) for parameters of the optimizer; all others
+        and buffers in their dtypes. Tied names share one tensor.
 
     Raises:
         ValueError: The optimizer has parameters that are not the model's.
     """
     full = _by_id(optimizer, optimizer.export_fp32())
     named = _state(model, full)
-    return {name: full.get(id(tensor), tensor.detach()) for name, tensor in named.items()}
+    for tensor in named.values():
+        if id(tensor) not in full:
+            full[id(tensor)] = tensor.detach().clone()
+    return {name: full[id(tensor)] for name, tensor in named.items()}
 
 
 def import_weights(
@@ -112,7 +115,12 @@ def save_safetensors(
             # Nothing shares memory in the file.
             stored[name] = tensor.clone(memory_format=torch.contiguous_format)
     header = {"format": "pt"} | dict(metadata or {}) | ({TIED: json.dumps(tied)} if tied else {})
-    replace_file(path, lambda partial: safetensors.save_file(stored, str(partial), metadata=header))
+
+    def write(partial: Path) -> None:
+        # Not `save_file`, which puts another file into the place of the one that is locked and brought to the disk here.
+        partial.write_bytes(safetensors.save(stored, metadata=header))
+
+    replace_file(path, write)
 
 
 def load_safetensors(
@@ -134,9 +142,23 @@ def load_safetensors(
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except Exception as error:
         raise ValueError(f"{os.fspath(path)}: is no safetensors file ({error}).") from error
-    for name, stored in json.loads(header.get(TIED, "{}")).items():
-        weights[name] = weights[stored]
+    weights |= _tied(path, header, weights)
     return import_weights(model, optimizer, weights)
+
+
+def _tied(path: str | os.PathLike[str], header: Mapping[str, str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a file's record of tied names adds to its tensors.
+
+    Raises:
+        ValueError: The record is no such record, or names what is not there.
+    """
+    try:
+        return {name: weights[stored] for name, stored in json.loads(header.get(TIED, "{}")).items()}
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{os.fspath(path)}: {TIED!r} in its metadata: got {header[TIED][:200]}; accepted are names, each with that of a tensor in the"
+            " file."
+        ) from error
 
 
 def _by_id(optimizer: TorchOptimizer, groups: list[list[Tensor]]) -> dict[int, Tensor]:
@@ -181,8 +203,13 @@ def _problems(named: Mapping[str, Tensor], given: Mapping[str, Tensor], full: Ma
             yield f"{name!r}: got {value.dtype}; accepted is {full[id(tensor)].dtype}, or what it holds exactly"
         elif id(tensor) not in full and value.dtype is not tensor.dtype:
             yield f"{name!r}: got {value.dtype}; accepted is {tensor.dtype}"
-        elif given[first] is not value and not torch.equal(given[first], value):
+        elif given[first] is not value and not _same(given[first], value):
             yield f"{name!r} is tied to {first!r} in the model, and their values differ"
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    """Equal, where NaN is equal to NaN."""
+    return left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
@@ -194,9 +221,9 @@ class _Safetensors:
 
     def __init__(self) -> None:
         from safetensors import safe_open
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
-        self.safe_open, self.save_file = safe_open, save_file
+        self.safe_open, self.save = safe_open, save
 
 
 def _safetensors() -> _Safetensors:

@@ -21,6 +21,7 @@ from small_models import Awkward, same_bits, train
 
 import everybit as eb
 from everybit_torch import AdamW, load_checkpoint, save_checkpoint
+from everybit_torch.checkpoint_file import replace_file
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8,
@@ -129,6 +130,11 @@ def test_damage_is_found(tmp_path: Path) -> None:
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     with pytest.raises(ValueError, match=r"bits have changed since it was written: the checksum of '.*data/0' differs"):
         load_checkpoint(path)
+    # The way a part is packed, in the directory at the end.
+    at = whole.rindex(b"PK\x01\x02") + 10
+    path.write_bytes(whole[:at] + b"\x63" + whole[at + 1 :])
+    with pytest.raises(ValueError, match=r"run.pt: is no checkpoint, or was cut off"):
+        load_checkpoint(path)
     torch.save([1, 2], path)
     with pytest.raises(ValueError, match=r"holds a list; accepted is a dict"):
         load_checkpoint(path)
@@ -145,6 +151,19 @@ def test_checksums_are_written_whatever_torch_was_told(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert torch.equal(load_checkpoint(tmp_path / "run.pt")["weights"], torch.ones(4))
+
+
+def test_a_writer_that_puts_another_file_in_place_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "run.pt").write_bytes(b"old")
+
+    def write(partial: Path) -> None:
+        (tmp_path / "other").write_bytes(b"new")
+        os.replace(tmp_path / "other", partial)
+
+    with pytest.raises(RuntimeError, match=r"was replaced by its writer"):
+        replace_file(tmp_path / "run.pt", write)
+    assert os.listdir(tmp_path) == ["run.pt"]
+    assert (tmp_path / "run.pt").read_bytes() == b"old"
 
 
 def test_links_stay_links_and_permissions_stay(tmp_path: Path) -> None:
@@ -263,7 +282,7 @@ def test_killed_at_any_moment_the_last_checkpoint_loads(tmp_path: Path, slow: st
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         assert len(partials(tmp_path)) <= 1  # the next save cleans up after the last
-    if slow == "fsync":
+    if slow in ("fsync", "chmod", "check"):
         assert interrupted, "no kill came in the middle of a save"
     save_checkpoint({"step": 0}, path)
     assert not partials(tmp_path)

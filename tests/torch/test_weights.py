@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,56 @@ def test_a_file_is_an_ordinary_safetensors_file(tmp_path: Path) -> None:
     load_safetensors(path, other, target)
     assert torch.equal(other.head.weight, other.embedding.weight)
     assert torch.equal(export_weights(other, target)["head.weight"], weights["head.weight"])
+
+
+def test_a_file_keeps_its_permissions_and_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained("LEAN_BF16")
+    path = tmp_path / "model.safetensors"
+    mask = os.umask(0o022)
+    try:
+        save_safetensors(path, model, optimizer)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    path.chmod(0o600)
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    save_safetensors(path, model, optimizer)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    # What was brought to the disk is what is there, and then the directory.
+    assert synced == [path.stat().st_ino, tmp_path.stat().st_ino]
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_record_of_tied_names_that_is_none_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained("FP32")
+    path = tmp_path / "model.safetensors"
+    for record in ("not json", "[1]", '{"head.weight": "nowhere"}', '{"head.weight": ["x"]}'):
+        weights = {k: v.clone() for k, v in export_weights(model, optimizer).items() if k != "head.weight"}
+        save_file(weights, path, metadata={"everybit.tied": record})
+        with pytest.raises(ValueError, match=r"'everybit.tied' in its metadata: got .*; accepted are names"):
+            load_safetensors(path, model, optimizer)
+
+
+def test_what_the_optimizer_does_not_hold_goes_along_and_is_copied() -> None:
+    model = Tied()
+    optimizer = AdamW([model.norm.weight])
+    weights = export_weights(model, optimizer)
+    assert weights["head.weight"] is weights["embedding.weight"]
+    assert weights["head.weight"].data_ptr() != model.head.weight.data_ptr()
+    other = Tied(seed=1)
+    with torch.no_grad():
+        weights["embedding.weight"][0, 0] = float("nan")
+    weights["head.weight"] = weights["embedding.weight"].clone()  # equal, though it holds a NaN
+    losses = import_weights(other, AdamW([other.norm.weight]), weights)
+    assert losses.keys() == {"norm.weight"}
+    torch.testing.assert_close(other.head.weight, weights["embedding.weight"], rtol=0, atol=0, equal_nan=True)
 
 
 def test_one_name_of_several_that_are_tied_is_enough(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contract
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-conformance: $(STAMP)  ## compare with optax (installs JAX)
+conformance: $(STAMP)  ## run in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,conformance]'
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance
 

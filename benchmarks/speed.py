@@ -299,6 +299,7 @@ def picture(results: list[Result], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     models = list(dict.fromkeys(r.model for r in results))
     figure, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 7), squeeze=False, layout="constrained")
@@ -308,6 +309,8 @@ def picture(results: list[Result], path: Path) -> None:
         ax.barh([r.contestant for r in good], [r.ratio for r in good], color=colours)
         ax.axvline(1.0, color="black", linewidth=0.8)
         ax.set_xscale("log")
+        ax.set_xlim(0.08, 2.5 * max(r.ratio for r in good))
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_title(model)
         ax.set_xlabel("time / torch fused (float32)")
         for index, r in enumerate(good):

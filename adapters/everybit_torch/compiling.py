@@ -8,9 +8,13 @@ ready-made. The same values, bit for bit: torch converts a 0-d operand to the dt
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
@@ -62,8 +66,34 @@ def _has_cpp_compiler() -> bool:
 def _backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
+    patches = {"post_grad_custom_post_pass": _HoistScalars(), **_trust_in_vectors()}
     with vectorized.vector_bits():
-        return compile_fx(graph, inputs, config_patches={"post_grad_custom_post_pass": _HoistScalars()})
+        return compile_fx(graph, inputs, config_patches=patches)
+
+
+@cache
+def _trust_in_vectors() -> dict[str, Any]:
+    """Have torch believe which vector instructions there are, where the processor lists them and the compiler knows their flags.
+
+    On its own it compiles and loads a program with all of its headers for each, which is half of the time of a first step on a machine
+    whose compile cache is empty.
+    """
+    try:
+        inductor_config, isa = import_module("torch._inductor.config"), import_module("torch._inductor.cpu_vec_isa")
+        if sys.platform != "linux" or inductor_config.cpp.vec_isa_ok is not None:
+            return {}
+        compiler = import_module("torch._inductor.cpp_builder").get_cpp_compiler()
+        here = isa.x86_isa_checker()
+        listed = [one for one in isa.supported_vec_isa_list if all(name in here for name in str(one).split())]
+        for one in listed:
+            flags = one.build_arch_flags().split()
+            subprocess.run(
+                [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull], check=True, capture_output=True
+            )
+    except Exception:
+        # Whatever is not as expected: torch finds out by itself.
+        return {}
+    return {"cpp.vec_isa_ok": True} if listed else {}
 
 
 class _HoistScalars(CustomGraphPass):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from small_models import same_bits
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW, vectorized
+from everybit_torch import AdamW, compiling, vectorized
 
 torch_cpp: Any = import_module("torch._inductor.codegen.cpp")
 inductor_config: Any = import_module("torch._inductor.config")
@@ -104,3 +106,35 @@ def test_a_generator_that_has_changed_is_left_alone(missing: str, monkeypatch: p
     with vectorized.vector_bits() as arranged:
         assert not arranged
         assert [torch_cpp.CppVecOverrides.to_dtype, list(torch_cpp.VECTORIZABLE_DTYPES)] == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is left to find out")
+def test_vectors_are_believed_where_torch_would_find_them() -> None:
+    """torch's own answer takes seconds for each extension; ours is the same list."""
+    isa: Any = import_module("torch._inductor.cpu_vec_isa")
+    compiling._trust_in_vectors.cache_clear()
+    believed = compiling._trust_in_vectors()
+    lists = []
+    for patch in ({"cpp.vec_isa_ok": None}, believed):
+        isa.valid_vec_isa_list.cache_clear()
+        with inductor_config.patch(patch):
+            lists.append([str(one) for one in isa.valid_vec_isa_list()])
+    isa.valid_vec_isa_list.cache_clear()
+    assert lists[0] == lists[1]
+    assert lists[0]
+
+
+def test_vectors_are_not_believed_if_the_compiler_does_not_know_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-mavx512*|*-mavx2*) exit 1;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(import_module("torch._inductor.cpp_builder"), "get_cpp_compiler", lambda: str(compiler))
+    compiling._trust_in_vectors.cache_clear()
+    assert compiling._trust_in_vectors() == {}
+    compiler.write_text("#!/bin/sh\n")
+    compiling._trust_in_vectors.cache_clear()
+    with inductor_config.patch({"cpp.vec_isa_ok": False}):
+        assert compiling._trust_in_vectors() == {}  # the user said so
+    compiling._trust_in_vectors.cache_clear()

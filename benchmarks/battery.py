@@ -5,7 +5,7 @@ Each optimizer is a process of its own. Columns:
 - decay: share of a decay of ``lr * weight_decay = 1e-5`` a step that reached the weights after 2000 steps without gradient;
 - updates: share of 1000 updates of 1e-5 that reached weights between 1 and 2;
 - variance: the second moment after 200 gradients of 1 and 3800 of 0.01, relative to what it should be;
-- compiled: whether 20 compiled steps give the bits of 20 eager ones;
+- compiled: whether 20 compiled steps give the bits of 20 eager ones, and whether anything was compiled at all;
 - resumed: whether 10 steps, a checkpoint through a file under ``weights_only=True`` and 10 more give the bits of 20;
 - dtypes: whether all state comes back from the checkpoint in the dtypes it had;
 - bytes: of weights and state, per parameter.
@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from contestants import CONTESTANTS, Contestant, full_precision, named, state_tensors
+from contestants import CONTESTANTS, Contestant, corrected, full_precision, named, state_tensors
 from machine import describe
 from pages import insert, origin, table
 
@@ -128,7 +129,7 @@ def second_moment(optimizer: Any, parameter: nn.Parameter) -> Tensor:
         if isinstance(value, dict):
             for key, item in value.items():
                 if isinstance(item, Tensor) and item.numel() >= parameter.numel() and "exp_avg_sq" in str(key):
-                    return item
+                    return corrected(item, value.get(f"{key}::ecc"))
                 if (found := find(item)) is not None:
                     return found
         return None
@@ -149,9 +150,11 @@ def stream(optimizer: Any, params: list[nn.Parameter], steps: range) -> None:
 
 
 def compiled(contestant: Contestant) -> str:
-    """The same bits compiled and eager; what compiles by itself is kept from it."""
+    """The same bits compiled and eager, if anything was compiled; what compiles by itself is kept from it in the eager run."""
     results = []
     for compile in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
         params = weights(contestant.dtype)
         optimizer = contestant.make(params)
         step = optimizer.step
@@ -164,6 +167,9 @@ def compiled(contestant: Contestant) -> str:
                 torch.manual_seed(number)
                 step()
         results.append(full_precision(optimizer, params)[0])
+    # torch.compile runs a function as it is where it finds nothing that it can compile.
+    if not counters["stats"]["unique_graphs"]:
+        return "not compiled"
     moved = (results[0] - weights(torch.float64)[0].detach()).square().mean().sqrt()
     difference = float((results[1] - results[0]).square().mean().sqrt() / moved)
     return "same bits" if torch.equal(*results) else f"off by {difference:.1e}"

@@ -131,9 +131,22 @@ def full_precision(optimizer: Any, params: Params) -> list[Tensor]:
     weights = []
     for p in params:
         state = optimizer.state[p] if p in getattr(optimizer, "state", {}) else {}
+        if any("param::ecc" in view for view in state.values() if isinstance(view, dict)):
+            (view,) = state.values()  # HeavyBall's state of a parameter that it has not merged or split
+            weights.append(corrected(p.detach(), view["param::ecc"]).double())
+            continue
         extra = next((state[key] for key in ("kahan_comp", "compensation") if state.get(key) is not None), None)
         weights.append(p.detach().double() if extra is None else p.detach().double() + extra.double())
     return weights
+
+
+def corrected(held: Tensor, correction: Tensor | None) -> Tensor:
+    """A tensor of 16 bits with the correction that HeavyBall keeps beside it as integers, decoded by HeavyBall's own code."""
+    if correction is None:
+        return held
+    ulp = import_module("heavyball.utils")._ULPState
+    decoded: Tensor = ulp(correction, ulp._SMAX[correction.dtype]).decode(held)
+    return decoded
 
 
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -117,6 +117,13 @@ class GradientBuffer:
             self.slots.append(GradientSlot(parameter, self.buffer, start))
             start += parameter.numel()
 
+    def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        """The parameters' gradients; None for one without."""
+        return [
+            slot.view if (slot.arrived and p.grad is slot.view) or slot.holds_gradient(p) else None
+            for slot, p in zip(self.slots, parameters, strict=True)
+        ]
+
     def part(self, low: int, high: int, start: int, stop: int) -> GradientBuffer:
         """The buffer of parameters ``low`` to ``high``, which are its elements ``start`` to ``stop``."""
         part = object.__new__(GradientBuffer)

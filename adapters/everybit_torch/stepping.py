@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from everybit.policy import AnyPolicy
 from everybit_torch.compiling import can_compile, compile_step
 from everybit_torch.units import Unit, map_state, named_fields
 
+P = TypeVar("P")
 Factory = Callable[..., eb.Transform[Any]]
 
 # Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
@@ -76,9 +78,19 @@ class Group:
         return _constants(self._arguments)
 
     def step(
-        self, unit: Unit, grads: list[Any], present: list[bool], *, compile: bool, metrics: bool
+        self,
+        unit: Unit,
+        grads: list[Any],
+        present: list[bool],
+        *,
+        compile: bool,
+        metrics: bool,
+        totals: Sequence[Tensor] = (),
     ) -> Metrics | None:
-        """Step a unit in place; ``grads`` in the shapes of its tensors, with None where ``present`` is False."""
+        """Step a unit in place; ``grads`` in the shapes of its tensors, with None where ``present`` is False.
+
+        ``totals`` answer the transform's reductions, in order, where a unit is a part of what they go over; see :class:`Replay`.
+        """
         first = unit.tensors[0]
         tensors, state = unit.tensors, unit.state
         if not all(present):
@@ -87,11 +99,11 @@ class Group:
             state = _with_holes(state, present)
         if compile and can_compile(first.device):
             run = self._compiled_step(first.dtype, metrics)
-            return run(tensors, grads, state, self._hyperparameters(first.device), unit.first_tensor)
+            return run(tensors, grads, state, self._hyperparameters(first.device), unit.first_tensor, list(totals))
         optimizer = self.optimizers[first.dtype]
         if unit.flat and first.numel() > PIECE:
-            return step_in_pieces(optimizer, unit, grads[0], metrics=metrics)
-        return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics)
+            return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
+        return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
 
     def _hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
         """The numeric hyperparameters as 0-d float64 tensors, so that a new value is new data and not new code."""
@@ -127,9 +139,10 @@ class Group:
             state: OptimizerState[Any],
             hyperparameters: dict[str, Tensor],
             first: Tensor,
+            totals: list[Tensor],
         ) -> Metrics | None:
             optimizer = eb.Optimizer(factory(**hyperparameters, **constants), policy, seed)
-            return step_in_place(optimizer, tensors, grads, state, first, metrics=metrics)
+            return step_in_place(optimizer, tensors, grads, state, first, metrics=metrics, totals=totals)
 
         # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every group has its own.
         own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
@@ -146,16 +159,82 @@ def step_in_place(
     first: int | Tensor,
     *,
     metrics: bool,
+    totals: Sequence[Tensor] = (),
 ) -> Metrics | None:
     """The pure step, and its results written over what went in; compiled, the writes become in-place stores."""
     ctx = eb.Context(first_element=first)
-    advance = optimizer.advance(tensors, grads, state, ctx)
+    # Who measures adds up what is measured of the parts.
+    advance = optimizer.advance(tensors, grads, state, replace(ctx, axis=Replay(totals)) if totals else ctx)
     measured = measure(optimizer, advance, ctx) if metrics else None
     write((tensors, state), (advance.params, advance.state))
     return measured
 
 
-def step_in_pieces(optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool) -> Metrics | None:
+class Unanswered(Exception):
+    """A transform asked for a reduction that is not known yet.
+
+    Args:
+        kind: ``"sum"`` or ``"max"``.
+        value: What the part that was looked at contributes.
+    """
+
+    def __init__(self, kind: Literal["sum", "max"], value: Tensor) -> None:
+        super().__init__(kind)
+        self.kind, self.value = kind, value
+
+
+class Replay:
+    """An axis that answers a transform's reductions, in order, with totals that were found before.
+
+    A transform of scope ``"tree"`` works element by element, but for what it asks of the axis. So it is run on every part of the tree until
+    it asks, the answers are added up, and it is run again with the total: as often as it asks. No part needs to see another.
+    """
+
+    def __init__(self, totals: Sequence[Tensor]) -> None:
+        self._totals = totals
+        self._asked = 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The total, if it is known."""
+        return self._answer("sum", value)
+
+    def max(self, value: Tensor) -> Tensor:
+        """The greatest, if it is known."""
+        return self._answer("max", value)
+
+    def owned(self, tree: P) -> P:
+        """``tree``: parts do not overlap."""
+        return tree
+
+    def _answer(self, kind: Literal["sum", "max"], value: Tensor) -> Tensor:
+        if self._asked == len(self._totals):
+            raise Unanswered(kind, value)
+        self._asked += 1
+        return self._totals[self._asked - 1]
+
+
+def contributions(
+    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, totals: Sequence[Tensor]
+) -> Iterator[Unanswered]:
+    """What a flat unit contributes to the first reduction that ``totals`` do not answer, piece by piece; at least one piece, if empty.
+
+    Nothing comes if the transform asks for no more.
+    """
+    for start in range(0, max(grad.numel(), 1), PIECE):
+        stop = start + PIECE
+        state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], lambda x: x)  # type: ignore[misc]
+        ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals))
+        try:
+            optimizer.advance([unit.tensors[0][start:stop]], [grad[start:stop]], state, ctx)
+        except Unanswered as question:
+            yield question
+        else:
+            return
+
+
+def step_in_pieces(
+    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool, totals: Sequence[Tensor] = ()
+) -> Metrics | None:
     """The step of a long buffer without a compiler: piece by piece, so that what is computed on the way stays in the cache.
 
     The pieces' results are the whole's, bit for bit: that is what the scope ``"element"`` promises.
@@ -167,7 +246,13 @@ def step_in_pieces(optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, me
         # Counters are copied in, so that every piece counts from the same step; the last one's are kept.
         state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], torch.clone)  # type: ignore[misc]
         measured = step_in_place(
-            optimizer, [unit.tensors[0][start:stop]], [grad[start:stop]], state, unit.first + start, metrics=metrics
+            optimizer,
+            [unit.tensors[0][start:stop]],
+            [grad[start:stop]],
+            state,
+            unit.first + start,
+            metrics=metrics,
+            totals=totals,
         )
         if measured is not None:
             total = measured if total is None else total + measured

@@ -76,10 +76,7 @@ class Unit:
         """The members' gradients; None for one without."""
         if self.gradients is None:
             return [parameter.grad for parameter in self.parameters]
-        return [
-            slot.view if (slot.arrived and p.grad is slot.view) or slot.holds_gradient(p) else None
-            for slot, p in zip(self.gradients.slots, self.parameters, strict=True)
-        ]
+        return self.gradients.collect(self.parameters)
 
     def split(self, boundaries: list[int]) -> Iterator[Unit]:
         """Cut a flat unit before the members with these numbers; states become views, counts become copies."""

@@ -148,6 +148,8 @@ class Resolved:
     model: FloatDType
     params: Format
     grads_main: FloatDType
+    grads_comm: FloatDType
+    reduce: Literal["native", "fp32"]
 
     def slot(self, name: str) -> Format:
         """The format of the slot called ``name``, every dtype named."""
@@ -177,7 +179,8 @@ def resolve(policy: Policy, model: FloatDType) -> Resolved:
             "Policy.compute: got 'float32' for float64 parameters; computing in less than the parameters hold would lose digits."
             " Accepted is compute='float64', e.g. policies.FP64."
         )
-    return Resolved(policy, model, params, policy.grads.main or model)
+    main = policy.grads.main or model
+    return Resolved(policy, model, params, main, policy.grads.comm or main, policy.grads.reduce)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ P = TypeVar("P")
 S = TypeVar("S")
 
 Scope = Literal["element", "tensor", "tree"]
-_STRICTNESS: dict[Scope, int] = {"element": 0, "tensor": 1, "tree": 2}
+_BY_STRICTNESS: tuple[Scope, ...] = ("tree", "tensor", "element")
 
 
 class Axis(Protocol):
@@ -126,7 +126,11 @@ def second_moments(transform: object) -> dict[str, Hyperparameter]:
 
 def strictest(transforms: tuple[Transform[Any], ...]) -> Scope:
     """The scope of several transforms applied together."""
-    return max((transform.scope for transform in transforms), key=_STRICTNESS.__getitem__, default="element")
+    scopes = [transform.scope for transform in transforms]
+    for scope in _BY_STRICTNESS:
+        if scope in scopes:
+            return scope
+    return "element"
 
 
 def require_transform(value: object, *, who: str) -> None:

@@ -174,6 +174,47 @@ def test_the_battery_notices_state_that_does_not_come_back() -> None:
     assert battery.resumed(FUSED) == "same bits"
 
 
+def test_steps_that_nothing_was_compiled_of_are_not_the_same_bits_compiled() -> None:
+    class Uncompilable(torch.optim.AdamW):
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def make(params: list[nn.Parameter], **others: Any) -> Any:
+        return Uncompilable(params, **HYPERPARAMETERS | others)
+
+    # Ours first: what it compiled is not counted as another's.
+    assert battery.compiled(contestants.named("everybit FP32")) == "same bits"
+    assert battery.compiled(Contestant("uncompilable", torch.float32, make, 1.0)) == "not compiled"
+    assert battery.compiled(FUSED) == "not compiled"
+
+
+def test_weights_and_moments_are_read_with_the_corrections_that_heavyball_keeps() -> None:
+    pytest.importorskip("heavyball")
+    contestant = contestants.named("HeavyBall, bfloat16 and 8 bits")
+    params, exact = battery.weights(torch.bfloat16), battery.weights(torch.float64)
+    start = exact[0].detach().clone()
+    optimizer = contestant.make(params)
+    reference = torch.optim.AdamW(exact, **HYPERPARAMETERS)
+    with torch.compiler.set_stance("force_eager"):
+        battery.stream(optimizer, params, range(5))
+    for step in range(5):
+        noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(step))
+        exact[0].grad = noise.bfloat16().double()
+        reference.step()
+
+    def error(weights: torch.Tensor) -> float:
+        return float((weights - exact[0].detach()).norm() / (exact[0].detach() - start).norm())
+
+    (read,) = contestants.full_precision(optimizer, params)
+    assert error(read) < contestants.BFLOAT16_STATE < contestants.BFLOAT16_WEIGHTS < error(params[0].detach().double())
+    # HeavyBall keeps the second moment after bias correction.
+    right = reference.state[exact[0]]["exp_avg_sq"] / (1 - 0.999**5)
+    held = battery.second_moment(optimizer, params[0]).double()
+    plain = optimizer.state[params[0]][0]["update_by_adam_exp_avg_sq_0"].double()
+    assert (held - right).norm() < (plain - right).norm() / 10
+
+
 def test_a_failure_is_a_cell() -> None:
     def fail(params: list[nn.Parameter], **others: Any) -> Any:
         raise RuntimeError("no\nway")

@@ -1,0 +1,240 @@
+"""Where gradients lie: sums of this rank's own (partial) first, sums over all ranks (reduced) then, and never both.
+
+A buffer knows which of the two it holds. What would add a sum to itself, reduce twice or accumulate into what has been reduced is an
+error and not a wrong gradient. Whether a sum is copied or added is decided here once, by strategy, and not by what happens to alias what:
+
+==========================  ==============================  =======================================================
+strategy                    a gradient arrives              a reduction is over
+==========================  ==============================  =======================================================
+no_shard, optim             copied, then added, to main     *copied* to main (or is there: it was reduced in place)
+optim_grads, ..._params     copied to a bucket, for sending  copied to main, *added* from the second backward pass on
+==========================  ==============================  =======================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.reduction import (
+    Reduction,
+    Wire,
+    accumulate,
+    all_reduce_into,
+    cast,
+    divide,
+    reduce_scatter_into,
+)
+from everybit_torch.sharded.strategies import Sharding
+
+Phase = Literal["empty", "partial", "reduced", "final"]
+
+
+class GradientBuffer:
+    """The gradients of one group of parameters.
+
+    Args:
+        group: Of the layout.
+        sharding: Decides what is kept.
+        inner: The ranks that share buffers out.
+        outer: The ranks that hold copies of the same shards.
+        main: dtype of the main gradient.
+        wire: How gradients travel between the inner ranks.
+        outer_wire: And between the outer ones.
+        device: Where everything lies.
+
+    Attributes:
+        main: The main gradient: the whole group's, padded (``no_shard``, ``optim``), or this inner rank's part of it.
+        phase: ``"empty"``; ``"partial"``: sums of this rank's gradients; ``"reduced"``: sums over the inner ranks; ``"final"``: over all
+            ranks, and divided.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        sharding: Sharding,
+        inner: Communicator,
+        outer: Communicator,
+        main: torch.dtype,
+        wire: Wire,
+        outer_wire: Wire,
+        device: torch.device,
+    ) -> None:
+        self.group, self.sharding, self.inner, self.outer = group, sharding, inner, outer
+        self.wire, self.outer_wire = wire, outer_wire
+        size = group.padded // inner.size if sharding.grads else group.padded
+        self.main = torch.zeros(size, dtype=main, device=device)
+        self.phase: Phase = "empty"
+        self.arrived: set[int] = set()  # since the last reduction
+        self.seen: set[int] = set()  # in this backward pass
+        self._bucket: Tensor | None = None
+
+    @property
+    def what(self) -> str:
+        """For error messages."""
+        first = self.group.placements[0].spec.name
+        others = len(self.group.placements) - 1
+        return f"the gradients of {first}" + (f" and {others} other parameters" if others else "")
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter's gradient has arrived in this backward pass."""
+        return len(self.seen) == len(self.group.placements)
+
+    @property
+    def own(self) -> Tensor:
+        """The part of the main gradient that this rank's optimizer steps."""
+        main = self.main
+        if self.sharding.state and not self.sharding.grads:
+            main = main.view(self.inner.size, -1)[self.inner.rank]
+        if self.sharding.outer == "optim":
+            main = main.view(self.outer.size, -1)[self.outer.rank]
+        return main
+
+    # -- accumulating -----------------------------------------------------------------------------------------------------------
+
+    def add(self, number: int, gradient: Tensor) -> None:
+        """Take in the gradient of the group's parameter ``number``.
+
+        Raises:
+            RuntimeError: The cycle's sums are reduced already.
+        """
+        if self.phase == "final" or (self.phase == "reduced" and not self.sharding.grads):
+            raise RuntimeError(
+                f"{self.group.placements[number].spec.name}: a gradient arrived after {self.what} were summed over the ranks; adding to it"
+                " would count it wrongly. Accepted is one backward pass inside microbatch(last=True), and then step() or zero_grad()."
+            )
+        placement = self.group.placements[number]
+        if self.sharding.grads:
+            into = self._open_bucket()[placement.start : placement.stop]
+            scale = self.wire.prescale
+        else:
+            into, scale = self.main[placement.start : placement.stop], 1.0
+            self.phase = "partial"
+        accumulate(into, gradient, mode="add" if number in self.arrived else "copy", scale=scale)
+        self.arrived.add(number)
+        self.seen.add(number)
+
+    def begin_pass(self) -> None:
+        """A backward pass begins."""
+        self.seen = set()
+
+    def open(self) -> None:
+        """Make room for what will arrive."""
+        if self.sharding.grads:
+            self._open_bucket()
+
+    def _open_bucket(self) -> Tensor:
+        if self._bucket is None:
+            self._bucket = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
+        return self._bucket
+
+    def _fill_gaps(self, whole: Tensor) -> None:
+        """Zeros where nothing arrived, and in the padding."""
+        for number, placement in enumerate(self.group.placements):
+            if number not in self.arrived:
+                whole[placement.start : placement.stop].zero_()
+        whole[self.group.numel :].zero_()
+
+    # -- reducing ---------------------------------------------------------------------------------------------------------------
+
+    def reduce(self, divisor: float | None) -> Reduction:
+        """Start the sum over the inner ranks of what has arrived.
+
+        Args:
+            divisor: What the sum over all ranks is to be divided by; None if more is to come in this cycle.
+
+        Raises:
+            RuntimeError: What is there is a sum over the ranks already.
+        """
+        if self.phase == "final" or (self.phase == "reduced" and not self.sharding.grads):
+            raise RuntimeError(f"{self.what} were summed over the ranks already; accepted next is step() or zero_grad().")
+        now = divisor if self.outer.size == 1 else None
+        if self.sharding.grads:
+            partial = self._open_bucket()
+            self._fill_gaps(partial)
+            mode: Literal["copy", "add"] = "add" if self.phase == "reduced" else "copy"
+            reduction = reduce_scatter_into(
+                self.main, partial, self.inner, self.wire, mode=mode, divisor=now, what=self.what
+            )
+            self.phase = "reduced"
+            self.arrived = set()
+        else:
+            self._fill_gaps(self.main)
+            partial = self.main
+            if self.wire.dtype is not self.main.dtype:
+                partial = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
+                cast(partial, self.main, self.wire.prescale)
+            elif self.wire.prescale != 1.0:
+                partial.mul_(self.wire.prescale)
+            whole = not self.sharding.state
+            into = self.main if whole else self.main.view(self.inner.size, -1)[self.inner.rank]
+            if whole:
+                reduction = all_reduce_into(into, partial, self.inner, self.wire, divisor=now, what=self.what)
+            else:
+                reduction = reduce_scatter_into(
+                    into, partial, self.inner, self.wire, mode="copy", divisor=now, what=self.what
+                )
+            self.phase = "reduced"
+        self._bucket = None  # the reduction holds it until it is over
+        return Reduction(reduction.pending, self._then(reduction.install, divisor))
+
+    def _then(self, install: Callable[[], None], divisor: float | None) -> Callable[[], None]:
+        def finish() -> None:
+            install()
+            if divisor is not None:
+                if self.outer.size > 1:
+                    self._reduce_outer(divisor)
+                self.phase = "final"
+
+        return finish
+
+    def finalize(self, divisor: float) -> None:
+        """Sum over the outer ranks and divide, where no reduction was told that it was the last.
+
+        Raises:
+            RuntimeError: There is something that was not summed over the inner ranks.
+        """
+        if self.phase == "final":
+            return
+        if self.phase != "reduced":
+            raise RuntimeError(f"{self.what} are {self.phase}; they are to be summed over the ranks first.")
+        if self.outer.size > 1:
+            self._reduce_outer(divisor)
+        else:
+            divide(self._reduced, divisor)
+        self.phase = "final"
+
+    @property
+    def _reduced(self) -> Tensor:
+        """The part of the main gradient that holds a sum over the inner ranks."""
+        whole = self.sharding.grads or not self.sharding.state
+        return self.main if whole else self.main.view(self.inner.size, -1)[self.inner.rank]
+
+    def _reduce_outer(self, divisor: float) -> None:
+        """Copies, never adds: the running sum is this rank's own."""
+        main = partial = self._reduced
+        if self.outer_wire.dtype is not main.dtype:
+            partial = torch.empty(main.numel(), dtype=self.outer_wire.dtype, device=main.device)
+            cast(partial, main, self.outer_wire.prescale)
+        elif self.outer_wire.prescale != 1.0:
+            partial.mul_(self.outer_wire.prescale)
+        what = f"{self.what}, outer dimension"
+        if self.sharding.outer == "optim":
+            into = main.view(self.outer.size, -1)[self.outer.rank]
+            reduce_scatter_into(
+                into, partial, self.outer, self.outer_wire, mode="copy", divisor=divisor, what=what
+            ).finish()
+        else:
+            all_reduce_into(main, partial, self.outer, self.outer_wire, divisor=divisor, what=what).finish()
+
+    def clear(self) -> None:
+        """Nothing has arrived."""
+        self.phase = "empty"
+        self.arrived, self.seen = set(), set()
+        self._bucket = None

@@ -1,0 +1,151 @@
+"""The numbers inside a transform, by name: read out, put back changed, and specialised to a group of parameters.
+
+Transforms are frozen dataclasses whose hyperparameters are fields, so a transform that somebody composed can be shown to a learning rate
+scheduler without having been made by a factory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+import everybit as eb
+from everybit.combinators.chain import Chain, NamedChain
+from everybit.combinators.masked import Masked, Partition
+
+# torch's names, as in its param groups.
+_TORCH_NAMES: dict[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2")}
+
+
+def hyperparameters(transform: eb.Transform[Any]) -> dict[str, Any]:
+    """The numbers and 0-d tensors in a transform's fields, nested ones included, by torch's names.
+
+    A name that comes with two values in different places, or that a schedule fills, is left out: there is nothing one could set.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, value in _numbers(transform):
+        found.setdefault(name, []).append(value)
+    single = {name: values[0] for name, values in found.items() if all(value is values[0] or value == values[0] for value in values)}
+    for name in _scheduled(transform):
+        single.pop(name, None)
+    named: dict[str, Any] = {}
+    for torch_name, names in _TORCH_NAMES.items():
+        if all(name in single for name in names):
+            values = tuple(single.pop(name) for name in names)
+            named[torch_name] = values[0] if len(values) == 1 else values
+    return named | single
+
+
+def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]) -> eb.Transform[Any]:
+    """``transform`` with the numbers of these names replaced, wherever in it they are. Names are the fields' own."""
+
+    def change(node: Any) -> Any:
+        named = {name: values[name] for name in _own_numbers(node) if name in values}
+        return replace(node, **named) if named else node
+
+    return _rebuilt(transform, change)
+
+
+def scopes(transform: eb.Transform[Any]) -> set[str]:
+    """The scopes of a transform's parts, of which the whole's is the strictest."""
+    parts = [part for part in _parts(transform) if isinstance(getattr(part, "scope", None), str)]
+    return set().union(*map(scopes, parts)) if parts else {transform.scope}
+
+
+def choices(transform: eb.Transform[Any]) -> list[Any]:
+    """The masks and labels in it, by which it treats parameters differently, in order."""
+    return [
+        node.mask if isinstance(node, Masked) else node.labels
+        for node in _nodes(transform)
+        if isinstance(node, (Masked, Partition))
+    ]
+
+
+def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Transform[Any]:
+    """What a transform is for parameters of which its :func:`choices` came out as ``decisions``: it treats them all alike."""
+    left = iter(decisions)
+
+    def decide(node: Any) -> Any:
+        if isinstance(node, Masked):
+            keep, inner = next(left), decide(node.transform)
+            return inner if keep else eb.identity()
+        if isinstance(node, Partition):
+            label = next(left)
+            parts = {name: decide(part) for name, part in node.transforms.items()}
+            return parts[label]
+        return _map_parts(node, decide)
+
+    return decide(transform)  # type: ignore[no-any-return]
+
+
+# -- walking ------------------------------------------------------------------------------------------------------------------------
+
+
+def _parts(node: Any) -> list[Any]:
+    """The transforms directly inside one."""
+    if isinstance(node, Chain):
+        return list(node.transforms)
+    if isinstance(node, (NamedChain, Partition)):
+        return list(node.transforms.values())
+    if not is_dataclass(node):
+        return []
+    return [value for field in fields(node) if _is_transform(value := getattr(node, field.name))]
+
+
+def _map_parts(node: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(node, Chain):
+        return Chain(tuple(function(part) for part in node.transforms))
+    if isinstance(node, (NamedChain, Partition)):
+        return replace(node, transforms={name: function(part) for name, part in node.transforms.items()})
+    if not is_dataclass(node) or isinstance(node, type):
+        return node
+    changed = {
+        field.name: function(value) for field in fields(node) if _is_transform(value := getattr(node, field.name))
+    }
+    return replace(node, **changed) if changed else node
+
+
+def _rebuilt(node: Any, function: Callable[[Any], Any]) -> Any:
+    return function(_map_parts(node, lambda part: _rebuilt(part, function)))
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    yield node
+    for part in _parts(node):
+        yield from _nodes(part)
+
+
+def _is_transform(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type) and all(hasattr(value, n) for n in ("scope", "init", "update"))
+
+
+def _own_numbers(node: Any) -> dict[str, Any]:
+    if not is_dataclass(node):
+        return {}
+    return {
+        field.name: value
+        for field in fields(node)
+        # A field that accepts numbers only may be looked at when code is made; one that accepts tensors is data.
+        if field.init and any(word in str(field.type) for word in ("Hyperparameter", "Tensor", "Scalar"))
+        and isinstance(value := getattr(node, field.name), (int, float, Tensor))
+        and not isinstance(value, bool)
+    }
+
+
+def _numbers(transform: Any) -> Iterator[tuple[str, Any]]:
+    for node in _nodes(transform):
+        yield from _own_numbers(node).items()
+
+
+def _scheduled(transform: Any) -> set[str]:
+    """Fields that hold a schedule somewhere: their value is not one to set."""
+    return {
+        field.name
+        for node in _nodes(transform)
+        if is_dataclass(node)
+        for field in fields(node)
+        if callable(value := getattr(node, field.name)) and not isinstance(value, (type, Tensor)) and not _is_transform(value)
+    }

@@ -1,0 +1,220 @@
+"""Where every parameter lies in the flat buffers of a sharded model: pure data, the same on every rank without a collective.
+
+A layout is made of names, shapes and dtypes alone, so it can be built from a model on the meta device. Parameters that are gathered and
+reduced together (one unit's), with one dtype, one ``requires_grad`` and one label, form a *group*, and lie one after the other in its
+buffer, element by element: tensors are cut wherever a rank's share ends, and the only padding is at a group's end, at most
+``shards - 1`` elements. (Padding each tensor to whole rows instead, as row-sharding does, can multiply small odd shapes by thousands.)
+
+What is cut anywhere can still be named as boxes: a range of the elements of an n-dimensional tensor is a union of at most ``2n - 1``
+rectangles, which is what distributed checkpoints are made of (:func:`boxes`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What a layout knows of a parameter.
+
+    Attributes:
+        names: All of its names in the model; more than one if it is tied.
+        shape: Of the whole tensor.
+        dtype: Of the model's tensor.
+        requires_grad: Whether it is trained.
+        unit: Number of the unit that it is gathered and reduced with.
+        label: Parameters of different labels have optimizers or policies of their own.
+        index: Global index of its first element, counted through all parameters of its dtype in the model's order. Stochastic
+            rounding draws bits by it, which is why they do not depend on units or on the number of ranks.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    unit: int = 0
+    label: str = ""
+    index: int = 0
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A parameter's place in its group's buffer: elements ``start`` to ``stop``."""
+
+    spec: ParameterSpec
+    start: int
+    stop: int
+
+
+class Slice(NamedTuple):
+    """The part of a parameter that lies in some range of its group's buffer.
+
+    Attributes:
+        placement: The parameter.
+        low: First element of the parameter that is in the range.
+        high: One past the last.
+        offset: Where ``low`` is, counted from the range's start.
+    """
+
+    placement: Placement
+    low: int
+    high: int
+    offset: int
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor's elements that are consecutive in memory.
+
+    Attributes:
+        offsets: Of its first corner, by dimension.
+        sizes: By dimension.
+        start: Position of its first element in the range that was asked for.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that share a buffer.
+
+    Attributes:
+        unit: Number of their unit.
+        dtype: Of the model's tensors.
+        requires_grad: Whether they are trained.
+        label: Theirs.
+        placements: In the model's order.
+        numel: Elements without padding.
+        padded: Elements with padding, a multiple of the layout's ``shards``.
+    """
+
+    unit: int
+    dtype: torch.dtype
+    requires_grad: bool
+    label: str
+    placements: tuple[Placement, ...]
+    numel: int
+    padded: int
+
+    def shard(self, rank: int, shards: int) -> tuple[int, int]:
+        """The range of the buffer that belongs to ``rank`` of ``shards``."""
+        size = self.padded // shards
+        return rank * size, (rank + 1) * size
+
+    def slices(self, low: int, high: int) -> Iterator[Slice]:
+        """The parts of parameters in a range of the buffer, in order; parameters without an element in it are left out."""
+        for placement in self.placements:
+            start, stop = max(placement.start, low), min(placement.stop, high)
+            if start < stop:
+                yield Slice(placement, start - placement.start, stop - placement.start, start - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The groups of a model, unit after unit.
+
+    Attributes:
+        shards: Into how many equal parts each group's buffer can be cut.
+        units: Names of the units, in the order of the layout; the first is the model itself.
+        groups: In the order of the units.
+    """
+
+    shards: int
+    units: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """All parameters, in the order of the buffers."""
+        return tuple(placement.spec for group in self.groups for placement in group.placements)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(group.numel for group in self.groups)
+
+    @property
+    def padding(self) -> int:
+        """Elements that are no parameter's."""
+        return sum(group.padded - group.numel for group in self.groups)
+
+
+def build(specs: Sequence[ParameterSpec], *, shards: int = 1, units: Sequence[str] = ("",)) -> Layout:
+    """Lay out parameters.
+
+    Args:
+        specs: In the model's order; a tied parameter comes once, with all of its names.
+        shards: Number of ranks that share the buffers.
+        units: Names of the units that ``specs`` refer to.
+
+    Raises:
+        ValueError: ``shards`` below 1, a unit that there is not, or a name that comes twice.
+    """
+    if shards < 1:
+        raise ValueError(f"shards: got {shards}; accepted is 1 or more.")
+    seen: set[str] = set()
+    members: dict[tuple[int, torch.dtype, bool, str], list[ParameterSpec]] = {}
+    for spec in specs:
+        if twice := seen.intersection(spec.names):
+            raise ValueError(f"specs: {', '.join(sorted(twice))} named twice; accepted is each parameter once, with all of its names.")
+        if not 0 <= spec.unit < len(units):
+            raise ValueError(f"{spec.name}: in unit {spec.unit}; there are units 0 to {len(units) - 1}.")
+        seen.update(spec.names)
+        members.setdefault((spec.unit, spec.dtype, spec.requires_grad, spec.label), []).append(spec)
+    groups = []
+    for key in sorted(members, key=lambda key: key[0]):
+        placements = []
+        end = 0
+        for spec in members[key]:
+            placements.append(Placement(spec, end, end := end + spec.numel))
+        groups.append(Group(*key, tuple(placements), end, -(-end // shards) * shards))
+    return Layout(shards, tuple(units), tuple(groups))
+
+
+def boxes(shape: Sequence[int], low: int, high: int) -> list[Box]:
+    """Elements ``low`` to ``high`` of a tensor, counted in memory order, as rectangles: at most ``2 * len(shape) - 1``, none if empty.
+
+    Raises:
+        ValueError: The range is not within the tensor.
+    """
+    if not 0 <= low <= high <= math.prod(shape):
+        raise ValueError(f"range {low} to {high}: accepted is a range within the {math.prod(shape)} elements of {tuple(shape)}.")
+    return list(_boxes(tuple(shape), low, high, 0)) if low < high else []
+
+
+def _boxes(shape: tuple[int, ...], low: int, high: int, start: int) -> Iterator[Box]:
+    if not shape:
+        yield Box((), (), start)
+        return
+    row = math.prod(shape[1:])
+    first, last = low // row, (high - 1) // row
+    if first == last and high - low < row:
+        for box in _boxes(shape[1:], low - first * row, high - first * row, start):
+            yield Box((first, *box.offsets), (1, *box.sizes), box.start)
+        return
+    whole_from, whole_to = -(-low // row), high // row
+    if low < whole_from * row:
+        yield from _boxes(shape, low, whole_from * row, start)
+    if whole_from < whole_to:
+        rest = shape[1:]
+        yield Box((whole_from, *(0 for _ in rest)), (whole_to - whole_from, *rest), start + whole_from * row - low)
+    if whole_to * row < high:
+        yield from _boxes(shape, whole_to * row, high, start + whole_to * row - low)

@@ -1,0 +1,180 @@
+"""From a model to a layout: its parameters, the units they belong to, and what tells them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+import everybit as eb
+from everybit.dtypes import dtype_name
+from everybit.policies import native
+from everybit.policy import AnyPolicy, ByLabel, Policy, resolve
+from everybit.transform import require_transform
+from everybit_torch.sharded.hyperparameters import choices, chosen, scopes
+from everybit_torch.sharded.layout import ParameterSpec
+from everybit_torch.sharded.shard_optimizer import LabelledTransform
+
+Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]
+Units = Sequence[type[nn.Module] | nn.Module]
+Labels = Callable[[str, nn.Parameter], str]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """What is laid out, before it is known over how many ranks.
+
+    Attributes:
+        specs: Each parameter once, in the model's order.
+        parameters: The same, as the model's.
+        units: Name and module of each unit, the model first.
+        labelled: What parameters of each label are stepped with.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    parameters: tuple[nn.Parameter, ...]
+    units: tuple[tuple[str, nn.Module], ...]
+    labelled: Mapping[str, LabelledTransform]
+
+
+def describe(
+    model: nn.Module,
+    transform: Transforms,
+    policy: AnyPolicy | None,
+    units: Units | None = None,
+    labels: Labels | None = None,
+) -> ModelLayout:
+    """Look at a model, which may be on the meta device.
+
+    Raises:
+        TypeError: A unit that is no module, a parameter that is not floating-point, or a transform that is none.
+        ValueError: A unit that the model does not have, a transform that must see whole tensors, a label without transform, or a policy
+            that does not fit a parameter. Messages name what it is about.
+    """
+    found = _find_units(model, units)
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    if not parameters:
+        raise ValueError("model: has no parameters; accepted is a module with at least one.")
+    homes = _homes(found)
+    by_name = {names[key][0]: parameter for key, parameter in parameters.items()}
+    label_of, labelled = _label(by_name, transform, policy, labels)
+    specs, counted = [], dict.fromkeys((p.dtype for p in parameters.values()), 0)
+    for key, parameter in parameters.items():
+        name = names[key][0]
+        specs.append(
+            ParameterSpec(
+                tuple(names[key]),
+                tuple(parameter.shape),
+                parameter.dtype,
+                parameter.requires_grad,
+                homes[key],
+                label_of[name] if parameter.requires_grad else "",
+                counted[parameter.dtype],
+            )
+        )
+        counted[parameter.dtype] += parameter.numel()
+    return ModelLayout(tuple(specs), tuple(parameters.values()), tuple(found.items()), labelled)
+
+
+def _find_units(model: nn.Module, units: Units | None) -> dict[str, nn.Module]:
+    wanted = list(units or ())
+    for one in wanted:
+        if not (isinstance(one, nn.Module) or (isinstance(one, type) and issubclass(one, nn.Module))):
+            raise TypeError(f"units: got {one!r}; accepted are modules of the model, and classes of modules.")
+    classes = tuple(one for one in wanted if isinstance(one, type))
+    single = {id(one) for one in wanted if not isinstance(one, type)}
+    found = {"": model}
+    for name, module in model.named_modules():
+        if name and (isinstance(module, classes) or id(module) in single):
+            found[name] = module
+    for one in wanted:
+        if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in model.modules()):
+            what = one.__name__ if isinstance(one, type) else type(one).__name__
+            raise ValueError(f"units: the model has no {what}; its modules are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}.")
+    return found
+
+
+def _homes(units: Mapping[str, nn.Module]) -> dict[int, int]:
+    """The innermost unit of each parameter, by id; the model's own for one that several units share."""
+    numbers = {id(module): number for number, module in enumerate(units.values())}
+    homes: dict[int, int] = {}
+
+    def walk(module: nn.Module, unit: int, seen: set[int]) -> None:
+        unit = numbers.get(id(module), unit)
+        for parameter in module.parameters(recurse=False):
+            homes[id(parameter)] = 0 if homes.get(id(parameter), unit) != unit else unit
+        for child in module.children():
+            if id(child) not in seen:
+                walk(child, unit, seen | {id(child)})
+
+    walk(units[""], 0, set())
+    return homes
+
+
+def _label(
+    by_name: Mapping[str, nn.Parameter], transform: Transforms, policy: AnyPolicy | None, labels: Labels | None
+) -> tuple[dict[str, str], dict[str, LabelledTransform]]:
+    """The label of each trained parameter, by name, and what each label means."""
+    trained = {name: p for name, p in by_name.items() if p.requires_grad}
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise TypeError(f"{name}: got a {parameter.dtype} parameter; accepted are real floating-point parameters.")
+    transforms = transform if isinstance(transform, Mapping) else {"": transform}
+    if isinstance(transform, Mapping) and labels is None:
+        raise ValueError("labels: got None with several transforms; accepted is a function of (name, parameter) that names one of them.")
+    if not isinstance(transform, Mapping) and labels is not None:
+        raise ValueError("labels: got a function with a single transform; give a transform for each label: {'decay': ..., 'plain': ...}.")
+    for name, one in transforms.items():
+        who = "transform" + (f"[{name!r}]" if name else "")
+        require_transform(one, who=who)
+        if "tensor" in scopes(one):
+            raise ValueError(
+                f"{who}: got {one!r}, a part of which must see whole tensors (scope 'tensor'), and ranks hold parts of tensors, cut"
+                " anywhere. Accepted are transforms of scope 'element' and 'tree'."
+            )
+    source = {name: labels(name, p) if labels else "" for name, p in trained.items()}
+    for name, label in source.items():
+        if label not in transforms:
+            raise ValueError(f"labels: {name} is labelled {label!r}; there are transforms for {', '.join(map(repr, transforms))}.")
+    decisions: dict[str, tuple[Any, ...]] = {}
+    for label, one in transforms.items():
+        members = {name: p for name, p in trained.items() if source[name] == label}
+        columns = [eb.tree.label(choice, members, name=f"a mask of transform {label!r}") for choice in choices(one)]
+        for number, name in enumerate(members):
+            decisions[name] = tuple(column[number] for column in columns)
+    policy_labels = _policy_labels(trained, policy)
+    label_of: dict[str, str] = {}
+    labelled: dict[str, LabelledTransform] = {}
+    for name, parameter in trained.items():
+        policy_label, chosen_policy = policy_labels[name]
+        parts = [source[name], *(str(decision) for decision in decisions[name]), policy_label]
+        label = label_of[name] = ", ".join(part for part in parts if part)
+        try:
+            resolve(chosen_policy, dtype_name(parameter.dtype, field="parameter"))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+        if label not in labelled:
+            labelled[label] = LabelledTransform(source[name], chosen(transforms[source[name]], decisions[name]), chosen_policy)
+    return label_of, labelled
+
+
+def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPolicy | None) -> dict[str, tuple[str, Policy]]:
+    if policy is None:
+        return {
+            name: (str(p.dtype).removeprefix("torch."), native(dtype_name(p.dtype, field=name))) for name, p in trained.items()
+        }
+    if isinstance(policy, Policy):
+        return dict.fromkeys(trained, ("", policy))
+    if not isinstance(policy, ByLabel):
+        raise TypeError(f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16, by_label(...), or None.")
+    found = eb.tree.label(policy.labels, dict(trained))
+    for name, label in zip(trained, found, strict=True):
+        if label not in policy.policies:
+            raise ValueError(f"{name}: labelled {label!r}, for which by_label has no policy; it has one for {', '.join(map(repr, policy.policies))}.")
+    return {name: (label, policy.policies[label]) for name, label in zip(trained, found, strict=True)}

@@ -1,0 +1,51 @@
+"""What a step tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+NanCheck = Literal["off", "step", "param"]
+Stage = Literal["backward", "reduction"]
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A parameter whose gradient had elements that are infinite or NaN.
+
+    Attributes:
+        name: Of the parameter.
+        rank: On which they were found, in the process group of the whole mesh.
+        count: Of elements.
+        stage: ``"backward"``: in what this rank's backward passes gave; ``"reduction"``: in the sum over the ranks, while every rank's own
+            gradient was finite. Then the wire overflowed.
+    """
+
+    name: str
+    rank: int
+    count: int
+    stage: Stage
+
+    def __str__(self) -> str:
+        where = "after the reduction" if self.stage == "reduction" else "before it"
+        return f"{self.name}: {self.count} non-finite gradient elements on rank {self.rank}, {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did.
+
+    Attributes:
+        grad_norm: Euclidean norm of the gradient over all parameters and ranks, after dividing and before any clipping; 0-d, on the
+            device: nobody waits for it.
+        skipped: Nothing was stepped, because a gradient was not finite; all ranks agree.
+        nonfinite: With ``nan="param"``, whose gradients were not.
+        untouched: Parameters that received no gradient on any rank in this cycle: they were neither decayed nor moved.
+    """
+
+    grad_norm: Tensor
+    skipped: bool = False
+    nonfinite: tuple[NonFinite, ...] = ()
+    untouched: tuple[str, ...] = ()

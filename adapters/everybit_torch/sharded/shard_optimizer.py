@@ -1,0 +1,290 @@
+"""The torch optimizer on one rank's part of the flat buffers: plain 1-d tensors, in whatever formats a policy names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit.formats import Kahan, Split, Stochastic
+from everybit.metrics import Metrics
+from everybit.policy import Policy
+from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.hyperparameters import hyperparameters, with_hyperparameters
+from everybit_torch.sharded.layout import Slice
+from everybit_torch.sharded.weights import WeightBuffer
+from everybit_torch.stepping import Unanswered, contributions
+from everybit_torch.units import Member, Unit, init_state, map_state
+
+if TYPE_CHECKING:
+    from everybit_torch.sharded.stepper import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTransform:
+    """What parameters of one label are stepped with.
+
+    Attributes:
+        source: Whose reductions go over the same parameters: two labels may be two cases of one transform.
+        transform: With nothing left to choose.
+        policy: How their weights and state are stored.
+    """
+
+    source: str
+    transform: eb.Transform[Any]
+    policy: Policy
+
+
+@dataclass(slots=True)
+class Shard:
+    """This rank's part of one group: what is stepped.
+
+    Attributes:
+        weights: Of the group.
+        gradients: Of the group.
+        slices: The parts of parameters that lie in it, in order.
+        parameters: A 1-d parameter for each, over the memory of the weights; its gradient lies in the main gradient.
+    """
+
+    weights: WeightBuffer
+    gradients: GradientBuffer
+    slices: list[Slice]
+    parameters: list[nn.Parameter]
+
+    @classmethod
+    def of(cls, weights: WeightBuffer, gradients: GradientBuffer, low: int, high: int) -> Shard:
+        """Elements ``low`` to ``high`` of the group's buffer."""
+        slices = list(weights.group.slices(low, high))
+        own = weights.own
+        parameters = [nn.Parameter(own[s.offset : s.offset + s.high - s.low]) for s in slices]
+        return cls(weights, gradients, slices, parameters)
+
+
+class _ShardGradients:
+    """The part of a main gradient that belongs to a unit."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+
+    def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:
+        return _ShardGradients(self.buffer[start:stop])
+
+    def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        return [parameter.grad for parameter in parameters]
+
+
+class ShardOptimizer(TorchOptimizer):
+    """A :class:`~everybit_torch.TorchOptimizer` over this rank's shards; made by a stepper, see ``FlatStepper.as_optimizer``.
+
+    There is a param group for each label, whose hyperparameters schedulers may change. Its parameters are 1-d, and hold what this rank
+    has of the model's. ``step`` reduces what has not been reduced yet, steps, and hands the weights to the other ranks.
+    """
+
+    def __init__(
+        self,
+        labelled: Mapping[str, LabelledTransform],
+        shards: Sequence[Shard],
+        axis: eb.Axis,
+        step: Callable[[], StepReport],
+        clear: Callable[[], None],
+        *,
+        compile: bool,
+        metrics: bool,
+        seed: int,
+        unsafe: Literal["refuse", "warn", "allow"],
+    ) -> None:
+        self._labelled, self._shards, self._axis = dict(labelled), list(shards), axis
+        self._step_all, self._clear = step, clear
+        found = {label: hyperparameters(one.transform) for label, one in self._labelled.items()}
+        names = dict.fromkeys(name for values in found.values() for name in values)
+        groups = [
+            {
+                "params": [
+                    (s.placement.spec.name, p)
+                    for shard in self._shards
+                    if shard.weights.group.label == label
+                    for s, p in zip(shard.slices, shard.parameters, strict=True)
+                ],
+                "label": label,
+                **{name: values.get(name) for name in names},
+            }
+            for label, values in found.items()
+        ]
+        super().__init__(
+            groups, self._transform, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe, label="", **dict.fromkeys(names)
+        )
+
+    def _transform(self, label: str, **values: Any) -> eb.Transform[Any]:
+        """The factory: a label's transform, with other numbers."""
+        given = {name: value for name, value in values.items() if value is not None}
+        return with_hyperparameters(self._labelled[label].transform, given)
+
+    def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """As :class:`TorchOptimizer`'s; a number that another label's transform has, and this one not, is left out."""
+        present = {name: value for name, value in group.items() if value is not None}
+        names, self._names = self._names, tuple(name for name in self._names if name in present)
+        try:
+            return super().factory_arguments(present)
+        finally:
+            self._names = names
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made: what a stepper shards is settled then.
+
+        Raises:
+            RuntimeError: Later.
+        """
+        label = param_group.get("label")
+        if len(self.param_groups) >= len(self._labelled) or label not in self._labelled:
+            raise RuntimeError("add_param_group: a stepper's parameters are laid out when it is made; accepted is to make another.")
+        dtypes = {s.weights.group.dtype for s in self._shards if s.weights.group.label == label}
+        # torch refuses a group without parameters, which a rank without elements of this label has.
+        empty = not param_group["params"]
+        if empty:
+            placeholder = nn.Parameter(torch.empty(0, dtype=next(iter(dtypes), torch.float32)))
+            param_group = {**param_group, "params": [("", placeholder)]}
+        super().add_param_group({**param_group, "policy": self._labelled[str(label)].policy})
+        group = self._groups[-1]
+        for dtype in dtypes - set(group.policies):
+            group.policies[dtype] = self._labelled[str(label)].policy
+        group.follow(group.arguments, self._build(group, group.arguments))
+
+    def _require_one_tree(self, groups: list[Any]) -> None:
+        """Any number of groups and dtypes: reductions are answered over all of them."""
+
+    # -- placing --------------------------------------------------------------------------------------------------------------------
+
+    def _place(self, *, wanted: frozenset[int] = frozenset()) -> None:
+        if self._units:
+            return
+        for group, values in zip(self._groups, self.param_groups, strict=True):
+            group.known = list(values["params"])
+            for shard in self._shards:
+                if shard.weights.group.label == values["label"]:
+                    self._place_shard(group, shard)
+
+    def _place_shard(self, group: Any, shard: Shard) -> None:
+        own, gradients = shard.weights.own, shard.gradients.own
+        random = _draws_bits(self._labelled[shard.weights.group.label].policy)
+        runs: list[list[int]] = [[]]
+        expected = -1
+        for number, s in enumerate(shard.slices):
+            first = s.placement.spec.index + s.low
+            # Elements that are neighbours here but not in the model are numbered apart; nobody sees it where no bits are drawn.
+            if runs[-1] and random and first != expected:
+                runs.append([])
+            runs[-1].append(number)
+            expected = s.placement.spec.index + s.high
+        for run in runs:
+            low = shard.slices[run[0]].offset if run else 0
+            high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
+            index = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0
+            members, start = [], 0
+            for number in run:
+                members.append(Member(shard.parameters[number], 0, start, start := start + shard.parameters[number].numel()))
+            tensor = own[low:high]
+            state = init_state(group.optimizers[tensor.dtype], [tensor], index)
+            unit = Unit(group.number, [tensor], members, state, index, flat=True, gradients=_ShardGradients(gradients[low:high]))
+            self._units.append(unit)
+            self._publish(unit)
+
+    # -- stepping -------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Reduce, step, and hand out the weights: the stepper's ``step``, for those who know ``torch.optim``.
+
+        Args:
+            closure: Recomputes the loss and the gradients; called once, with gradients enabled.
+
+        Returns:
+            What ``closure`` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_all()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this cycle."""
+        self._clear()
+
+    def step_shards(self, touched: Callable[[Slice], bool]) -> None:
+        """Step what this rank has of every parameter that was ``touched``, by any rank."""
+        for shard in self._shards:
+            for s, parameter in zip(shard.slices, shard.parameters, strict=True):
+                gradient = shard.gradients.own[s.offset : s.offset + s.high - s.low]
+                parameter.grad = gradient if touched(s) else None
+        self._prepare()
+        work = self._split_by_gradients(self._units)
+        self._units = [unit for unit, _ in work]
+        stepped = [unit for unit, grads in work if grads and grads[0] is not None]
+        totals = self._reduce(stepped)
+        measured: Metrics | None = None
+        for unit in stepped:
+            assert unit.gradients is not None
+            group = self._groups[unit.group]
+            one = group.step(
+                unit, [unit.gradients.buffer], [True], compile=self._compile, metrics=self.metrics_enabled,
+                totals=totals[self._source(unit)],
+            )  # fmt: skip
+            if one is not None:
+                measured = one if measured is None else measured + one
+        if self.metrics_enabled:
+            here = Metrics.zero(self._units[0].tensors[0].device) if measured is None else measured
+            self._metrics = eb.tree.map(self._axis.sum, here)
+        for shard in self._shards:
+            for parameter in shard.parameters:
+                parameter.grad = None
+
+    def _source(self, unit: Unit) -> str:
+        return self._labelled[self.param_groups[unit.group]["label"]].source
+
+    def _reduce(self, stepped: list[Unit]) -> dict[str, list[Tensor]]:
+        """For each transform, the totals over all ranks of what it asks of its axis, in order; empty if it works element by element."""
+        totals: dict[str, list[Tensor]] = {}
+        for unit in self._units:
+            source = self._source(unit)
+            if source in totals:
+                continue
+            totals[source] = []
+            if self._groups[unit.group].optimizers[unit.tensors[0].dtype].scope == "element":
+                continue
+            # Every rank asks the same, in the same order, also one that has nothing to step: an empty part tells what is asked.
+            while (question := self._ask(unit, totals[source])) is not None:
+                total = question.value.double()
+                for one in stepped:
+                    if self._source(one) != source:
+                        continue
+                    assert one.gradients is not None
+                    optimizer = self._groups[one.group].optimizers[one.tensors[0].dtype]
+                    for part in contributions(optimizer, one, one.gradients.buffer, totals[source]):
+                        if part.kind != question.kind:
+                            raise RuntimeError(f"{source}: its parts reduce differently; accepted is one reduction over all parameters at a time.")
+                        value = part.value.double()
+                        total = total + value if part.kind == "sum" else torch.maximum(total, value)
+                total = self._axis.sum(total) if question.kind == "sum" else self._axis.max(total)
+                totals[source].append(total.to(question.value.dtype))
+        return totals
+
+    def _ask(self, unit: Unit, totals: list[Tensor]) -> Unanswered | None:
+        """What a unit's transform asks for next, and what nothing contributes to it."""
+        tensor = unit.tensors[0][:0]
+        state = map_state(unit.state, lambda x: x[:0], lambda x: x)
+        empty = Unit(unit.group, [tensor], [], state, unit.first, flat=True)
+        optimizer = self._groups[unit.group].optimizers[tensor.dtype]
+        return next(contributions(optimizer, empty, torch.empty_like(tensor, dtype=torch.float32), totals), None)
+
+
+def _draws_bits(policy: Policy) -> bool:
+    formats = [policy.params, policy.momentum, policy.variance, policy.state, *policy.slots.values()]
+    return any(
+        isinstance(one, Stochastic) or (isinstance(one, (Kahan, Split)) and one.rounding == "stochastic") for one in formats
+    )

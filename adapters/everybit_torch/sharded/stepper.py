@@ -1,0 +1,501 @@
+"""The flat-buffer stepper: one optimizer over a model whose gradients, state and weights may be shared out among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import everybit as eb
+from everybit import borders
+from everybit.dtypes import dtype_name, torch_dtype
+from everybit.policy import AnyPolicy, Resolved, resolve
+from everybit_torch.sharded.communicator import Communicator, GroupAxis, Pending
+from everybit_torch.sharded.gathering import Gathering, Unit
+from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.layout import Group, Layout, Slice, build
+from everybit_torch.sharded.model_layout import Labels, ModelLayout, Transforms, Units, describe
+from everybit_torch.sharded.nonfinite import count_nonfinite, find_nonfinite, has_nonfinite
+from everybit_torch.sharded.reduction import Reduction, Wire, divide
+from everybit_torch.sharded.reports import NanCheck, StepReport
+from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
+from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
+from everybit_torch.sharded.weights import WeightBuffer
+
+Mesh = DeviceMesh | dist.ProcessGroup | None
+
+
+class FlatStepper:
+    """Step a model on flat buffers, alone or with other ranks, each dtype where the policy says.
+
+    Parameters become pieces of flat buffers. In the backward pass every gradient is added (or copied) to its place in a buffer and freed;
+    there never is a second full-size gradient. What is summed over the ranks is summed once, by one rule, and divided once.
+
+    Args:
+        model: With its values in place, on one device. Parameters may be tied, frozen, of several dtypes.
+        transform: What computes updates; or one for each label, with ``labels``.
+        policy: How weights, state and gradients are stored and sent: a policy, several by :func:`everybit.by_label`, or None for a
+            float32 or float64 model stored as it is.
+        mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
+            process alone if ``torch.distributed`` is not initialised.
+        strategy: What the (inner) ranks share out; see :class:`~everybit_torch.sharded.strategies.Sharding`. A number is the ZeRO stage.
+        outer: What the outer ranks do; see there.
+        units: Modules, or classes of modules, whose parameters are gathered and reduced together, such as ``[Block]``. What is in none
+            belongs to the model's own unit. Without units the whole model is one, and a sharded strategy needs room for all of it at once.
+        labels: From (name, parameter) to the key of its transform.
+        divisor: What the sum of gradients is divided by. None: the number of ranks, which makes the mean of the ranks' gradients;
+            1 for losses that are sums, or divided by the number of tokens already.
+        nan: ``"off"``; ``"step"``: skip a step, on all ranks, if any gradient is not finite; ``"param"``: and tell which, where and since
+            when, which takes a look at every gradient.
+        reshard_after_forward: With ``optim_grads_params``: give a unit's weights back after its forward pass, and gather them again for its
+            backward pass.
+        compile: Compile the step; the results are the same bits.
+        metrics: Measure every step: ``as_optimizer().metrics()``.
+        seed: Of stochastic rounding; the same on every rank.
+        unsafe: See :func:`everybit.with_policy`.
+        synchronize: Begin with the first rank's parameters and buffers, on every rank. False: they are equal already.
+
+    Raises:
+        TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
+        ValueError: A value that cannot work; messages name what it is about, what it got and what it accepts. Nothing is changed then.
+
+    Example:
+        >>> import torch, everybit as eb
+        >>> from everybit_torch import FlatStepper
+        >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> policy = eb.Policy(params=eb.Kahan(), grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"))
+        >>> stepper = FlatStepper(model, eb.adamw(1e-3), policy=policy)
+        >>> with stepper.microbatch(last=True):
+        ...     model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> stepper.step().skipped
+        False
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        transform: Transforms,
+        *,
+        policy: AnyPolicy | None = None,
+        mesh: Mesh = None,
+        strategy: Strategy | int = "optim",
+        outer: OuterStrategy = "no_shard",
+        units: Units | None = None,
+        labels: Labels | None = None,
+        divisor: float | None = None,
+        nan: NanCheck = "off",
+        reshard_after_forward: bool = True,
+        compile: bool = False,
+        metrics: bool = False,
+        seed: int = 0,
+        unsafe: Literal["refuse", "warn", "allow"] = "refuse",
+        synchronize: bool = True,
+    ) -> None:
+        if nan not in ("off", "step", "param"):
+            raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
+        if divisor is not None and (isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf")):
+            raise ValueError(f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks.")
+        self.model, self.sharding, self._nan = model, sharding(strategy, outer), nan
+        self.inner, self.outer = communicators(mesh)
+        if outer == "optim" and self.outer.size == 1 and not isinstance(mesh, DeviceMesh):
+            raise ValueError("outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions.")
+        self.divisor = float(self.inner.size * self.outer.size if divisor is None else divisor)
+        described = describe(model, transform, policy, units, labels)
+        device = _device_of(described)
+        shards = self.sharding.shards(self.inner.size, self.outer.size)
+        self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
+        self._names = [spec.name for spec in described.specs]
+        self._labelled = described.labelled
+        _judge(described, seed, unsafe)
+        if synchronize:
+            self._synchronize()
+
+        parameters = {spec.name: p for spec, p in zip(described.specs, described.parameters, strict=True)}
+        self.weights: list[WeightBuffer] = []
+        self.gradients: list[GradientBuffer] = []
+        shard_list: list[Shard] = []
+        self._trained: list[Group] = []
+        for group in self.layout.groups:
+            if not group.requires_grad and not self.sharding.params:
+                continue
+            members = [parameters[place.spec.name] for place in group.placements]
+            weights = WeightBuffer(group, members, self.sharding, self.inner, self.outer)
+            self.weights.append(weights)
+            if group.requires_grad:
+                gradients = self._gradient_buffer(group, device)
+                self._trained.append(group)
+                self.gradients.append(gradients)
+                shard_list.append(Shard.of(weights, gradients, *self._own_range(group)))
+        self._shards = shard_list
+        self._flags = [(name, p, p.requires_grad) for name, p in parameters.items()]
+        self._touched = [False] * len(self._names)
+        self._nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
+        self._last: bool | None = None
+        self._in_context = self._in_pass = False
+        self._passes = 0
+        self._next = len(self.gradients) - 1
+        self._in_flight: Reduction | None = None
+        self._watch(parameters)
+        self._axis = GroupAxis(self._shard_communicators())
+        self._optimizer = ShardOptimizer(
+            self._labelled, shard_list, self._axis, self.step, self.zero_grad, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe
+        )
+        self._gathering: Gathering | None = None
+        if self.sharding.params:
+            unit_weights: list[list[WeightBuffer]] = [[] for _ in described.units]
+            for weights in self.weights:
+                unit_weights[weights.group.unit].append(weights)
+            self._gathering = Gathering(
+                [Unit(module, buffers) for (_, module), buffers in zip(described.units, unit_weights, strict=True)],
+                self.inner.clone(),
+                reshard_after_forward=reshard_after_forward,
+                on_backward=self._begin_pass,
+            )
+
+    # -- making it -----------------------------------------------------------------------------------------------------------------
+
+    def _synchronize(self) -> None:
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            for communicator in (self.outer, self.inner):
+                values = tensor.detach()
+                whole = values if values.is_contiguous() else values.contiguous()
+                communicator.broadcast(whole, name)
+                if whole is not values:
+                    values.copy_(whole)
+
+    def _gradient_buffer(self, group: Group, device: torch.device) -> GradientBuffer:
+        resolved = self._resolved(group)
+        main = torch_dtype(resolved.grads_main)
+        wires = Wire.of(resolved, self.inner.size), Wire.of(resolved, self.outer.size)
+        return GradientBuffer(group, self.sharding, self.inner, self.outer, main, *wires, device)
+
+    def _resolved(self, group: Group) -> Resolved:
+        return resolve(self._labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
+
+    def _own_range(self, group: Group) -> tuple[int, int]:
+        """The part of a group's buffer that this rank steps."""
+        if not self.sharding.state:
+            return 0, group.padded
+        low, high = group.shard(self.inner.rank, self.inner.size)
+        if self.sharding.outer == "optim":
+            size = (high - low) // self.outer.size
+            low += self.outer.rank * size
+            high = low + size
+        return low, high
+
+    def _shard_communicators(self) -> tuple[Communicator, ...]:
+        """Over which ranks the parts of one gradient lie; copies are counted once."""
+        if not self.sharding.state:
+            return ()
+        return (self.inner, self.outer) if self.sharding.outer == "optim" else (self.inner,)
+
+    def _watch(self, parameters: dict[str, nn.Parameter]) -> None:
+        numbers = {name: number for number, name in enumerate(self._names)}
+        for buffer in self.gradients:
+            for place, placement in enumerate(buffer.group.placements):
+                name = placement.spec.name
+                parameters[name].register_post_accumulate_grad_hook(self._arrival(buffer, place, numbers[name]))
+
+    def _arrival(self, buffer: GradientBuffer, place: int, number: int) -> Callable[[Tensor], None]:
+        def arrive(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            self._begin_pass()
+            parameter.grad = None
+            if gradient.layout is not torch.strided:
+                raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
+            if self._nan == "param":
+                self._nonfinite[number] += count_nonfinite(gradient)
+            buffer.add(place, gradient)
+            self._touched[number] = True
+            if buffer.complete:
+                self._advance()
+
+        return arrive
+
+    # -- one backward pass ---------------------------------------------------------------------------------------------------------
+
+    def _begin_pass(self) -> None:
+        if self._in_pass:
+            return
+        for name, parameter, flag in self._flags:
+            if parameter.requires_grad is not flag:
+                raise RuntimeError(
+                    f"{name}: requires_grad is {parameter.requires_grad}, and was {flag} when the stepper was made and the buffers laid out."
+                    " Make a new stepper, and carry the state over with a checkpoint."
+                )
+        self._in_pass = True
+        self._next = len(self.gradients) - 1
+        for buffer in self.gradients:
+            buffer.begin_pass()
+            if buffer.group.unit == 0:
+                buffer.open()  # of the model's own unit, whose gradients come first and last
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[no-untyped-call]
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether gradients are summed over the ranks in this backward pass."""
+        return self.sharding.grads or self._last is True
+
+    def _advance(self) -> None:
+        """Reduce what is complete, from the layout's last group on: the order is the same on every rank, whatever arrives first."""
+        while self._reduces and self._next >= 0 and self.gradients[self._next].complete:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        self._finish_in_flight()
+        buffer = self.gradients[self._next]
+        self._in_flight = buffer.reduce(self.divisor if self._last else None)
+        self._next -= 1
+        unit = buffer.group.unit
+        done = self._next < 0 or self.gradients[self._next].group.unit != unit
+        if self._gathering is not None and done:
+            self._gathering.after_backward(unit)
+
+    def _finish_in_flight(self) -> None:
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.finish()
+
+    def _end_pass(self) -> None:
+        while self._reduces and self._next >= 0:
+            self._reduce_next()
+        self._finish_in_flight()
+        if self._gathering is not None:
+            self._gathering.end_backward()
+        self._in_pass = False
+        self._passes += 1
+
+    # -- one cycle -------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """One microbatch: its backward pass, and on the ``last`` one of a step the sum over the ranks.
+
+        A rank whose loss reaches no parameter takes part with zeros. Without this context gradients are summed over the ranks by
+        :meth:`step` (``no_shard``, ``optim``), or in every backward pass; then every rank needs one each time.
+
+        Raises:
+            RuntimeError: Inside another, or after the last one without a step.
+        """
+        if self._in_context:
+            raise RuntimeError("microbatch: one is open already; accepted is one after the other.")
+        if any(buffer.phase == "final" for buffer in self.gradients):
+            raise RuntimeError("microbatch: the last one of this cycle is over; accepted next is step() or zero_grad().")
+        self._in_context, self._last = True, last
+        passes = self._passes
+        try:
+            yield
+            if self._passes == passes:
+                self._empty_pass()
+        finally:
+            self._in_context, self._last = False, None
+
+    def _empty_pass(self) -> None:
+        """Take part in what other ranks' backward passes do."""
+        self._next = len(self.gradients) - 1
+        for buffer in self.gradients:
+            buffer.begin_pass()
+        self._end_pass()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here are not the last of their step. Shared-out gradients are summed over the ranks all the same.
+
+        Raises:
+            RuntimeError: Inside a microbatch.
+        """
+        with self._mode(last=False, name="no_sync"):
+            yield
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """The one backward pass in here is the last of its step: gradients are summed over the ranks while it goes on.
+
+        Raises:
+            RuntimeError: Inside a microbatch.
+        """
+        with self._mode(last=True, name="sync"):
+            yield
+
+    @contextmanager
+    def _mode(self, *, last: bool, name: str) -> Iterator[None]:
+        if self._in_context:
+            raise RuntimeError(f"{name}: a microbatch, sync or no_sync is open already; accepted is one after the other.")
+        self._in_context, self._last = True, last
+        try:
+            yield
+        finally:
+            self._in_context, self._last = False, None
+
+    @torch.no_grad()
+    def step(self, *, loss_scale: float = 1.0) -> StepReport:
+        """Finish the sums over the ranks, step, and hand the weights to the ranks that keep a copy. The next cycle begins.
+
+        Args:
+            loss_scale: What the loss was multiplied by; gradients are divided by it.
+
+        Raises:
+            RuntimeError: Inside a microbatch, or a rank is gone.
+        """
+        if self._in_context or self._in_pass:
+            raise RuntimeError("step: inside a microbatch or a backward pass; accepted is after it.")
+        self.finish_gradients()
+        if loss_scale != 1.0:
+            for buffer in self.gradients:
+                divide(buffer.own, loss_scale)
+        touched = self._agree_on_touched()
+        norm = self._norm()
+        skipped, nonfinite = self._look_for_nonfinite()
+        untouched = tuple(name for name, here in zip(self._names, touched, strict=True) if not here and name in self._trained_names)
+        if not skipped and len(untouched) < len(self._trained_names):
+            by_name = dict(zip(self._names, touched, strict=True))
+            self._optimizer.step_shards(lambda s: by_name[s.placement.spec.name])
+            self._hand_out()
+        if self._gathering is not None:
+            self._gathering.release_all()
+        self.zero_grad()
+        return StepReport(norm, skipped, nonfinite, untouched)
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Sum over the ranks what was not yet, and divide: the main gradients are final then. ``step`` does it by itself."""
+        self._next = len(self.gradients) - 1
+        for buffer in reversed(self.gradients):
+            if buffer.phase in ("empty", "partial") and not (self.sharding.grads and buffer.phase == "partial"):
+                self._finish_in_flight()
+                self._in_flight = buffer.reduce(self.divisor)
+        self._finish_in_flight()
+        for buffer in reversed(self.gradients):
+            buffer.finalize(self.divisor)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this cycle."""
+        for buffer in self.gradients:
+            buffer.clear()
+        self._touched = [False] * len(self._names)
+        self._nonfinite.zero_()
+        self._in_flight = None
+        self._in_pass = False
+
+    @property
+    def _trained_names(self) -> frozenset[str]:
+        return frozenset(placement.spec.name for group in self._trained for placement in group.placements)
+
+    def _agree_on_touched(self) -> list[bool]:
+        """Which parameters have a gradient on any rank."""
+        touched = torch.tensor(self._touched, dtype=torch.int32, device=self._nonfinite.device)
+        for communicator in (self.inner, self.outer):
+            communicator.all_reduce(touched, "which parameters have gradients", dist.ReduceOp.MAX).wait()
+        return [bool(here) for here in touched.tolist()]
+
+    def _norm(self) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=self._nonfinite.device)
+        for shard in self._shards:
+            # Without padding, which is the end of a shard's last slice.
+            end = shard.slices[-1].offset + shard.parameters[-1].numel() if shard.slices else 0
+            total = total + eb.tree.sum_of_squares([shard.gradients.own[:end]]).to(total.dtype)
+        return borders.sqrt(self._axis.sum(total))
+
+    def _look_for_nonfinite(self) -> tuple[bool, tuple[Any, ...]]:
+        if self._nan == "off":
+            return False, ()
+        if self._nan == "step":
+            bad = has_nonfinite(self._shards)
+            for communicator in (self.inner, self.outer):
+                communicator.all_reduce(bad, "whether gradients are finite", dist.ReduceOp.MAX).wait()
+            return bool(bad), ()
+        found = find_nonfinite(self._shards, self._names, self._nonfinite, self.inner, self.outer)
+        return bool(found), found
+
+    def _hand_out(self) -> None:
+        pending: list[Pending] = [weights.start_spread() for weights in self.weights if weights.group.requires_grad]
+        for one in pending:
+            one.wait()
+        for weights in self.weights:
+            if weights.group.requires_grad:
+                weights.stepped()
+
+    # -- what one sees ---------------------------------------------------------------------------------------------------------------
+
+    def as_optimizer(self) -> ShardOptimizer:
+        """The same, as a ``torch.optim.Optimizer``: for learning-rate schedulers and training frameworks.
+
+        It has a param group for each label, with this rank's parts of the parameters; its ``step`` is this stepper's.
+        """
+        return self._optimizer
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[nn.Module]:
+        """The model with all of its weights on every rank, to look at, evaluate or save. What is written to them in here is kept.
+
+        Every rank has to do it.
+
+        Raises:
+            RuntimeError: Inside a backward pass.
+        """
+        if self._in_pass:
+            raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
+        if self._gathering is not None:
+            self._gathering.gather_all()
+        try:
+            yield self.model
+        finally:
+            if self._gathering is not None:
+                for weights in self.weights:
+                    weights.shard.copy_(weights.whole.view(self.inner.size, -1)[self.inner.rank])
+                self._gathering.release_all()
+
+    def __repr__(self) -> str:
+        outer = f", outer={self.sharding.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""
+        lines = [
+            f"FlatStepper(strategy={self.sharding.strategy!r} over {self.inner.size}{outer}, {len(self.layout.units)} units,"
+            f" {self.layout.numel} elements and {self.layout.padding} of padding)"
+        ]
+        for label, one in self._labelled.items():
+            lines.append(f"  {label or 'all parameters'}: {one.transform!r}; {one.policy!r}")
+        return "\n".join(lines)
+
+
+def communicators(mesh: Mesh) -> tuple[Communicator, Communicator]:
+    """The inner and the outer ranks of a mesh.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: A mesh of more than two dimensions.
+    """
+    if mesh is None:
+        return Communicator(dist.group.WORLD if dist.is_initialized() else None), Communicator(None)
+    if isinstance(mesh, dist.ProcessGroup):
+        return Communicator(mesh), Communicator(None)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: got {mesh!r}; accepted are a DeviceMesh, a process group, or None.")
+    if mesh.ndim == 1:
+        return Communicator(mesh.get_group()), Communicator(None)
+    if mesh.ndim == 2:
+        return Communicator(mesh.get_group(1)), Communicator(mesh.get_group(0))
+    raise ValueError(f"mesh: got {mesh.ndim} dimensions; accepted are one, or two: (outer, inner).")
+
+
+def _device_of(described: ModelLayout) -> torch.device:
+    devices = {parameter.device for parameter in described.parameters}
+    if len(devices) > 1:
+        raise ValueError(f"model: has parameters on {', '.join(sorted(map(str, devices)))}; accepted is one device.")
+    (device,) = devices
+    if device.type == "meta":
+        raise ValueError(
+            "model: is on the meta device, without values; accepted is a model with values. (everybit_torch.plan and `everybit plan` take"
+            " one on the meta device.)"
+        )
+    return device
+
+
+def _judge(described: ModelLayout, seed: int, unsafe: Literal["refuse", "warn", "allow"]) -> None:
+    """Refuse what cannot work before anything is laid out."""
+    for one in described.labelled.values():
+        eb.with_policy(one.transform, one.policy, seed=seed, unsafe="allow" if unsafe == "warn" else unsafe)

@@ -1,0 +1,73 @@
+"""What is kept whole on every rank and what is shared out: the four strategies, and what follows from each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+OuterStrategy = Literal["no_shard", "optim"]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What the ranks of a group share out.
+
+    ====================  =====  =====  ======  =====================================================
+    strategy              state  grads  params  also known as
+    ====================  =====  =====  ======  =====================================================
+    no_shard                                    data parallel, DDP
+    optim                 yes                   ZeRO-1
+    optim_grads           yes    yes            ZeRO-2
+    optim_grads_params    yes    yes    yes     ZeRO-3, FSDP
+    ====================  =====  =====  ======  =====================================================
+
+    Attributes:
+        strategy: Of the inner dimension.
+        outer: Of the outer dimension of a two-dimensional mesh: ``"no_shard"`` keeps copies of everything the inner ranks share out
+            (HSDP); ``"optim"`` shares out the optimizer's state further (HFSDP).
+    """
+
+    strategy: Strategy
+    outer: OuterStrategy = "no_shard"
+
+    @property
+    def state(self) -> bool:
+        """Whether main parameters and optimizer state are shared out."""
+        return self.strategy != "no_shard"
+
+    @property
+    def grads(self) -> bool:
+        """Whether main gradients are. If not, they are accumulated locally and reduced once, in place."""
+        return self.strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def params(self) -> bool:
+        """Whether the model's own parameters are, and are gathered unit by unit."""
+        return self.strategy == "optim_grads_params"
+
+    def shards(self, inner: int, outer: int) -> int:
+        """Into how many parts buffers are cut."""
+        return inner * (outer if self.outer == "optim" else 1) if self.state else 1
+
+
+def sharding(strategy: Strategy | int, outer: OuterStrategy = "no_shard") -> Sharding:
+    """The sharding of this name, or this ZeRO stage.
+
+    Raises:
+        ValueError: There is none; or the outer dimension shares out what the inner one does not.
+    """
+    if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(STRATEGIES):
+        strategy = STRATEGIES[strategy]
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: got {strategy!r}; accepted are {', '.join(map(repr, STRATEGIES))}, or 0 to 3.")
+    if outer not in get_args(OuterStrategy):
+        raise ValueError(f"outer: got {outer!r}; accepted are {', '.join(map(repr, get_args(OuterStrategy)))}.")
+    if outer == "optim" and strategy != "optim_grads_params":
+        raise ValueError(
+            f"outer: got 'optim' with strategy={strategy!r}; it cuts the shards of an inner dimension further, and is accepted with"
+            " strategy='optim_grads_params'."
+        )
+    return Sharding(strategy, outer)

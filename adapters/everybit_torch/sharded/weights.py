@@ -1,0 +1,127 @@
+"""The model's own tensors as pieces of flat buffers, whole on every rank or shared out and gathered unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from everybit_torch.gradients import piece
+from everybit_torch.sharded.communicator import Communicator, Done, Pending
+from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.strategies import Sharding
+
+
+class WeightBuffer:
+    """The weights of one group of parameters.
+
+    Where parameters are shared out, the model's tensors have their values only while their unit is gathered. At other times they have
+    their shapes, and every element is NaN: whoever looks at them then sees that something is wrong, and nothing is read that is not there.
+
+    Args:
+        group: Of the layout.
+        parameters: The model's, in the group's order. They become pieces of the buffer.
+        sharding: Decides what is kept.
+        inner: The ranks that share buffers out.
+        outer: The ranks that hold copies of the same shards.
+
+    Attributes:
+        shard: This inner rank's part, which is all that there is between gatherings if parameters are shared out.
+        gathered: Whether the model's tensors have their values.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Sequence[nn.Parameter],
+        sharding: Sharding,
+        inner: Communicator,
+        outer: Communicator,
+    ) -> None:
+        self.group, self.parameters, self.sharding = group, list(parameters), sharding
+        self.inner, self.outer = inner, outer
+        device = self.parameters[0].device
+        self.whole = torch.zeros(group.padded, dtype=group.dtype, device=device)
+        for parameter, place in zip(self.parameters, group.placements, strict=True):
+            self.whole[place.start : place.stop].view(parameter.shape).copy_(parameter.detach())
+        self._pending: Pending = Done()
+        self.gathered = True
+        if sharding.params:
+            # The buffer's memory comes and goes, and graphs hold tensors in it: they all have to share its storage.
+            self._pieces = [
+                self.whole[place.start : place.stop].view(p.shape)
+                for p, place in zip(self.parameters, group.placements, strict=True)
+            ]
+            self.shard = self.whole.view(inner.size, -1)[inner.rank].clone()
+            nothing = torch.full((), torch.nan, dtype=group.dtype, device=device)
+            self._absent = [nothing.expand(p.shape) for p in self.parameters]
+        else:
+            self._pieces = [
+                piece(self.whole, place.start, place.stop, p.shape)
+                for p, place in zip(self.parameters, group.placements, strict=True)
+            ]
+            self.shard = self.whole.view(inner.size, -1)[inner.rank] if sharding.state else self.whole
+            self._absent = []
+        for parameter, tensor in zip(self.parameters, self._pieces, strict=True):
+            parameter.data = tensor
+
+    @property
+    def what(self) -> str:
+        """For error messages."""
+        others = len(self.parameters) - 1
+        return f"{self.group.placements[0].spec.name}" + (f" and {others} other parameters" if others else "")
+
+    @property
+    def own(self) -> Tensor:
+        """The part that this rank's optimizer steps."""
+        return self.shard.view(self.outer.size, -1)[self.outer.rank] if self.sharding.outer == "optim" else self.shard
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that persist."""
+        return self.shard.nbytes if self.sharding.params else self.whole.nbytes
+
+    # -- parameters that are shared out -----------------------------------------------------------------------------------------
+
+    def start_gather(self, communicator: Communicator) -> None:
+        """Ask the other ranks for their parts; :meth:`wait` for them before computing."""
+        if self.gathered or not self.sharding.params:
+            return
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self._pending = communicator.all_gather(self.whole, self.shard, self.what)
+        self.gathered = True
+
+    def wait(self) -> None:
+        """Until the model's tensors have their values."""
+        if not self.gathered or not self.sharding.params:
+            return
+        self._pending.wait()
+        self._pending = Done()
+        for parameter, tensor in zip(self.parameters, self._pieces, strict=True):
+            parameter.data = tensor
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if not self.gathered or not self.sharding.params:
+            return
+        self._pending.wait()
+        self._pending = Done()
+        for parameter, tensor in zip(self.parameters, self._absent, strict=True):
+            parameter.data = tensor
+        self.whole.untyped_storage().resize_(0)
+        self.gathered = False
+
+    # -- after a step -------------------------------------------------------------------------------------------------------------
+
+    def start_spread(self) -> Pending:
+        """After this rank's part was stepped: hand it to the ranks that keep a copy."""
+        if self.sharding.outer == "optim":
+            return self.outer.all_gather(self.shard, self.own, self.what)
+        if self.sharding.state and not self.sharding.params:
+            return self.inner.all_gather(self.whole, self.shard, self.what)
+        return Done()
+
+    def stepped(self) -> None:
+        """Autograd did not see that the values changed; a graph that needs the old ones must not run."""
+        torch.autograd.graph.increment_version(self.parameters)

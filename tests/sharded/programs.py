@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
 from everybit_torch.sharded.stepper import FlatStepper
@@ -93,3 +95,85 @@ def weights_of(stepper: FlatStepper) -> dict[str, Tensor]:
     """Copies of all weights."""
     with stepper.full_parameters() as model:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class Addend(nn.Module):
+    """Adds a weighted sum of its parameters: their gradients are the weights, whole numbers, whatever the parameters are."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+        self.number = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for position, part in enumerate(self.parts):
+            x = x + (part * (self.number + position)).sum()
+        return x
+
+
+class Sum(nn.Module):
+    """Addends one after the other, and one of its own; none of their sizes is a multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(7))
+        self.addends = nn.ModuleList([Addend((3, 5), ()), Addend((2,), (1, 1, 3)), Addend((11,))])
+
+    def forward(self, number: int) -> Tensor:
+        x = (self.own * number).sum()
+        for addend in self.addends:
+            assert isinstance(addend, Addend)
+            addend.number = number
+            x = addend(x)
+        return x
+
+
+def integer_gradients(
+    strategies: list[str], microbatches: list[int], grads: list[eb.Grads], patterns: list[str], dtype: torch.dtype, mesh: Any = None
+) -> list[tuple[Any, ...]]:
+    """The cases in which the main gradient is not, bit for bit, the sum of everybody's gradients over the number of ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wrong: list[tuple[Any, ...]] = []
+    outer = "no_shard"
+    for strategy in strategies:
+        if strategy.endswith("+outer"):
+            strategy, outer = strategy.removesuffix("+outer"), "optim"
+        for count in microbatches:
+            for one in grads:
+                for pattern in patterns:
+                    model = Sum().to(dtype)
+                    policy = eb.Policy(params=eb.Nearest() if dtype is torch.float32 else eb.Kahan(), grads=one)
+                    stepper = FlatStepper(
+                        model, eb.sgd(0.0), policy=policy, strategy=strategy, units=[Addend], mesh=mesh, outer=outer  # type: ignore[arg-type]
+                    )
+                    for cycle in range(2):
+                        for number in range(count):
+                            last = number == count - 1
+                            context: Any = contextlib.nullcontext()
+                            if pattern == "microbatch":
+                                context = stepper.microbatch(last=last)
+                            elif pattern == "no_sync":
+                                context = stepper.sync() if last else stepper.no_sync()
+                            with context:
+                                model(1 + rank + 5 * number + cycle).backward()
+                        stepper.finish_gradients()
+                        expected = 0
+                        for r in range(size):
+                            for number in range(count):
+                                expected += 1 + r + 5 * number + cycle
+                        for shard in stepper._shards:
+                            for s, parameter in zip(shard.slices, shard.parameters, strict=True):
+                                got = shard.gradients.own[s.offset : s.offset + parameter.numel()]
+                                name = s.placement.spec.name
+                                position = int(name.rsplit(".", 1)[1]) if "parts" in name else 0
+                                total = expected + position * size * count
+                                right = torch.tensor(float(total)) / torch.tensor(float(size))
+                                if not torch.equal(got, right.to(got.dtype).expand_as(got)):
+                                    wrong.append((strategy, outer, size, count, one, pattern, name, got.tolist(), float(right)))
+                        stepper.zero_grad()
+    return wrong
+
+
+def on_a_mesh(program: Any, outer: int, inner: int, *arguments: Any) -> Any:
+    """``program`` with a two-dimensional mesh as its last argument."""
+    return program(*arguments, init_device_mesh("cpu", (outer, inner)))

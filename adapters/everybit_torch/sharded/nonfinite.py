@@ -25,7 +25,7 @@ def count_nonfinite(x: Tensor) -> Tensor:
 
 def has_nonfinite(shards: Sequence[Shard]) -> Tensor:
     """1 if a main gradient has an element that is not finite, else 0: int32, 0-d, on the device."""
-    own = [_without_padding(shard) for shard in shards]
+    own = [shard.without_padding for shard in shards]
     # The largest magnitude is infinite or NaN exactly if an element is.
     largest = [torch.linalg.vector_norm(x, torch.inf) for x in own if x.numel()]
     device = shards[0].gradients.main.device
@@ -68,7 +68,3 @@ def find_nonfinite(
             found += [NonFinite(name, rank, count, "reduction") for rank, count in after]
     return tuple(found)
 
-
-def _without_padding(shard: Shard) -> Tensor:
-    end = shard.slices[-1].offset + shard.parameters[-1].numel() if shard.slices else 0
-    return shard.gradients.own[:end]

@@ -134,9 +134,9 @@ def install(main: Tensor, parts: list[Tensor], *, mode: Mode, divisor: float | N
     in_place = first.data_ptr() == main.data_ptr() and first.dtype is main.dtype
     if in_place and mode == "add":
         raise ValueError("mode: got 'add' for a sum that is where it would be added to; accepted is 'copy'.")
-    if in_place and not others and divisor is None and scale == 1.0:
+    if _nothing_to_do(len(parts), in_place, divisor is not None, scale):
         return
-    wide = torch.float64 if others or main.dtype is torch.float64 else torch.float32
+    wide = _wide(len(parts), main.dtype)
     total, term = torch.empty(2, min(CHUNK, main.numel()), dtype=wide, device=main.device)
     # A tensor of one element: dividing by a number, torch multiplies by its reciprocal on some devices.
     by = None if divisor is None or divisor == 1 else torch.full((1,), divisor, dtype=wide, device=main.device)
@@ -152,6 +152,21 @@ def install(main: Tensor, parts: list[Tensor], *, mode: Mode, divisor: float | N
         if by is not None:
             sum.div_(by)
         main[low:high].copy_(sum)
+
+
+def _nothing_to_do(parts: int, in_place: bool, divides: bool, scale: float) -> bool:
+    return in_place and parts == 1 and not divides and scale == 1.0
+
+
+def _wide(parts: int, main: torch.dtype) -> torch.dtype:
+    return torch.float64 if parts > 1 or main is torch.float64 else torch.float32
+
+
+def install_bytes(numel: int, main: torch.dtype, parts: int, *, in_place: bool, divides: bool, scale: float) -> int:
+    """Bytes that :func:`install` allocates for ``numel`` elements from so many parts."""
+    if _nothing_to_do(parts, in_place, divides, scale):
+        return 0
+    return 2 * min(CHUNK, numel) * _wide(parts, main).itemsize
 
 
 def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0) -> None:
@@ -184,6 +199,14 @@ def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0
         if mode == "add":
             term.add_(place)
         place.copy_(term)
+
+
+def accumulate_bytes(numel: int, into: torch.dtype, gradient: torch.dtype, *, adds: bool, scale: float = 1.0) -> int:
+    """Bytes that :func:`accumulate` allocates for a gradient of ``numel`` elements."""
+    if scale == 1.0 and (not adds or gradient is into):
+        return 0
+    wide = torch.promote_types(torch.promote_types(into, gradient), torch.float32)
+    return min(CHUNK, numel) * wide.itemsize
 
 
 def cast(into: Tensor, values: Tensor, scale: float = 1.0) -> None:

@@ -65,6 +65,13 @@ class Shard:
         return cls(weights, gradients, slices, parameters)
 
 
+    @property
+    def without_padding(self) -> Tensor:
+        """What is some parameter's of the main gradient that this rank steps."""
+        end = self.slices[-1].offset + self.parameters[-1].numel() if self.slices else 0
+        return self.gradients.own[:end]
+
+
 class _ShardGradients:
     """The part of a main gradient that belongs to a unit."""
 
@@ -170,16 +177,8 @@ class ShardOptimizer(TorchOptimizer):
 
     def _place_shard(self, group: Any, shard: Shard) -> None:
         own, gradients = shard.weights.own, shard.gradients.own
-        random = _draws_bits(self._labelled[shard.weights.group.label].policy)
-        runs: list[list[int]] = [[]]
-        expected = -1
-        for number, s in enumerate(shard.slices):
-            first = s.placement.spec.index + s.low
-            # Elements that are neighbours here but not in the model are numbered apart; nobody sees it where no bits are drawn.
-            if runs[-1] and random and first != expected:
-                runs.append([])
-            runs[-1].append(number)
-            expected = s.placement.spec.index + s.high
+        random = draws_bits(self._labelled[shard.weights.group.label].policy)
+        runs = contiguous_runs(shard.slices, by_index=random)
         for run in runs:
             low = shard.slices[run[0]].offset if run else 0
             high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
@@ -283,7 +282,24 @@ class ShardOptimizer(TorchOptimizer):
         return next(contributions(optimizer, empty, torch.empty_like(tensor, dtype=torch.float32), totals), None)
 
 
-def _draws_bits(policy: Policy) -> bool:
+def contiguous_runs(slices: Sequence[Slice], *, by_index: bool) -> list[list[int]]:
+    """Numbers of the slices that are stepped together: all, or those whose elements have consecutive global indices; one run if none.
+
+    Elements that are neighbours in a buffer but not in the model draw bits of indices that are apart. Nobody sees it where no bits
+    are drawn.
+    """
+    runs: list[list[int]] = [[]]
+    expected = None
+    for number, s in enumerate(slices):
+        if runs[-1] and by_index and s.placement.spec.index + s.low != expected:
+            runs.append([])
+        runs[-1].append(number)
+        expected = s.placement.spec.index + s.high
+    return runs
+
+
+def draws_bits(policy: Policy) -> bool:
+    """Whether a policy rounds anything stochastically."""
     formats = [policy.params, policy.momentum, policy.variance, policy.state, *policy.slots.values()]
     return any(
         isinstance(one, Stochastic) or (isinstance(one, (Kahan, Split)) and one.rounding == "stochastic") for one in formats

@@ -21,11 +21,13 @@ from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, Layout, Slice, build
 from everybit_torch.sharded.model_layout import Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.nonfinite import count_nonfinite, find_nonfinite, has_nonfinite
+from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.reduction import Reduction, Wire, divide
 from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
 from everybit_torch.sharded.weights import WeightBuffer
+from everybit_torch.stepping import PIECE
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
 
@@ -101,13 +103,15 @@ class FlatStepper:
         if divisor is not None and (isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf")):
             raise ValueError(f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks.")
         self.model, self.sharding, self._nan = model, sharding(strategy, outer), nan
+        self._reshard_after_forward, self._compile = reshard_after_forward, compile
         self.inner, self.outer = communicators(mesh)
         if outer == "optim" and self.outer.size == 1 and not isinstance(mesh, DeviceMesh):
             raise ValueError("outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions.")
         self.divisor = float(self.inner.size * self.outer.size if divisor is None else divisor)
         described = describe(model, transform, policy, units, labels)
         device = _device_of(described)
-        shards = self.sharding.shards(self.inner.size, self.outer.size)
+        # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
+        shards = self.inner.size * self.outer.size
         self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
         self._names = [spec.name for spec in described.specs]
         self._labelled = described.labelled
@@ -248,14 +252,13 @@ class FlatStepper:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        self._finish_in_flight()
         buffer = self.gradients[self._next]
-        self._in_flight = buffer.reduce(self.divisor if self._last else None)
         self._next -= 1
         unit = buffer.group.unit
-        done = self._next < 0 or self.gradients[self._next].group.unit != unit
-        if self._gathering is not None and done:
+        if self._gathering is not None and (self._next < 0 or self.gradients[self._next].group.unit != unit):
             self._gathering.after_backward(unit)
+        self._finish_in_flight()
+        self._in_flight = buffer.reduce(self.divisor if self._last else None)
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
@@ -395,11 +398,11 @@ class FlatStepper:
         return [bool(here) for here in touched.tolist()]
 
     def _norm(self) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=self._nonfinite.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._nonfinite.device)
         for shard in self._shards:
-            # Without padding, which is the end of a shard's last slice.
-            end = shard.slices[-1].offset + shard.parameters[-1].numel() if shard.slices else 0
-            total = total + eb.tree.sum_of_squares([shard.gradients.own[:end]]).to(total.dtype)
+            own = shard.without_padding
+            for low in range(0, own.numel(), PIECE):
+                total = total + eb.tree.sum_of_squares([own[low : low + PIECE]]).double()
         return borders.sqrt(self._axis.sum(total))
 
     def _look_for_nonfinite(self) -> tuple[bool, tuple[Any, ...]]:
@@ -429,6 +432,18 @@ class FlatStepper:
         It has a param group for each label, with this rank's parts of the parameters; its ``step`` is this stepper's.
         """
         return self._optimizer
+
+    def plan(self, *, microbatches: int = 1) -> Plan:
+        """Where this rank's memory goes, and what it sends in a step.
+
+        Args:
+            microbatches: In a step.
+        """
+        return plan_layout(
+            self.layout, self._labelled, self.sharding,
+            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank),
+            microbatches=microbatches, reshard_after_forward=self._reshard_after_forward, compile=self._compile,
+        )  # fmt: skip
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:

@@ -48,10 +48,6 @@ class Sharding:
         """Whether the model's own parameters are, and are gathered unit by unit."""
         return self.strategy == "optim_grads_params"
 
-    def shards(self, inner: int, outer: int) -> int:
-        """Into how many parts buffers are cut."""
-        return inner * (outer if self.outer == "optim" else 1) if self.state else 1
-
 
 def sharding(strategy: Strategy | int, outer: OuterStrategy = "no_shard") -> Sharding:
     """The sharding of this name, or this ZeRO stage.

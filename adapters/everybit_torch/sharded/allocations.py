@@ -1,0 +1,52 @@
+"""Counts the memory that torch operations allocate, to the byte: on real tensors, or on meta tensors, where nothing is allocated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class AllocationCounter(TorchDispatchMode):
+    """While it is entered, every storage that an operation makes is counted until it is freed.
+
+    What an operation allocates for itself and frees before it returns is not seen.
+
+    Args:
+        counts: Asked at each allocation whether it is to be counted; None: all are.
+        smallest: Storages of fewer bytes are not counted.
+
+    Attributes:
+        live: Bytes of what was made and is not freed yet.
+        peak: The most that ``live`` has been.
+    """
+
+    def __init__(self, counts: Callable[[], bool] | None = None, *, smallest: int = 0) -> None:
+        super().__init__()
+        self._smallest = smallest
+        self._counts = counts
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and look at what it returns."""
+        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = function(*args, **(kwargs or {}))
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor):
+                storage = output.untyped_storage()
+                if storage not in self._known and not any(storage._cdata == one._cdata for one in given):
+                    self._known.add(storage)
+                    if storage.nbytes() >= self._smallest and (self._counts is None or self._counts()):
+                        self.add(storage.nbytes())
+                        weakref.finalize(storage, self.add, -storage.nbytes())
+        return outputs
+
+    def add(self, nbytes: int) -> None:
+        """Count what was allocated elsewhere; below zero, what was freed."""
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)

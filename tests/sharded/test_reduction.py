@@ -1,0 +1,146 @@
+"""Sums over ranks: whole numbers come out exactly, whatever the strategy, and an exact wire loses nothing but the rounding at its end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import integer_gradients, on_a_mesh
+from ranks import run
+from torch import Tensor
+
+import everybit as eb
+from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.sharded.reduction import CHUNK, Wire, accumulate, all_reduce_into, install, reduce_scatter_into
+from everybit_torch.sharded.strategies import STRATEGIES
+
+WIRES = [
+    eb.Grads(main="float32"),
+    eb.Grads(main="float32", comm="bfloat16"),
+    eb.Grads(main="float32", comm="bfloat16", reduce="fp32"),
+    eb.Grads(main="float32", comm="float16"),
+    eb.Grads(main="float32", comm="float16", reduce="fp32"),
+]
+PATTERNS = ["microbatch", "no_sync", "neither"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_gradient_is_counted_once(size: int, dtype: torch.dtype) -> None:
+    """The bug that came back three times elsewhere: a sum added to itself. Numbers up to 200, which all of these dtypes hold."""
+    for wrong in run(size, integer_gradients, list(STRATEGIES), [1, 2, 3], WIRES, PATTERNS, dtype):
+        assert not wrong
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(2, 2), (4, 1), (1, 3)])
+def test_every_gradient_is_counted_once_in_two_dimensions(outer: int, inner: int) -> None:
+    strategies = [*STRATEGIES, "optim_grads_params+outer"]
+    arguments = (integer_gradients, outer, inner, strategies, [1, 3], WIRES, ["microbatch", "neither"], torch.bfloat16)
+    for wrong in run(outer * inner, on_a_mesh, *arguments):
+        assert not wrong
+
+
+# -- exactness -----------------------------------------------------------------------------------------------------------------------
+
+
+def sums(dtype: torch.dtype, exact: bool, numel: int, spread: int) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:
+    """This rank's part of a sum, the whole sum by all-reduce, what this rank contributed, and what was sent."""
+    communicator = Communicator(dist.group.WORLD)
+    generator = torch.Generator().manual_seed(communicator.rank)
+    mine = (torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))).to(dtype)
+    wire = Wire(dtype, exact)
+    part, whole = torch.empty(numel // communicator.size), torch.empty(numel)
+    reduce_scatter_into(part, mine.clone(), communicator, wire, mode="copy", divisor=3.0).finish()
+    sent = dict(communicator.sent)
+    all_reduce_into(whole, mine.clone(), communicator, wire, divisor=3.0).finish()
+    return part, whole, mine, sent
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_exact_wire_is_right_to_half_a_unit_in_the_last_place(dtype: torch.dtype) -> None:
+    numel = 4 * (CHUNK + 3)
+    ranks = run(4, sums, dtype, True, numel, 4 if dtype is torch.bfloat16 else 1)  # float16 ends at 65504
+    true = sum(mine.double() for _, _, mine, _ in ranks) / 3
+    assert isinstance(true, Tensor)
+    nearest = true.float()
+    for values in (torch.cat([part for part, _, _, _ in ranks]), ranks[0][1], ranks[3][1]):
+        # Four numbers of 8 or 11 bits, added in float64: exact unless their sizes are 2**42 apart, when the smaller is far below an ulp
+        # of the sum; then rounded for the division by three, and once more to float32. Ties between the two are rarer than this test.
+        ulp = torch.nextafter(nearest.abs(), torch.tensor(torch.inf)) - nearest.abs()
+        assert ((values.double() - true).abs() <= 0.5001 * ulp.double()).all()
+    assert ranks[0][3] == {"all_to_all": 3 * numel // 4 * dtype.itemsize}
+
+
+def test_the_librarys_own_sum_in_bfloat16_is_visibly_worse() -> None:
+    def error(exact: bool) -> float:
+        ranks = run(4, sums, torch.bfloat16, exact, 4096, 0)
+        true = sum(mine.double() for _, _, mine, _ in ranks) / 3
+        assert isinstance(true, Tensor)
+        got = torch.cat([part for part, _, _, _ in ranks]).double()
+        return float((got - true).norm() / true.norm())
+
+    # bfloat16 rounds each of three additions by up to 2**-9; float32 rounds once by up to 2**-25 (an error of the norm is smaller).
+    assert error(exact=False) > 2**-11
+    assert error(exact=True) < 2**-24
+
+
+def test_a_sum_in_float16_does_not_overflow_on_the_way() -> None:
+    """Four times 40000 is beyond float16; halved twice before it is sent, it is not, and powers of two are exact."""
+    resolved = eb.policy.resolve(eb.Policy(grads=eb.Grads(main="float32", comm="float16")), "float32")
+    assert [Wire.of(resolved, ranks).prescale for ranks in (1, 2, 3, 4, 5)] == [1, 1 / 2, 1 / 4, 1 / 4, 1 / 8]
+    for got in run(4, overflowing):
+        assert torch.equal(got, torch.full((4,), 40000.0))
+
+
+def overflowing() -> Tensor:
+    from programs import Addend
+
+    from everybit_torch.sharded.stepper import FlatStepper
+
+    model = Addend((4,))
+    policy = eb.Policy(grads=eb.Grads(main="float32", comm="float16"))
+    stepper = FlatStepper(model, eb.sgd(0.0), policy=policy, strategy="no_shard")
+    model.number = 40000
+    with stepper.microbatch(last=True):
+        model(torch.zeros(())).backward()
+    return stepper.gradients[0].own.clone()
+
+
+# -- one process ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_accumulating_is_the_wide_sum_rounded_once(into: torch.dtype, gradient: torch.dtype, scale: float) -> None:
+    torch.manual_seed(0)
+    for shape in [(), (0,), (3, 5), (2, CHUNK)]:
+        start, given = torch.randn(shape).to(into), torch.randn(shape[::-1]).to(gradient).permute(tuple(range(len(shape)))[::-1])
+        flat = start.reshape(-1).clone()
+        accumulate(flat, given, mode="add", scale=scale)
+        expected = (start.double() + scale * given.double()).to(torch.float32 if into is torch.bfloat16 else into)
+        # bfloat16 goes through float32, in which this sum of two such numbers is rounded first.
+        assert torch.equal(flat.view(shape), expected.to(into))
+        accumulate(flat, given, mode="copy", scale=scale)
+        assert torch.equal(flat.view(shape), (scale * given.double()).to(into))
+
+
+def test_one_is_added_to_256() -> None:
+    """In a bfloat16 accumulator 256 + 1 is 256."""
+    main = torch.full((3,), 256.0)
+    accumulate(main, torch.ones(3, dtype=torch.bfloat16), mode="add")
+    assert main.tolist() == [257.0] * 3
+
+
+def test_the_mean_of_three_equal_gradients_is_that_gradient() -> None:
+    """Averaging on the wire multiplies by a rounded third: off by 0.2 % in bfloat16, every time."""
+    main = torch.zeros(5)
+    part = torch.full((5,), 1.5)
+    install(main, [part, part, part], mode="copy", divisor=3.0)
+    assert main.tolist() == [1.5] * 5
+
+
+def test_a_sum_is_never_added_to_itself() -> None:
+    main = torch.ones(4)
+    with pytest.raises(ValueError, match="accepted is 'copy'"):
+        install(main, [main], mode="add", divisor=None)

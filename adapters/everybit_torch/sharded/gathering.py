@@ -141,11 +141,15 @@ class Gathering:
     def _before_backward(self, number: int) -> None:
         self._on_backward()
         self.in_backward = True
-        if number > 0 and self.reshard_after_forward:
-            while self._next_backward >= max(number - 1, 1):
-                self.units[self._next_backward].start(self.communicator)
-                self._next_backward -= 1
+        if number > 0:
+            self.take_part(number)
         self._need(number)
+
+    def take_part(self, number: int) -> None:
+        """Begin to gather all units down to the one before ``number``: what a rank does as its backward pass comes to that unit."""
+        while self.reshard_after_forward and self._next_backward >= max(number - 1, 1):
+            self.units[self._next_backward].start(self.communicator)
+            self._next_backward -= 1
 
     def after_backward(self, number: int) -> None:
         """A unit's gradients are all there: its weights are not needed any more. (The model's own are kept to the end.)"""
@@ -154,9 +158,6 @@ class Gathering:
 
     def end_backward(self) -> None:
         """Take part in gathering what other ranks may have needed, and give everything back."""
-        if self.reshard_after_forward:
-            while self._next_backward >= 1:
-                self.units[self._next_backward].start(self.communicator)
-                self._next_backward -= 1
+        self.take_part(1)
         self.in_backward = False
         self.release_all()

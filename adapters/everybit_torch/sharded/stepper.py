@@ -267,6 +267,9 @@ class FlatStepper:
 
     def _end_pass(self) -> None:
         while self._reduces and self._next >= 0:
+            if self._gathering is not None:
+                # In the order of a rank that came by here in its backward pass, or the two would wait for each other.
+                self._gathering.take_part(self.gradients[self._next].group.unit)
             self._reduce_next()
         self._finish_in_flight()
         if self._gathering is not None:

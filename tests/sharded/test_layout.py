@@ -1,0 +1,97 @@
+"""Layouts are pure data: every element has one place, padding is less than a rank's worth, and any range is a few boxes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everybit_torch.sharded.layout import Layout, ParameterSpec, boxes, build
+
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (5, 1), (2, 3, 4), (3, 1, 5), (4, 3, 2), (2, 2, 2, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_boxes_cover_a_range_exactly_with_few_pieces(shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    index = torch.arange(numel).view(shape)
+    for low, high in itertools.combinations_with_replacement(range(numel + 1), 2):
+        found = boxes(shape, low, high)
+        assert len(found) <= max(2 * len(shape) - 1, 1)
+        elements: list[int] = []
+        for box in found:
+            assert box.start == len(elements)  # one after the other, in the range's order
+            part = index[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+            elements += part.reshape(-1).tolist()
+        assert elements == list(range(low, high))
+
+
+def test_the_bound_on_the_number_of_boxes_is_reached() -> None:
+    for dimensions in range(1, 5):
+        shape = (4,) * dimensions
+        assert len(boxes(shape, 1, 4**dimensions - 1)) == 2 * dimensions - 1
+
+
+def test_a_range_beyond_a_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"range 2 to 7: accepted is a range within the 6 elements of \(2, 3\)"):
+        boxes((2, 3), 2, 7)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    count = draw(st.integers(1, 8))
+    units = draw(st.integers(1, 3))
+    specs = [
+        ParameterSpec(
+            (f"p{number}",),
+            tuple(draw(st.lists(st.integers(0, 4), max_size=3))),
+            draw(st.sampled_from([torch.float32, torch.bfloat16])),
+            draw(st.booleans()),
+            draw(st.integers(0, units - 1)),
+            draw(st.sampled_from(["", "decay"])),
+        )
+        for number in range(count)
+    ]
+    return build(specs, shards=draw(st.integers(1, 9)), units=[f"u{number}" for number in range(units)])
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_every_element_lies_in_exactly_one_rank(layout: Layout) -> None:
+    seen: dict[str, list[int]] = {spec.name: [] for spec in layout.specs}
+    for group in layout.groups:
+        assert group.padded - group.numel < layout.shards
+        assert group.padded % layout.shards == 0
+        ends = []
+        for rank in range(layout.shards):
+            low, high = group.shard(rank, layout.shards)
+            ends += [low, high]
+            for s in group.slices(low, high):
+                assert 0 <= s.offset < high - low
+                assert (s.placement.spec.dtype, s.placement.spec.label) == (group.dtype, group.label)
+                seen[s.placement.spec.name] += range(s.low, s.high)
+        assert (ends[0], ends[-1]) == (0, group.padded)
+        assert all(a == b for a, b in zip(ends[1:-1:2], ends[2::2], strict=True))
+    assert seen == {spec.name: list(range(spec.numel)) for spec in layout.specs}
+    assert hash(layout) == hash(build(sorted(layout.specs, key=lambda s: s.name), shards=layout.shards, units=layout.units))
+
+
+def test_padding_is_small_where_whole_rows_would_multiply_memory() -> None:
+    """100x97, 211x100 and 7x13x11: padding each to the least common multiple of its rows takes 292,678,100 elements on two ranks."""
+    specs = [ParameterSpec((f"p{i}",), shape, torch.float32) for i, shape in enumerate([(100, 97), (211, 100), (7, 13, 11)])]
+    assert build(specs, shards=2).padding <= 1
+    assert build(specs, shards=64).padding <= 63
+
+
+def test_bad_layouts_are_refused_by_name() -> None:
+    spec = ParameterSpec(("w",), (2,), torch.float32)
+    with pytest.raises(ValueError, match="shards: got 0"):
+        build([spec], shards=0)
+    with pytest.raises(ValueError, match="specs: w named twice"):
+        build([spec, ParameterSpec(("v", "w"), (2,), torch.float32)])
+    with pytest.raises(ValueError, match="w: in unit 1; there are units 0 to 0"):
+        build([ParameterSpec(("w",), (2,), torch.float32, unit=1)])

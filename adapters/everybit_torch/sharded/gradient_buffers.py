@@ -185,8 +185,10 @@ class GradientBuffer:
         return Reduction(reduction.pending, self._then(reduction.install, divisor))
 
     def _then(self, install: Callable[[], None], divisor: float | None) -> Callable[[], None]:
+        steps = [install]
+
         def finish() -> None:
-            install()
+            steps.pop()()  # and with it goes what was sent and received
             if divisor is not None:
                 if self.outer.size > 1:
                     self._reduce_outer(divisor)

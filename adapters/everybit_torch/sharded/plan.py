@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import everybit as eb
 from everybit.dtypes import dtype_name, torch_dtype
@@ -36,7 +36,8 @@ from everybit_torch.sharded.model_layout import Labels, Transforms, Units, descr
 from everybit_torch.sharded.reduction import Wire, accumulate_bytes, install_bytes
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs, draws_bits
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
-from everybit_torch.stepping import PIECE, step_in_place
+from everybit_torch.stepping import PIECE, contributions, step_in_place
+from everybit_torch.units import Unit
 
 SMALLEST = 64
 """Transient tensors of fewer bytes are not counted."""
@@ -198,7 +199,7 @@ def plan_layout(
         "backward": _backward_peak(units, kind, microbatches, reshard_after_forward),
         "step": _step_peak(groups, labelled, kind, compile),
     }
-    wire = _wire(groups, kind, ranks, microbatches, reshard_after_forward)
+    wire = _wire(groups, kind, ranks, microbatches, reshard_after_forward, _reductions(labelled))
     return Plan(kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches)
 
 
@@ -283,7 +284,8 @@ class _Meter:
         return nbytes
 
     def briefly(self, nbytes: int) -> None:
-        self.live -= self.add(nbytes)
+        self.add(nbytes)
+        self.live -= nbytes
 
 
 def _forward_peak(units: list[list[_GroupPlan]], kind: Sharding, reshard: bool) -> int:
@@ -400,11 +402,31 @@ def _piece_bytes(one: _GroupPlan, labelled: Mapping[str, LabelledTransform], siz
     state = optimizer.init([tensor])
     gradient = torch.zeros(size, dtype=one.main)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False)
+        step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False, totals=_asked(labelled[one.group.label]))
     return counter.peak
 
 
-def _wire(groups: list[_GroupPlan], kind: Sharding, ranks: Ranks, microbatches: int, reshard: bool) -> dict[str, int]:
+def _reductions(labelled: Mapping[str, LabelledTransform]) -> int:
+    """How many reductions the transforms ask for in a step."""
+    by_source = {one.source: one for one in labelled.values()}
+    return sum(len(_asked(one)) for one in by_source.values())
+
+
+def _asked(one: LabelledTransform) -> list[Tensor]:
+    if one.transform.scope == "element":
+        return []
+    optimizer = eb.Optimizer(one.transform, one.policy)
+    empty = torch.zeros(0, dtype=torch_dtype(one.policy.model_dtype))
+    unit = Unit(0, [empty], [], optimizer.init([empty]), 0, flat=True)
+    totals: list[Tensor] = []
+    while (question := next(contributions(optimizer, unit, empty.float(), totals), None)) is not None:
+        totals.append(question.value)
+    return totals
+
+
+def _wire(
+    groups: list[_GroupPlan], kind: Sharding, ranks: Ranks, microbatches: int, reshard: bool, reductions: int
+) -> dict[str, int]:
     sent: Counter[str] = Counter()
     parameters = sum(len(one.group.placements) for one in groups)
 
@@ -445,6 +467,7 @@ def _wire(groups: list[_GroupPlan], kind: Sharding, ranks: Ranks, microbatches: 
         all_reduce(parameters * torch.int32.itemsize, size)  # which parameters have gradients
     if kind.state:
         for size in (ranks.inner, ranks.outer) if kind.outer == "optim" else (ranks.inner,):
-            all_reduce(torch.float64.itemsize, size)  # the norm
+            for _ in range(1 + reductions):  # the norm, and what transforms ask for
+                all_reduce(torch.float64.itemsize, size)
     return {name: size for name, size in sent.items() if size}
 

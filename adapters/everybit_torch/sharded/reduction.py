@@ -22,7 +22,7 @@ from torch import Tensor
 
 from everybit.dtypes import torch_dtype
 from everybit.policy import Resolved
-from everybit_torch.sharded.communicator import Communicator, Pending
+from everybit_torch.sharded.communicator import Communicator, Done, Pending
 
 CHUNK = 1 << 16
 """Elements converted at a time."""
@@ -64,6 +64,7 @@ class Reduction:
     def finish(self) -> None:
         """Wait, and put the sum into the main gradient."""
         self.pending.wait()
+        self.pending = Done()  # what was sent and received is not held any longer than needed
         self.install()
 
 

@@ -1,0 +1,264 @@
+"""A plan is what happens: every byte that persists, the most that comes and goes, and what is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import Block, on_a_mesh
+from ranks import run
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit_torch.sharded.allocations import AllocationCounter
+from everybit_torch.sharded.plan import SMALLEST, Plan, plan
+from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import STRATEGIES
+
+BF16_WIRE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+KAHAN = eb.policies.KAHAN_BF16
+
+
+class Model(nn.Module):
+    """Wide enough for more than one chunk; its own parameters are used first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(9, 259)
+        self.blocks = nn.ModuleList([Block(259), Block(259), Block(259)])
+        self.exit = nn.Linear(259, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.exit(x)
+        return out
+
+
+@contextmanager
+def counting() -> Iterator[AllocationCounter]:
+    """Count what everybit allocates, told by the stack, in storages that come and go by resizing too."""
+
+    def ours() -> bool:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if "everybit_torch" in frame.f_code.co_filename and "allocations" not in frame.f_code.co_filename:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+    resize = torch.UntypedStorage.resize_
+    with AllocationCounter(ours, smallest=SMALLEST) as counter:
+
+        def counted(self: torch.UntypedStorage, size: int) -> Any:
+            before = self.nbytes()
+            result = resize(self, size)
+            counter.add(size - before)
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
+        try:
+            yield counter
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def measured(
+    strategy: str, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
+    outer: str = "no_shard", mesh: Any = None,
+) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
+    """The plan; and of the second step: what persists, the peaks by phase on top of it, and what was sent."""
+    torch.manual_seed(0)
+    model = Model().to(torch.bfloat16 if low else torch.float32)
+    with counting() as counter:
+        stepper = FlatStepper(
+            model, transform, policy=policy, strategy=strategy, units=[Block], reshard_after_forward=reshard, outer=outer, mesh=mesh  # type: ignore[arg-type]
+        )
+        communicators = {id(c): c for c in (stepper.inner, stepper.outer)}
+        if stepper._gathering is not None:
+            communicators[id(stepper._gathering.communicator)] = stepper._gathering.communicator
+        peaks = dict.fromkeys(("forward", "backward", "step"), 0)
+        persistent = 0
+        for step in range(2):
+            for communicator in communicators.values():
+                communicator.sent.clear()
+            for number in range(microbatches):
+                x = torch.ones(2, 9, dtype=model.entry.weight.dtype)
+                with stepper.microbatch(last=number == microbatches - 1):
+                    counter.peak = counter.live
+                    loss = model(x).float().square().mean()
+                    forward = counter.peak
+                    counter.peak = counter.live
+                    loss.backward()
+                    backward = counter.peak
+                del loss
+            counter.peak = counter.live
+            stepper.step()
+            if step == 1:
+                peaks = {"forward": forward - persistent, "backward": backward - persistent, "step": counter.peak - persistent}
+            persistent = counter.live
+        sent: dict[str, int] = {}
+        for communicator in communicators.values():
+            for name, size in communicator.sent.items():
+                sent[name] = sent.get(name, 0) + size
+        predicted = stepper.plan(microbatches=microbatches)
+        # Tensors of one element that persist are in the plan; the counter leaves them out.
+        small = sum(
+            tensor.nbytes
+            for tensor in [
+                *(t for unit in stepper.as_optimizer()._units for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]),
+                *(absent for weights in stepper.weights for absent in weights._absent[:1]),
+                stepper._nonfinite,
+            ]
+            if tensor.untyped_storage().nbytes() < SMALLEST
+        )
+        absent = sum(w.group.dtype.itemsize for w in stepper.weights if w._absent)
+        expanded = sum(a.nbytes for w in stepper.weights for a in w._absent[:1] if a.untyped_storage().nbytes() < SMALLEST)
+        return predicted, persistent + small - expanded + absent, peaks, sent
+
+
+CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
+    (None, False, 1, eb.adamw(1e-3)),
+    (dataclasses.replace(KAHAN, grads=BF16_WIRE), True, 2, eb.adamw(1e-3)),
+    (dataclasses.replace(KAHAN, grads=eb.Grads(main="float32", comm="bfloat16")), True, 1, eb.adamw(1e-3)),
+    (eb.policies.LEAN_BF16, True, 1, eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(1e-3))),
+    (dataclasses.replace(eb.policies.MIXED_BF16, grads=eb.Grads(main="float32", comm="float16")), True, 2, eb.lion(1e-3)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_plan_and_measurement_agree_to_the_byte(size: int, strategy: str, case: int) -> None:
+    for predicted, persistent, peaks, sent in run(size, measured, strategy, *CASES[case]):
+        assert predicted.persistent_bytes == persistent
+        assert predicted.transient == peaks
+        assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_in_two_dimensions(outer: str) -> None:
+    for case in CASES:
+        arguments = (measured, 2, 2, "optim_grads_params", *case, True, outer)
+        for predicted, persistent, peaks, sent in run(4, on_a_mesh, *arguments):
+            assert predicted.persistent_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+def test_weights_that_are_kept_after_the_forward_pass() -> None:
+    for predicted, persistent, peaks, sent in run(2, measured, "optim_grads_params", *CASES[0], False):
+        assert predicted.persistent_bytes == persistent
+        assert predicted.transient == peaks
+        assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+# -- formulas ------------------------------------------------------------------------------------------------------------------------
+
+MAIN32 = eb.Grads(main="float32")
+# Bytes per parameter of one rank among n: weights, main weights, main gradients, state; (whole, divided by n) for each strategy.
+RECIPES: dict[str, tuple[eb.Policy, int, int, int, int]] = {
+    "classic mixed precision": (dataclasses.replace(eb.policies.MIXED_BF16, grads=MAIN32), 2, 4, 4, 8),
+    "bfloat16 gradients": (eb.policies.MIXED_BF16, 2, 4, 2, 8),
+    "bfloat16 and Kahan, float32 gradients": (dataclasses.replace(KAHAN, grads=MAIN32), 2, 2, 4, 4),
+    "bfloat16 and Kahan": (KAHAN, 2, 2, 2, 4),
+    "bfloat16 throughout": (eb.policies.FLOOR_BF16, 2, 0, 2, 4),
+    "exact, remainders": (dataclasses.replace(eb.policies.EXACT_BF16, grads=MAIN32), 2, 2, 4, 8),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_the_seeds_bytes_per_parameter(recipe: str, ranks: int) -> None:
+    """18, 16, 12, 10 and 8 bytes, and what each strategy divides of them."""
+    policy, weights, main, gradient, state = RECIPES[recipe]
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+    expected = {
+        "no_shard": weights + main + gradient + state,
+        "optim": weights + gradient + (main + state) / ranks,
+        "optim_grads": weights + (main + gradient + state) / ranks,
+        "optim_grads_params": (weights + main + gradient + state) / ranks,
+    }
+    assert sum((weights, main, gradient, state)) in (18, 16, 12, 10, 8)
+    for strategy, bytes_each in expected.items():
+        found = plan(model, eb.adamw(1e-3), policy=policy, strategy=strategy, ranks=ranks, units=[nn.Linear])  # type: ignore[arg-type]
+        counters = found.persistent["counters"] + found.persistent["bookkeeping"]
+        assert found.persistent_bytes - counters == bytes_each * found.parameters
+        assert counters < 1000
+
+
+def llama_3_70b() -> nn.Module:
+    from everybit_torch.sharded.shapes import SHAPES
+
+    return SHAPES["llama-3-70b"].build("bfloat16")
+
+
+def test_llama_3_70b_on_1024_ranks_in_seconds() -> None:
+    from everybit_torch.sharded.shapes import LlamaBlock
+
+    start = time.monotonic()
+    model = llama_3_70b()
+    policy, weights, main, gradient, state = RECIPES["classic mixed precision"]
+    found = plan(model, eb.adamw(1e-3), policy=policy, strategy="optim_grads_params", ranks=1024, units=[LlamaBlock])
+    took = time.monotonic() - start
+    assert found.parameters == 70_553_706_496  # https://huggingface.co/meta-llama/Meta-Llama-3-70B: 70.6B
+    per_rank = (weights + main + gradient + state) * found.parameters / 1024
+    assert per_rank <= found.persistent_bytes - found.persistent["counters"] - found.persistent["bookkeeping"] < per_rank + 81 * 18
+    block = sum(p.numel() for p in next(m for m in model.modules() if isinstance(m, LlamaBlock)).parameters())
+    own = found.parameters - 80 * block
+    # Of the model's own unit (embedding, last norm, logits) and two blocks: what is gathered in a forward pass.
+    assert found.transient["forward"] == pytest.approx(2 * (own + 2 * block), abs=2 * 3 * 1024)
+    # k (c + 2 w) (n - 1) / n, without a second gathering of the model's own.
+    sent = (4 * found.parameters + 2 * 2 * found.parameters - 2 * own) * 1023 / 1024
+    assert found.wire_bytes == pytest.approx(sent, rel=1e-5)
+    assert took < 60  # no measurement: a plan that allocates, or loops over elements, takes hours
+
+
+def test_a_plan_says_what_it_cannot_do() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="ranks: got 0; accepted is 1 or more"):
+        plan(model, eb.adamw(1e-3), ranks=0)
+    with pytest.raises(ValueError, match="strategy: got 'zero'; accepted are 'no_shard'"):
+        plan(model, eb.adamw(1e-3), strategy="zero")  # type: ignore[arg-type]
+
+
+def test_a_plan_is_printed_as_a_table() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(8, 8, bias=False)
+    text = str(plan(model, eb.adamw(1e-3), strategy="optim", ranks=2))
+    assert text.splitlines()[0] == "optim, 2 ranks: 64 parameters, 12.500 bytes each on this rank"
+    assert "momentum" in text
+    assert "reduce_scatter" in text
+
+
+def no_second_gradient(strategy: str) -> tuple[int, int]:
+    """Peak bytes of float32 gradients: in place, and as gathered in a list and concatenated."""
+    torch.manual_seed(0)
+    model = Model().bfloat16()
+    policy = dataclasses.replace(KAHAN, grads=eb.Grads(main="float32"))
+    stepper = FlatStepper(model, eb.sgd(0.0), policy=policy, strategy=strategy)  # type: ignore[arg-type]
+    gradients = sum(buffer.main.nbytes for buffer in stepper.gradients)
+    peak = 0
+    for number in range(3):
+        with counting() as counter, stepper.microbatch(last=number == 2):
+            model(torch.ones(2, 9, dtype=torch.bfloat16)).float().square().mean().backward()
+        peak = max(peak, counter.peak)
+    return gradients, peak
+
+
+def test_gradients_accumulate_in_place() -> None:
+    """The gradients of three microbatches, in the one buffer there is: on top of it a chunk of scratch, not a second full-size gradient."""
+    for gradients, peak in run(2, no_second_gradient, "optim"):
+        assert peak <= 3 * (1 << 16) * 4
+        assert peak < gradients / 2
+    assert dist.is_available()

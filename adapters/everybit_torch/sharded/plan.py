@@ -310,9 +310,12 @@ def _backward_peak(units: list[list[_GroupPlan]], kind: Sharding, microbatches: 
     in_flight: list[tuple[_GroupPlan, int]] = []
 
     def finish() -> None:
-        for one, held in in_flight:
+        for one, sent in in_flight:
+            # What was received is added up; natively that is where what was sent is.
+            needed = one.received or sent
+            meter.live -= sent + one.received - needed
             meter.briefly(_install_bytes(one))
-            meter.live -= held
+            meter.live -= needed
             if one.ranks.outer > 1:
                 meter.briefly(_outer_bytes(one))
         in_flight.clear()
@@ -336,12 +339,12 @@ def _backward_peak(units: list[list[_GroupPlan]], kind: Sharding, microbatches: 
             if kind.params and number > 0 and position == len(trained[number]) - 1:
                 meter.live -= sizes[number]
             finish()
-            held = buckets.pop(id(one), 0)
+            sent = buckets.pop(id(one), 0)
             if not kind.grads and one.wire.dtype is not one.main:
-                held = meter.add(one.bucket)
+                sent = meter.add(one.bucket)
                 meter.briefly(accumulate_bytes(one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale))
-            held += meter.add(one.received)
-            in_flight.append((one, held))
+            meter.add(one.received)
+            in_flight.append((one, sent))
     finish()
     return meter.peak
 

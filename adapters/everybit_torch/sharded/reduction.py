@@ -114,12 +114,13 @@ def all_reduce_into(
     if wire.exact:
         own = main.view(communicator.size, -1)[communicator.rank]
         scattered = reduce_scatter_into(own, partial, communicator, wire, mode="copy", divisor=divisor, what=what)
+        install_own = scattered.install
 
-        def gather() -> None:
-            scattered.install()
+        def install_all() -> None:
+            install_own()
             communicator.all_gather(main, own, what).wait()
 
-        return Reduction(scattered.pending, gather)
+        return Reduction(scattered.pending, install_all)
     pending = communicator.all_reduce(partial, what)
     return Reduction(
         pending, lambda: install(main, [partial], mode="copy", divisor=divisor, scale=1 / wire.prescale)

@@ -59,9 +59,8 @@ def counting() -> Iterator[AllocationCounter]:
     with AllocationCounter(ours, smallest=SMALLEST) as counter:
 
         def counted(self: torch.UntypedStorage, size: int) -> Any:
-            before = self.nbytes()
             result = resize(self, size)
-            counter.add(size - before)
+            counter.resized(self)
             return result
 
         torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +30,7 @@ class AllocationCounter(TorchDispatchMode):
         self._smallest = smallest
         self._counts = counts
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self.live = self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,11 +43,17 @@ class AllocationCounter(TorchDispatchMode):
                 if storage not in self._known and not any(storage._cdata == one._cdata for one in given):
                     self._known.add(storage)
                     if storage.nbytes() >= self._smallest and (self._counts is None or self._counts()):
-                        self.add(storage.nbytes())
-                        weakref.finalize(storage, self.add, -storage.nbytes())
+                        size = self._sizes[storage] = [0]
+                        self._change(size, storage.nbytes())
+                        weakref.finalize(storage, self._change, size, 0)
         return outputs
 
-    def add(self, nbytes: int) -> None:
-        """Count what was allocated elsewhere; below zero, what was freed."""
-        self.live += nbytes
+    def resized(self, storage: UntypedStorage) -> None:
+        """A storage has another size now: operations are seen, resizing is not."""
+        if storage in self._sizes:
+            self._change(self._sizes[storage], storage.nbytes())
+
+    def _change(self, size: list[int], nbytes: int) -> None:
+        self.live += nbytes - size[0]
         self.peak = max(self.peak, self.live)
+        size[0] = nbytes

@@ -13,7 +13,6 @@ optim_grads, ..._params     copied to a bucket, for sending  copied to main, *ad
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -160,41 +159,41 @@ class GradientBuffer:
             self._fill_gaps(partial)
             mode: Literal["copy", "add"] = "add" if self.phase == "reduced" else "copy"
             reduction = reduce_scatter_into(
-                self.main, partial, self.inner, self.wire, mode=mode, divisor=now, what=self.what
+                self.main, partial, self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what
             )
-            self.phase = "reduced"
+            self._bucket = None
             self.arrived = set()
         else:
             self._fill_gaps(self.main)
-            partial = self.main
-            if self.wire.dtype is not self.main.dtype:
-                partial = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
-                cast(partial, self.main, self.wire.prescale)
-            elif self.wire.prescale != 1.0:
-                partial.mul_(self.wire.prescale)
-            whole = not self.sharding.state
-            into = self.main if whole else self.main.view(self.inner.size, -1)[self.inner.rank]
-            if whole:
-                reduction = all_reduce_into(into, partial, self.inner, self.wire, divisor=now, what=self.what)
-            else:
-                reduction = reduce_scatter_into(
-                    into, partial, self.inner, self.wire, mode="copy", divisor=now, what=self.what
-                )
-            self.phase = "reduced"
-        self._bucket = None  # the reduction holds it until it is over
-        return Reduction(reduction.pending, self._then(reduction.install, divisor))
-
-    def _then(self, install: Callable[[], None], divisor: float | None) -> Callable[[], None]:
-        steps = [install]
+            reduction = self._reduce_whole(now)
+        self.phase = "reduced"
+        install = reduction.install
 
         def finish() -> None:
-            steps.pop()()  # and with it goes what was sent and received
+            install()
             if divisor is not None:
-                if self.outer.size > 1:
-                    self._reduce_outer(divisor)
                 self.phase = "final"
 
-        return finish
+        reduction.install = finish
+        if divisor is not None and self.outer.size > 1:
+            reduction.after = lambda: self._reduce_outer(divisor)
+        return reduction
+
+    def _reduce_whole(self, divisor: float | None) -> Reduction:
+        partial = self.main
+        if self.wire.dtype is not self.main.dtype:
+            partial = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
+            cast(partial, self.main, self.wire.prescale)
+        elif self.wire.prescale != 1.0:
+            partial.mul_(self.wire.prescale)
+        owned = partial is not self.main
+        if not self.sharding.state:
+            return all_reduce_into(
+                self.main, partial, self.inner, self.wire, divisor=divisor, owned=owned, what=self.what
+            )
+        return reduce_scatter_into(
+            self._reduced, partial, self.inner, self.wire, mode="copy", divisor=divisor, owned=owned, what=self.what
+        )
 
     def finalize(self, divisor: float) -> None:
         """Sum over the outer ranks and divide, where no reduction was told that it was the last.
@@ -226,14 +225,16 @@ class GradientBuffer:
             cast(partial, main, self.outer_wire.prescale)
         elif self.outer_wire.prescale != 1.0:
             partial.mul_(self.outer_wire.prescale)
-        what = f"{self.what}, outer dimension"
+        what, owned = f"{self.what}, outer dimension", partial is not main
         if self.sharding.outer == "optim":
             into = main.view(self.outer.size, -1)[self.outer.rank]
             reduce_scatter_into(
-                into, partial, self.outer, self.outer_wire, mode="copy", divisor=divisor, what=what
+                into, partial, self.outer, self.outer_wire, mode="copy", divisor=divisor, owned=owned, what=what
             ).finish()
         else:
-            all_reduce_into(main, partial, self.outer, self.outer_wire, divisor=divisor, what=what).finish()
+            all_reduce_into(
+                main, partial, self.outer, self.outer_wire, divisor=divisor, owned=owned, what=what
+            ).finish()
 
     def clear(self) -> None:
         """Nothing has arrived."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from everybit.dtypes import torch_dtype
 from everybit.policy import Resolved
-from everybit_torch.sharded.communicator import Communicator, Done, Pending
+from everybit_torch.sharded.communicator import Communicator, Pending
 
 CHUNK = 1 << 16
 """Elements converted at a time."""
@@ -56,16 +56,38 @@ class Wire:
 
 @dataclass(slots=True)
 class Reduction:
-    """A reduction under way; :meth:`finish` it before the main gradient is looked at."""
+    """A reduction under way; :meth:`finish` it before the main gradient is looked at.
+
+    Attributes:
+        pending: The collective.
+        install: Puts what it gave into the main gradient.
+        sent: What is sent, if nobody else needs it: its memory is given back as soon as may be.
+        received: What is received, where that is elsewhere.
+        after: What comes then.
+    """
 
     pending: Pending
     install: Callable[[], None]
+    sent: Tensor | None = None
+    received: Tensor | None = None
+    after: Callable[[], None] | None = None
 
     def finish(self) -> None:
         """Wait, and put the sum into the main gradient."""
         self.pending.wait()
-        self.pending = Done()  # what was sent and received is not held any longer than needed
+        # Explicitly: threads of the communication library may hold on to tensors for a moment longer.
+        if self.received is not None:
+            _give_back(self.sent)
         self.install()
+        _give_back(self.sent)
+        _give_back(self.received)
+        if self.after is not None:
+            self.after()
+
+
+def _give_back(x: Tensor | None) -> None:
+    if x is not None and x.untyped_storage().nbytes():
+        x.untyped_storage().resize_(0)
 
 
 def reduce_scatter_into(
@@ -76,6 +98,7 @@ def reduce_scatter_into(
     *,
     mode: Mode,
     divisor: float | None = None,
+    owned: bool = False,
     what: str = "gradients",
 ) -> Reduction:
     """Sum ``partial`` over the ranks and put this rank's part into ``main``.
@@ -87,9 +110,11 @@ def reduce_scatter_into(
         wire: How ``partial`` travels.
         mode: ``"copy"`` the sum over what is there, or ``"add"`` it.
         divisor: What the result, with what was there, is divided by; None if more is to come.
+        owned: Nobody needs ``partial`` any more; its memory is freed.
         what: For error messages.
     """
     count, rank = communicator.size, communicator.rank
+    received = None
     if wire.exact:
         received = torch.empty_like(partial)
         pending = communicator.all_to_all(received, partial, what)
@@ -98,7 +123,13 @@ def reduce_scatter_into(
         own = partial.view(count, -1)[rank]
         pending = communicator.reduce_scatter(own, partial, what)
         parts = [own]
-    return Reduction(pending, lambda: install(main, parts, mode=mode, divisor=divisor, scale=1 / wire.prescale))
+    scale = 1 / wire.prescale
+    return Reduction(
+        pending,
+        lambda: install(main, parts, mode=mode, divisor=divisor, scale=scale),
+        partial if owned else None,
+        received,
+    )
 
 
 def all_reduce_into(
@@ -108,22 +139,32 @@ def all_reduce_into(
     wire: Wire,
     *,
     divisor: float | None = None,
+    owned: bool = False,
     what: str = "gradients",
 ) -> Reduction:
-    """Sum ``partial`` over the ranks and copy the sum to ``main``, on every rank. They may be one tensor, if they have one dtype."""
+    """Sum ``partial`` over the ranks and copy the sum to ``main``, on every rank. They may be one tensor, if they have one dtype.
+
+    Arguments are those of :func:`reduce_scatter_into`.
+    """
     if wire.exact:
         own = main.view(communicator.size, -1)[communicator.rank]
-        scattered = reduce_scatter_into(own, partial, communicator, wire, mode="copy", divisor=divisor, what=what)
+        scattered = reduce_scatter_into(
+            own, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what
+        )
         install_own = scattered.install
 
         def install_all() -> None:
             install_own()
             communicator.all_gather(main, own, what).wait()
 
-        return Reduction(scattered.pending, install_all)
+        scattered.install = install_all
+        return scattered
     pending = communicator.all_reduce(partial, what)
+    scale = 1 / wire.prescale
     return Reduction(
-        pending, lambda: install(main, [partial], mode="copy", divisor=divisor, scale=1 / wire.prescale)
+        pending,
+        lambda: install(main, [partial], mode="copy", divisor=divisor, scale=scale),
+        partial if owned else None,
     )
 
 

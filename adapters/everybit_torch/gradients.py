@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,24 @@ def piece(buffer: Tensor, start: int, stop: int, shape: torch.Size) -> Tensor:
     if buffer.device.type in ("cpu", "cuda", "xpu"):
         part = from_dlpack(part)
     return part.view(shape)
+
+
+class UnitGradients(Protocol):
+    """Where the gradients of a flat unit lie, one after the other.
+
+    Attributes:
+        buffer: All of them, 1-d.
+    """
+
+    buffer: Tensor
+
+    def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        """The parameters' gradients; None for one without."""
+        ...
+
+    def part(self, low: int, high: int, start: int, stop: int) -> UnitGradients:
+        """Those of parameters ``low`` to ``high``, which are elements ``start`` to ``stop``."""
+        ...
 
 
 class GradientSlot:

@@ -442,11 +442,11 @@ class TorchOptimizer(torch.optim.Optimizer):
         if not self._flat_gradients:
             super().zero_grad(set_to_none)
             return
-        flat = [unit for unit in self._units if unit.gradients is not None]
-        cleared = {id(parameter) for unit in flat for parameter in unit.parameters}
-        for unit in flat:
-            assert unit.gradients is not None
-            unit.gradients.clear(unit.parameters, absent=set_to_none)
+        cleared: set[int] = set()
+        for unit in self._units:
+            if isinstance(unit.gradients, GradientBuffer):
+                unit.gradients.clear(unit.parameters, absent=set_to_none)
+                cleared.update(map(id, unit.parameters))
         for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
             if id(parameter) not in cleared and parameter.grad is not None:
                 if set_to_none:
@@ -589,7 +589,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             self.state.clear()
             for unit in self._units:
                 self._publish(unit)
-                if unit.gradients is not None:
+                if isinstance(unit.gradients, GradientBuffer):
                     unit.gradients.restore(unit.parameters)
             # torch copies a parameter without its grad_dtype.
             for group, values in zip(self._groups, self.param_groups, strict=True):

@@ -170,7 +170,7 @@ def step_in_place(
     return measured
 
 
-class Unanswered(Exception):
+class UnansweredError(Exception):
     """A transform asked for a reduction that is not known yet.
 
     Args:
@@ -208,14 +208,14 @@ class Replay:
 
     def _answer(self, kind: Literal["sum", "max"], value: Tensor) -> Tensor:
         if self._asked == len(self._totals):
-            raise Unanswered(kind, value)
+            raise UnansweredError(kind, value)
         self._asked += 1
         return self._totals[self._asked - 1]
 
 
 def contributions(
     optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, totals: Sequence[Tensor]
-) -> Iterator[Unanswered]:
+) -> Iterator[UnansweredError]:
     """What a flat unit contributes to the first reduction that ``totals`` do not answer, piece by piece; at least one piece, if empty.
 
     Nothing comes if the transform asks for no more.
@@ -226,7 +226,7 @@ def contributions(
         ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals))
         try:
             optimizer.advance([unit.tensors[0][start:stop]], [grad[start:stop]], state, ctx)
-        except Unanswered as question:
+        except UnansweredError as question:
             yield question
         else:
             return

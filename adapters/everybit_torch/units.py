@@ -18,7 +18,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.optimizer import OptimizerState
-from everybit_torch.gradients import GradientBuffer, piece
+from everybit_torch.gradients import UnitGradients, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -54,7 +54,7 @@ class Unit:
     state: OptimizerState[Any]
     first: int
     flat: bool
-    gradients: GradientBuffer | None = None
+    gradients: UnitGradients | None = None
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
     _addresses: list[int] = field(init=False)

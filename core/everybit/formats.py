@@ -312,37 +312,44 @@ class Master:
     was written counts.
 
     Args:
-        dtype: Of the main copy.
-        value: dtype of the model's tensor. None: whatever it is.
+        dtype: Of the main copy; ``"float64"`` with ``Policy(compute="float64")`` only.
+        value: dtype of the model's tensor, of fewer bits than the main copy. None: whatever it is.
     """
 
     part_names: ClassVar[tuple[str, ...]] = ("value", "main")
-    dtype: Literal["float32"] = "float32"
-    value: LowDType | None = None
+    dtype: Literal["float32", "float64"] = "float32"
+    value: LowDType | Literal["float32"] | None = None
 
     def __post_init__(self) -> None:
-        require_member(self.dtype, ("float32",), field="Master.dtype")
+        require_member(self.dtype, ("float32", "float64"), field="Master.dtype")
         if self.value is not None:
-            require_member(self.value, LOW_DTYPES, field="Master.value")
+            accepted = LOW_DTYPES if self.dtype == "float32" else (*LOW_DTYPES, "float32")
+            require_member(self.value, accepted, field="Master.value")
 
     def resolved(self, model: FloatDType) -> Master:
         """With ``value`` named."""
-        return self if self.value is not None else replace(self, value=_low(model, "Master"))
+        if self.value is not None:
+            return self
+        return replace(self, value="float32" if self._narrows_float64(model) else _low(model, "Master"))
 
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Of the model's tensor and the main copy."""
         return torch_dtype(_chosen(self.value, self)), torch_dtype(self.dtype)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
-        """The main copy is ``x``; the model's tensor is ``x`` rounded to nearest."""
-        dtype = _low(_chosen(self.value, self), "Master")
-        return rounding.to_nearest(x, dtype), x.clone()
+        """The main copy is ``x``; the model's tensor is ``x`` rounded to nearest (from float64 by way of float32)."""
+        value = _chosen(self.value, self)
+        return x.float() if value == "float32" else rounding.to_nearest(x.float(), _low(value, "Master")), x.clone()
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """The main copy, where it still rounds to the value."""
         value, main = rounding.widen(parts[0]), parts[1]
-        rounded = rounding.nearest(main, _low(_chosen(self.value, self), "Master"))
-        return torch.where(rounded == value, main, value)
+        dtype = _chosen(self.value, self)
+        rounded = main.float() if dtype == "float32" else rounding.nearest(main.float(), _low(dtype, "Master"))
+        return torch.where(rounded == value, main, value.to(main.dtype))
+
+    def _narrows_float64(self, model: FloatDType) -> bool:
+        return self.dtype == "float64" and model == "float32"
 
 
 StateFormat = Nearest | Stochastic | Kahan | Split

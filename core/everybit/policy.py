@@ -92,11 +92,16 @@ class Policy:
             raise TypeError(f"Policy.grads: got {self.grads!r}; accepted is a Grads, e.g. Grads(main='float32').")
         if self.compute == "float64":
             for name, format in self._named_formats():
-                if not isinstance(format, Nearest):
+                if not isinstance(format, Nearest) and format != Master("float64"):
                     raise ValueError(
                         f"Policy.{name}: got {format} with compute='float64'; the two-part and stochastic formats split a"
-                        " float32. Accepted with float64 is Nearest."
+                        " float32. Accepted with float64 are Nearest, and Master('float64') for parameters."
                     )
+        elif isinstance(self.params, Master) and self.params.dtype == "float64":
+            raise ValueError(
+                f"Policy.params: got {self.params} with compute='float32', which would round its main copy; accepted with it is"
+                " compute='float64'."
+            )
 
     def slot(self, name: str) -> StateFormat:
         """The format of the slot called ``name``."""

@@ -508,7 +508,7 @@ def test_an_open_dtype_is_filled_in_and_never_guessed(format: Format) -> None:
         (eb.Split, {"bits": "8"}, r"Split\.bits: got '8'; accepted are 8 and 16"),
         (eb.Split, {"rounding": None}, r"Split\.rounding: got None; accepted are 'nearest', 'stochastic'"),
         (eb.Split, {"value": "float32"}, r"Split\.value: got 'float32'; accepted are 'bfloat16', 'float16'"),
-        (eb.Master, {"dtype": "bfloat16"}, r"Master\.dtype: got 'bfloat16'; accepted are 'float32'"),
+        (eb.Master, {"dtype": "bfloat16"}, r"Master\.dtype: got 'bfloat16'; accepted are 'float32', 'float64'"),
         (eb.Master, {"value": "float64"}, r"Master\.value: got 'float64'; accepted are 'bfloat16', 'float16'"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
 from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import Strategy
 
 
 class Block(nn.Module):
@@ -58,7 +59,7 @@ def data(step: int, rank: int, microbatch: int, dtype: torch.dtype) -> Tensor:
 
 
 def train(
-    strategy: str,
+    strategy: Strategy,
     policy: eb.Policy | None,
     transform: Any,
     steps: int = 3,
@@ -71,7 +72,12 @@ def train(
     """Train on this rank's data; the weights on every rank, and the norms of the gradients."""
     model = network(dtype)
     stepper = FlatStepper(
-        model, transform, policy=policy, strategy=strategy, units=[Block] if units else None, **arguments  # type: ignore[arg-type]
+        model,
+        transform,
+        policy=policy,
+        strategy=strategy,
+        units=[Block] if units else None,
+        **arguments,
     )
     rank = dist.get_rank()
     norms = []
@@ -129,22 +135,32 @@ class Sum(nn.Module):
 
 
 def integer_gradients(
-    strategies: list[str], microbatches: list[int], grads: list[eb.Grads], patterns: list[str], dtype: torch.dtype, mesh: Any = None
+    strategies: list[Strategy | Literal["optim_grads_params+outer"]],
+    microbatches: list[int],
+    grads: list[eb.Grads],
+    patterns: list[str],
+    dtype: torch.dtype,
+    mesh: Any = None,
 ) -> list[tuple[Any, ...]]:
     """The cases in which the main gradient is not, bit for bit, the sum of everybody's gradients over the number of ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     wrong: list[tuple[Any, ...]] = []
-    outer = "no_shard"
-    for strategy in strategies:
-        if strategy.endswith("+outer"):
-            strategy, outer = strategy.removesuffix("+outer"), "optim"
+    for given in strategies:
+        strategy: Strategy = "optim_grads_params" if given == "optim_grads_params+outer" else given
+        outer: OuterStrategy = "optim" if given == "optim_grads_params+outer" else "no_shard"
         for count in microbatches:
             for one in grads:
                 for pattern in patterns:
                     model = Sum().to(dtype)
                     policy = eb.Policy(params=eb.Nearest() if dtype is torch.float32 else eb.Kahan(), grads=one)
                     stepper = FlatStepper(
-                        model, eb.sgd(0.0), policy=policy, strategy=strategy, units=[Addend], mesh=mesh, outer=outer  # type: ignore[arg-type]
+                        model,
+                        eb.sgd(0.0),
+                        policy=policy,
+                        strategy=strategy,
+                        units=[Addend],
+                        mesh=mesh,
+                        outer=outer,
                     )
                     for cycle in range(2):
                         for number in range(count):
@@ -169,7 +185,9 @@ def integer_gradients(
                                 total = expected + position * size * count
                                 right = torch.tensor(float(total)) / torch.tensor(float(size))
                                 if not torch.equal(got, right.to(got.dtype).expand_as(got)):
-                                    wrong.append((strategy, outer, size, count, one, pattern, name, got.tolist(), float(right)))
+                                    wrong.append(
+                                        (strategy, outer, size, count, one, pattern, name, got.tolist(), float(right))
+                                    )
                         stepper.zero_grad()
     return wrong
 

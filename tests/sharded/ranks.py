@@ -20,11 +20,13 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "everybit_torch", "everybit_torch.sharded.stepper", "ranks"])
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def run(size: int, program: Callable[..., Any], *arguments: Any, timeout: float = 60.0, limit: float = 180.0) -> list[Any]:
+def run(
+    size: int, program: Callable[..., Any], *arguments: Any, timeout: float = 60.0, limit: float = 180.0
+) -> list[Any]:
     """``program(*arguments)`` on every rank of a gloo group of ``size``; what they return, by rank.
 
     Args:
@@ -35,12 +37,12 @@ def run(size: int, program: Callable[..., Any], *arguments: Any, timeout: float 
         limit: For the whole, in seconds.
 
     Raises:
-        RankFailed: A rank raised, died or did not end.
+        RankFailedError: A rank raised, died or did not end.
     """
     outcomes = attempt(size, program, *arguments, timeout=timeout, limit=limit)
     failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
     if failures:
-        raise RankFailed("\n".join(failures))
+        raise RankFailedError("\n".join(failures))
     return [value for _, value in outcomes]
 
 
@@ -87,7 +89,7 @@ def _rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
         )
         value = program(*arguments)
         dist.destroy_process_group()

@@ -77,12 +77,16 @@ def test_every_element_lies_in_exactly_one_rank(layout: Layout) -> None:
         assert (ends[0], ends[-1]) == (0, group.padded)
         assert all(a == b for a, b in zip(ends[1:-1:2], ends[2::2], strict=True))
     assert seen == {spec.name: list(range(spec.numel)) for spec in layout.specs}
-    assert hash(layout) == hash(build(sorted(layout.specs, key=lambda s: s.name), shards=layout.shards, units=layout.units))
+    assert hash(layout) == hash(
+        build(sorted(layout.specs, key=lambda s: s.name), shards=layout.shards, units=layout.units)
+    )
 
 
 def test_padding_is_small_where_whole_rows_would_multiply_memory() -> None:
     """100x97, 211x100 and 7x13x11: padding each to the least common multiple of its rows takes 292,678,100 elements on two ranks."""
-    specs = [ParameterSpec((f"p{i}",), shape, torch.float32) for i, shape in enumerate([(100, 97), (211, 100), (7, 13, 11)])]
+    specs = [
+        ParameterSpec((f"p{i}",), shape, torch.float32) for i, shape in enumerate([(100, 97), (211, 100), (7, 13, 11)])
+    ]
     assert build(specs, shards=2).padding <= 1
     assert build(specs, shards=64).padding <= 63
 

@@ -20,7 +20,7 @@ import everybit as eb
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.plan import SMALLEST, Plan, plan
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES
+from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 
 BF16_WIRE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
 KAHAN = eb.policies.KAHAN_BF16
@@ -71,21 +71,28 @@ def counting() -> Iterator[AllocationCounter]:
 
 
 def measured(
-    strategy: str, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
-    outer: str = "no_shard", mesh: Any = None,
+    strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
+    outer: OuterStrategy = "no_shard", mesh: Any = None,
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
     """The plan; and of the second step: what persists, the peaks by phase on top of it, and what was sent."""
     torch.manual_seed(0)
     model = Model().to(torch.bfloat16 if low else torch.float32)
     with counting() as counter:
         stepper = FlatStepper(
-            model, transform, policy=policy, strategy=strategy, units=[Block], reshard_after_forward=reshard, outer=outer, mesh=mesh  # type: ignore[arg-type]
+            model,
+            transform,
+            policy=policy,
+            strategy=strategy,
+            units=[Block],
+            reshard_after_forward=reshard,
+            outer=outer,
+            mesh=mesh,
         )
         communicators = {id(c): c for c in (stepper.inner, stepper.outer)}
         if stepper._gathering is not None:
             communicators[id(stepper._gathering.communicator)] = stepper._gathering.communicator
         peaks = dict.fromkeys(("forward", "backward", "step"), 0)
-        persistent = 0
+        persistent = forward = backward = 0
         for step in range(2):
             for communicator in communicators.values():
                 communicator.sent.clear()
@@ -102,7 +109,11 @@ def measured(
             counter.peak = counter.live
             stepper.step()
             if step == 1:
-                peaks = {"forward": forward - persistent, "backward": backward - persistent, "step": counter.peak - persistent}
+                peaks = {
+                    "forward": forward - persistent,
+                    "backward": backward - persistent,
+                    "step": counter.peak - persistent,
+                }
             persistent = counter.live
         sent: dict[str, int] = {}
         for communicator in communicators.values():
@@ -113,14 +124,20 @@ def measured(
         small = sum(
             tensor.nbytes
             for tensor in [
-                *(t for unit in stepper.as_optimizer()._units for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]),
+                *(
+                    t
+                    for unit in stepper.as_optimizer()._units
+                    for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]
+                ),
                 *(absent for weights in stepper.weights for absent in weights._absent[:1]),
                 stepper._nonfinite,
             ]
             if tensor.untyped_storage().nbytes() < SMALLEST
         )
         absent = sum(w.group.dtype.itemsize for w in stepper.weights if w._absent)
-        expanded = sum(a.nbytes for w in stepper.weights for a in w._absent[:1] if a.untyped_storage().nbytes() < SMALLEST)
+        expanded = sum(
+            a.nbytes for w in stepper.weights for a in w._absent[:1] if a.untyped_storage().nbytes() < SMALLEST
+        )
         return predicted, persistent + small - expanded + absent, peaks, sent
 
 
@@ -129,14 +146,19 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
     (dataclasses.replace(KAHAN, grads=BF16_WIRE), True, 2, eb.adamw(1e-3)),
     (dataclasses.replace(KAHAN, grads=eb.Grads(main="float32", comm="bfloat16")), True, 1, eb.adamw(1e-3)),
     (eb.policies.LEAN_BF16, True, 1, eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(1e-3))),
-    (dataclasses.replace(eb.policies.MIXED_BF16, grads=eb.Grads(main="float32", comm="float16")), True, 2, eb.lion(1e-3)),
+    (
+        dataclasses.replace(eb.policies.MIXED_BF16, grads=eb.Grads(main="float32", comm="float16")),
+        True,
+        2,
+        eb.lion(1e-3),
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_plan_and_measurement_agree_to_the_byte(size: int, strategy: str, case: int) -> None:
+def test_plan_and_measurement_agree_to_the_byte(size: int, strategy: Strategy, case: int) -> None:
     for predicted, persistent, peaks, sent in run(size, measured, strategy, *CASES[case]):
         assert predicted.persistent_bytes == persistent
         assert predicted.transient == peaks
@@ -181,7 +203,7 @@ def test_the_seeds_bytes_per_parameter(recipe: str, ranks: int) -> None:
     policy, weights, main, gradient, state = RECIPES[recipe]
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False, dtype=torch.bfloat16) for _ in range(4)))
-    expected = {
+    expected: dict[Strategy, float] = {
         "no_shard": weights + main + gradient + state,
         "optim": weights + gradient + (main + state) / ranks,
         "optim_grads": weights + (main + gradient + state) / ranks,
@@ -189,7 +211,7 @@ def test_the_seeds_bytes_per_parameter(recipe: str, ranks: int) -> None:
     }
     assert sum((weights, main, gradient, state)) in (18, 16, 12, 10, 8)
     for strategy, bytes_each in expected.items():
-        found = plan(model, eb.adamw(1e-3), policy=policy, strategy=strategy, ranks=ranks, units=[nn.Linear])  # type: ignore[arg-type]
+        found = plan(model, eb.adamw(1e-3), policy=policy, strategy=strategy, ranks=ranks, units=[nn.Linear])
         counters = found.persistent["counters"] + found.persistent["bookkeeping"]
         assert found.persistent_bytes - counters == bytes_each * found.parameters
         assert counters < 1000
@@ -211,7 +233,11 @@ def test_llama_3_70b_on_1024_ranks_in_seconds() -> None:
     took = time.monotonic() - start
     assert found.parameters == 70_553_706_496  # https://huggingface.co/meta-llama/Meta-Llama-3-70B: 70.6B
     per_rank = (weights + main + gradient + state) * found.parameters / 1024
-    assert per_rank <= found.persistent_bytes - found.persistent["counters"] - found.persistent["bookkeeping"] < per_rank + 81 * 18
+    assert (
+        per_rank
+        <= found.persistent_bytes - found.persistent["counters"] - found.persistent["bookkeeping"]
+        < per_rank + 81 * 18
+    )
     block = sum(p.numel() for p in next(m for m in model.modules() if isinstance(m, LlamaBlock)).parameters())
     own = found.parameters - 80 * block
     # Of the model's own unit (embedding, last norm, logits) and two blocks: what is gathered in a forward pass.
@@ -240,12 +266,12 @@ def test_a_plan_is_printed_as_a_table() -> None:
     assert "reduce_scatter" in text
 
 
-def no_second_gradient(strategy: str) -> tuple[int, int]:
+def no_second_gradient(strategy: Strategy) -> tuple[int, int]:
     """Peak bytes of float32 gradients: in place, and as gathered in a list and concatenated."""
     torch.manual_seed(0)
     model = Model().bfloat16()
     policy = dataclasses.replace(KAHAN, grads=eb.Grads(main="float32"))
-    stepper = FlatStepper(model, eb.sgd(0.0), policy=policy, strategy=strategy)  # type: ignore[arg-type]
+    stepper = FlatStepper(model, eb.sgd(0.0), policy=policy, strategy=strategy)
     gradients = sum(buffer.main.nbytes for buffer in stepper.gradients)
     peak = 0
     for number in range(3):

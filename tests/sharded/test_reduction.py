@@ -47,7 +47,9 @@ def sums(dtype: torch.dtype, exact: bool, numel: int, spread: int) -> tuple[Tens
     """This rank's part of a sum, the whole sum by all-reduce, what this rank contributed, and what was sent."""
     communicator = Communicator(dist.group.WORLD)
     generator = torch.Generator().manual_seed(communicator.rank)
-    mine = (torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))).to(dtype)
+    mine = (torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))).to(
+        dtype
+    )
     wire = Wire(dtype, exact)
     part, whole = torch.empty(numel // communicator.size), torch.empty(numel)
     reduce_scatter_into(part, mine.clone(), communicator, wire, mode="copy", divisor=3.0).finish()
@@ -115,7 +117,10 @@ def overflowing() -> Tensor:
 def test_accumulating_is_the_wide_sum_rounded_once(into: torch.dtype, gradient: torch.dtype, scale: float) -> None:
     torch.manual_seed(0)
     for shape in [(), (0,), (3, 5), (2, CHUNK)]:
-        start, given = torch.randn(shape).to(into), torch.randn(shape[::-1]).to(gradient).permute(tuple(range(len(shape)))[::-1])
+        start, given = (
+            torch.randn(shape).to(into),
+            torch.randn(shape[::-1]).to(gradient).permute(tuple(range(len(shape)))[::-1]),
+        )
         flat = start.reshape(-1).clone()
         accumulate(flat, given, mode="add", scale=scale)
         expected = (start.double() + scale * given.double()).to(torch.float32 if into is torch.bfloat16 else into)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import everybit as eb
 from everybit_torch import AdamW
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES
+from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 
 CLIPPED = eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(1e-2))
 Weights = dict[str, Tensor]
@@ -62,7 +62,13 @@ def whole_numbers(step: int, number: int) -> Tensor:
 
 
 def exact_training(
-    strategy: str, policy: str, total: int, steps: int, transform: Any, outer: str = "no_shard", mesh: Any = None
+    strategy: Strategy,
+    policy: str,
+    total: int,
+    steps: int,
+    transform: Any,
+    outer: OuterStrategy = "no_shard",
+    mesh: Any = None,
 ) -> Weights:
     """``total`` microbatches a step, shared among the ranks; the sum of their gradients over ``total``, which is 12."""
     model = Exact()
@@ -71,7 +77,14 @@ def exact_training(
     grads = eb.Grads(main="float32", comm="float32")
     chosen = dataclasses.replace(eb.policies.PRESETS[policy], grads=grads)
     stepper = FlatStepper(
-        model, transform, policy=chosen, strategy=strategy, units=[ExactBlock], divisor=total, mesh=mesh, outer=outer  # type: ignore[arg-type]
+        model,
+        transform,
+        policy=chosen,
+        strategy=strategy,
+        units=[ExactBlock],
+        divisor=total,
+        mesh=mesh,
+        outer=outer,
     )
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = range(rank, total, size)
@@ -99,7 +112,9 @@ def one_process(policy: str, total: int, steps: int) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("policy", ["FP32", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16"])
+@pytest.mark.parametrize(
+    "policy", ["FP32", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16"]
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_shards_train_as_the_whole_model_does_bit_for_bit(size: int, policy: str) -> None:
     """Stochastic rounding included: bits go by the elements' places in the model."""
@@ -121,7 +136,9 @@ def test_two_dimensions_train_as_the_whole_model_does_bit_for_bit(outer: str) ->
 # -- ordinary gradients ---------------------------------------------------------------------------------------------------------------
 
 
-def reference(size: int, steps: int, microbatches: int, limit: float, dtype: torch.dtype) -> tuple[Weights, list[float]]:
+def reference(
+    size: int, steps: int, microbatches: int, limit: float, dtype: torch.dtype
+) -> tuple[Weights, list[float]]:
     """torch's AdamW on the mean of all ranks' sums of gradients, in float64."""
     model = network(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -138,7 +155,7 @@ def reference(size: int, steps: int, microbatches: int, limit: float, dtype: tor
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_clipping_by_the_global_norm_sees_every_element_once(strategy: str, size: int) -> None:
+def test_clipping_by_the_global_norm_sees_every_element_once(strategy: Strategy, size: int) -> None:
     """Against float64: one process, whole tensors, torch's own clipping."""
     expected, norms = reference(size, 3, 2, 0.5, torch.float64)
     for weights, measured in run(size, train, strategy, None, CLIPPED):
@@ -150,11 +167,15 @@ def test_clipping_by_the_global_norm_sees_every_element_once(strategy: str, size
             torch.testing.assert_close(value.double(), expected[name], rtol=2**-22, atol=3 * 1e-2 * 2**-10)
 
 
-def different_labels(strategy: str) -> Weights:
+def different_labels(strategy: Strategy) -> Weights:
     model = network()
     transforms = {"matrix": eb.adamw(1e-2, weight_decay=0.5), "other": eb.adamw(1e-3, weight_decay=0.0)}
     stepper = FlatStepper(
-        model, transforms, labels=lambda name, p: "matrix" if p.ndim > 1 else "other", strategy=strategy, units=[Block]  # type: ignore[arg-type]
+        model,
+        transforms,
+        labels=lambda name, p: "matrix" if p.ndim > 1 else "other",
+        strategy=strategy,
+        units=[Block],
     )
     groups = {group["label"]: (group["lr"], group["weight_decay"]) for group in stepper.as_optimizer().param_groups}
     assert groups == {"matrix, float32": (1e-2, 0.5), "other, float32": (1e-3, 0.0)}
@@ -166,11 +187,14 @@ def different_labels(strategy: str) -> Weights:
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_labels_choose_transforms_as_param_groups_do(strategy: str) -> None:
+def test_labels_choose_transforms_as_param_groups_do(strategy: Strategy) -> None:
     model = network()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "lr": 1e-2, "weight_decay": 0.5}, {"params": others, "lr": 1e-3, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "lr": 1e-2, "weight_decay": 0.5},
+        {"params": others, "lr": 1e-3, "weight_decay": 0.0},
+    ]
     optimizer = AdamW(groups)
     for step in range(3):
         optimizer.zero_grad()
@@ -182,11 +206,11 @@ def test_labels_choose_transforms_as_param_groups_do(strategy: str) -> None:
         assert equal(weights, expected)
 
 
-def masked(strategy: str) -> Weights:
+def masked(strategy: Strategy) -> Weights:
     model = network()
     decay = eb.masked(eb.add_decayed_weights(0.5), where=lambda path, p: p.ndim > 1)
     transform = eb.chain(eb.clip_by_global_norm(0.5), eb.scale_by_adam(), decay, eb.scale_by_learning_rate(1e-2))
-    stepper = FlatStepper(model, transform, strategy=strategy, units=[Block])  # type: ignore[arg-type]
+    stepper = FlatStepper(model, transform, strategy=strategy, units=[Block])
     for step in range(3):
         with stepper.microbatch(last=True):
             model(data(step, 0, 0, torch.float32)).square().mean().backward()
@@ -195,7 +219,7 @@ def masked(strategy: str) -> Weights:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
-def test_masks_are_decided_on_whole_parameters(strategy: str) -> None:
+def test_masks_are_decided_on_whole_parameters(strategy: Strategy) -> None:
     model = network()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
@@ -257,17 +281,17 @@ def tokens(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, torch.nn.functional.one_hot(x.flip(0), 7).float()
 
 
-def odd_training(strategy: str, low: bool) -> tuple[Weights, list[tuple[str, ...]], list[str]]:
+def odd_training(strategy: Strategy, low: bool) -> tuple[Weights, list[tuple[str, ...]], list[str]]:
     model = odd_model(low)
     kahan = dataclasses.replace(eb.policies.KAHAN_BF16, grads=eb.Grads(main="float32", comm="float32"))
     policy = eb.by_label(lambda path, p: str(p.dtype), {"torch.bfloat16": kahan, "torch.float32": eb.policies.FP32})
-    stepper = FlatStepper(model, eb.adamw(1e-2, weight_decay=0.1), policy=policy, strategy=strategy, units=[Block])  # type: ignore[arg-type]
+    stepper = FlatStepper(model, eb.adamw(1e-2, weight_decay=0.1), policy=policy, strategy=strategy, units=[Block])
     rank, untouched = dist.get_rank(), []
     for step in range(4):
         x, target = tokens(step, rank)
         with stepper.microbatch(last=True):
             # Only the second rank uses the block, and in the first step nobody does.
-            mse_loss(model(x, also=step > 0 and rank == 1).float(), target).backward()
+            mse_loss(model(x, also=step > 0 and rank == 1).float(), target).backward()  # type: ignore[no-untyped-call]
         untouched.append(stepper.step().untouched)
     with stepper.full_parameters():
         tied = model.logits.weight is model.embedding.weight
@@ -277,7 +301,7 @@ def odd_training(strategy: str, low: bool) -> tuple[Weights, list[tuple[str, ...
 
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tied_frozen_unused_empty_and_mixed(strategy: str, low: bool) -> None:
+def test_tied_frozen_unused_empty_and_mixed(strategy: Strategy, low: bool) -> None:
     model = odd_model(low)
     kahan = dataclasses.replace(eb.policies.KAHAN_BF16, grads=eb.Grads(main="float32"))
     groups: list[dict[str, Any]] = []
@@ -294,7 +318,7 @@ def test_tied_frozen_unused_empty_and_mixed(strategy: str, low: bool) -> None:
         for rank in (0, 1):
             source.zero_grad()
             x, target = tokens(step, rank)
-            mse_loss(source(x, also=step > 0 and rank == 1).float(), target).backward()
+            mse_loss(source(x, also=step > 0 and rank == 1).float(), target).backward()  # type: ignore[no-untyped-call]
             for name, p in source.named_parameters():
                 if p.grad is not None:
                     gradients[name] = gradients.get(name, torch.zeros(p.shape)) + p.grad.float()
@@ -310,10 +334,10 @@ def test_tied_frozen_unused_empty_and_mixed(strategy: str, low: bool) -> None:
         assert [set(names) for names in untouched[1:]] == [set(rest)] * 3
 
 
-def skewed(strategy: str) -> Weights:
+def skewed(strategy: Strategy) -> Weights:
     """A rank whose loss reaches no parameter at all takes part with zeros."""
     model = network()
-    stepper = FlatStepper(model, eb.sgd(0.5), strategy=strategy, units=[Block])  # type: ignore[arg-type]
+    stepper = FlatStepper(model, eb.sgd(0.5), strategy=strategy, units=[Block])
     with stepper.microbatch(last=False):
         model(data(0, 0, 0, torch.float32)).square().mean().backward()
     with stepper.microbatch(last=True):
@@ -325,7 +349,7 @@ def skewed(strategy: str) -> Weights:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_without_a_backward_pass(strategy: str) -> None:
+def test_a_rank_without_a_backward_pass(strategy: Strategy) -> None:
     model = network()
     for number, times in ((0, 2), (1, 1)):
         (model(data(0, 0, number, torch.float32)).square().mean() * times / 2).backward()
@@ -337,9 +361,9 @@ def test_a_rank_without_a_backward_pass(strategy: str) -> None:
         torch.testing.assert_close(first[name], p.detach() - 0.5 * p.grad, rtol=0, atol=2**-17)
 
 
-def poisoned(strategy: str) -> tuple[Weights, float]:
+def poisoned(strategy: Strategy) -> tuple[Weights, float]:
     model = network()
-    stepper = FlatStepper(model, CLIPPED, strategy=strategy, units=[Block])  # type: ignore[arg-type]
+    stepper = FlatStepper(model, CLIPPED, strategy=strategy, units=[Block])
     norm = 0.0
     for step in range(2):
         for weights in stepper.weights:
@@ -362,18 +386,18 @@ def poisoned(strategy: str) -> tuple[Weights, float]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_in_the_padding_never_leaks(strategy: str) -> None:
+def test_what_is_in_the_padding_never_leaks(strategy: Strategy) -> None:
     for weights, norm in run(4, poisoned, strategy):
         assert all(bool(torch.isfinite(value).all()) for value in weights.values())
         assert 0 < norm < 100
 
 
-def few_elements(strategy: str) -> Weights:
+def few_elements(strategy: Strategy) -> Weights:
     model = nn.Linear(1, 1)
     with torch.no_grad():
         model.weight.fill_(3.0)
         model.bias.fill_(1.0)
-    stepper = FlatStepper(model, CLIPPED, strategy=strategy)  # type: ignore[arg-type]
+    stepper = FlatStepper(model, CLIPPED, strategy=strategy)
     for _ in range(2):
         with stepper.microbatch(last=True):
             model(torch.ones(1, 1)).square().sum().backward()
@@ -382,7 +406,7 @@ def few_elements(strategy: str) -> Weights:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_without_elements(strategy: str) -> None:
+def test_a_rank_without_elements(strategy: Strategy) -> None:
     """Two elements over three or four ranks."""
     (expected,) = run(1, few_elements, strategy)
     for size in (3, 4):
@@ -428,10 +452,10 @@ class Recomputed(Network):
         return out
 
 
-def recomputing(strategy: str, inside: bool) -> Weights:
+def recomputing(strategy: Strategy, inside: bool) -> Weights:
     torch.manual_seed(0)
     model = Recomputed() if inside else Network()
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block])  # type: ignore[arg-type]
+    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block])
     for step in range(2):
         with stepper.microbatch(last=True):
             model(data(step, dist.get_rank(), 0, torch.float32)).square().mean().backward()
@@ -440,13 +464,15 @@ def recomputing(strategy: str, inside: bool) -> Weights:
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-def test_activation_checkpointing_around_units(strategy: str) -> None:
+def test_activation_checkpointing_around_units(strategy: Strategy) -> None:
     assert equal(run(2, recomputing, strategy, True)[0], run(2, recomputing, strategy, False)[0])
 
 
 def keeping(reshard: bool) -> tuple[Weights, dict[str, int]]:
     model = network()
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy="optim_grads_params", units=[Block], reshard_after_forward=reshard)
+    stepper = FlatStepper(
+        model, eb.adamw(1e-2), strategy="optim_grads_params", units=[Block], reshard_after_forward=reshard
+    )
     for step in range(2):
         with stepper.microbatch(last=True):
             model(data(step, dist.get_rank(), 0, torch.float32)).square().mean().backward()
@@ -465,9 +491,9 @@ def test_keeping_weights_after_the_forward_pass_gathers_them_once() -> None:
 # -- frameworks ------------------------------------------------------------------------------------------------------------------------
 
 
-def scheduled(strategy: str, compile: bool) -> tuple[Weights, list[float]]:
+def scheduled(strategy: Strategy, compile: bool) -> tuple[Weights, list[float]]:
     model = network()
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block], compile=compile)  # type: ignore[arg-type]
+    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block], compile=compile)
     optimizer = stepper.as_optimizer()
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=6)
     rates = []
@@ -488,7 +514,7 @@ def scheduled(strategy: str, compile: bool) -> tuple[Weights, list[float]]:
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
-def test_schedulers_and_closures(strategy: str, compile: bool) -> None:
+def test_schedulers_and_closures(strategy: Strategy, compile: bool) -> None:
     model = network()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=6)

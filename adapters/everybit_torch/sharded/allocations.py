@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class AllocationCounter(TorchDispatchMode):
+class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, every storage that an operation makes is counted until it is freed.
 
     What an operation allocates for itself and frees before it returns is not seen.
@@ -26,12 +26,13 @@ class AllocationCounter(TorchDispatchMode):
     """
 
     def __init__(self, counts: Callable[[], bool] | None = None, *, smallest: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._smallest = smallest
         self._counts = counts
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        self.live = self.peak = 0
+        self.live: int = 0
+        self.peak: int = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""

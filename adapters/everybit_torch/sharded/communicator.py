@@ -108,7 +108,9 @@ class Communicator:
         group = dist.new_group(dist.get_process_group_ranks(self.group), use_local_synchronization=True)
         return Communicator(group)
 
-    def _start(self, kind: str, function: Callable[..., Any], into: Tensor, given: Tensor, what: str, sent: int) -> Pending:
+    def _start(
+        self, kind: str, function: Callable[..., Any], into: Tensor, given: Tensor, what: str, sent: int
+    ) -> Pending:
         self.sent[kind] += sent
         with self.explained(f"{kind} of {what}"):
             work = function(into, given, group=self.group, async_op=True)

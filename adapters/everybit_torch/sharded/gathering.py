@@ -152,7 +152,7 @@ class Gathering:
             self._next_backward -= 1
 
     def after_backward(self, number: int) -> None:
-        """A unit's gradients are all there: its weights are not needed any more. (The model's own are kept to the end.)"""
+        """A unit's gradients are all there: its weights are not needed any more. The model's own are kept to the end."""
         if number > 0:
             self.units[number].release()
 

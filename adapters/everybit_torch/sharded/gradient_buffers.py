@@ -152,7 +152,9 @@ class GradientBuffer:
             RuntimeError: What is there is a sum over the ranks already.
         """
         if self.phase == "final" or (self.phase == "reduced" and not self.sharding.grads):
-            raise RuntimeError(f"{self.what} were summed over the ranks already; accepted next is step() or zero_grad().")
+            raise RuntimeError(
+                f"{self.what} were summed over the ranks already; accepted next is step() or zero_grad()."
+            )
         now = divisor if self.outer.size == 1 else None
         if self.sharding.grads:
             partial = self._open_bucket()

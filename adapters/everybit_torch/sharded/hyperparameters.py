@@ -28,7 +28,11 @@ def hyperparameters(transform: eb.Transform[Any]) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     for name, value in _numbers(transform):
         found.setdefault(name, []).append(value)
-    single = {name: values[0] for name, values in found.items() if all(value is values[0] or value == values[0] for value in values)}
+    single = {
+        name: values[0]
+        for name, values in found.items()
+        if all(value is values[0] or value == values[0] for value in values)
+    }
     for name in _scheduled(transform):
         single.pop(name, None)
     named: dict[str, Any] = {}
@@ -46,7 +50,8 @@ def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]
         named = {name: values[name] for name in _own_numbers(node) if name in values}
         return replace(node, **named) if named else node
 
-    return _rebuilt(transform, change)
+    rebuilt: eb.Transform[Any] = _rebuilt(transform, change)
+    return rebuilt
 
 
 def scopes(transform: eb.Transform[Any]) -> set[str]:
@@ -119,7 +124,11 @@ def _nodes(node: Any) -> Iterator[Any]:
 
 
 def _is_transform(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type) and all(hasattr(value, n) for n in ("scope", "init", "update"))
+    return (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and all(hasattr(value, n) for n in ("scope", "init", "update"))
+    )
 
 
 def _own_numbers(node: Any) -> dict[str, Any]:
@@ -129,7 +138,8 @@ def _own_numbers(node: Any) -> dict[str, Any]:
         field.name: value
         for field in fields(node)
         # A field that accepts numbers only may be looked at when code is made; one that accepts tensors is data.
-        if field.init and any(word in str(field.type) for word in ("Hyperparameter", "Tensor", "Scalar"))
+        if field.init
+        and any(word in str(field.type) for word in ("Hyperparameter", "Tensor", "Scalar"))
         and isinstance(value := getattr(node, field.name), (int, float, Tensor))
         and not isinstance(value, bool)
     }
@@ -147,5 +157,7 @@ def _scheduled(transform: Any) -> set[str]:
         for node in _nodes(transform)
         if is_dataclass(node)
         for field in fields(node)
-        if callable(value := getattr(node, field.name)) and not isinstance(value, (type, Tensor)) and not _is_transform(value)
+        if callable(value := getattr(node, field.name))
+        and not isinstance(value, (type, Tensor))
+        and not _is_transform(value)
     }

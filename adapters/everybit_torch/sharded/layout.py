@@ -174,17 +174,17 @@ def build(specs: Sequence[ParameterSpec], *, shards: int = 1, units: Sequence[st
     members: dict[tuple[int, torch.dtype, bool, str], list[ParameterSpec]] = {}
     for spec in specs:
         if twice := seen.intersection(spec.names):
-            raise ValueError(f"specs: {', '.join(sorted(twice))} named twice; accepted is each parameter once, with all of its names.")
+            raise ValueError(
+                f"specs: {', '.join(sorted(twice))} named twice; accepted is each parameter once, with all of its names."
+            )
         if not 0 <= spec.unit < len(units):
             raise ValueError(f"{spec.name}: in unit {spec.unit}; there are units 0 to {len(units) - 1}.")
         seen.update(spec.names)
         members.setdefault((spec.unit, spec.dtype, spec.requires_grad, spec.label), []).append(spec)
     groups = []
     for key in sorted(members, key=lambda key: key[0]):
-        placements = []
         end = 0
-        for spec in members[key]:
-            placements.append(Placement(spec, end, end := end + spec.numel))
+        placements = [Placement(spec, end, end := end + spec.numel) for spec in members[key]]
         groups.append(Group(*key, tuple(placements), end, -(-end // shards) * shards))
     return Layout(shards, tuple(units), tuple(groups))
 
@@ -196,7 +196,9 @@ def boxes(shape: Sequence[int], low: int, high: int) -> list[Box]:
         ValueError: The range is not within the tensor.
     """
     if not 0 <= low <= high <= math.prod(shape):
-        raise ValueError(f"range {low} to {high}: accepted is a range within the {math.prod(shape)} elements of {tuple(shape)}.")
+        raise ValueError(
+            f"range {low} to {high}: accepted is a range within the {math.prod(shape)} elements of {tuple(shape)}."
+        )
     return list(_boxes(tuple(shape), low, high, 0)) if low < high else []
 
 

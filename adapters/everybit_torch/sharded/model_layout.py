@@ -15,6 +15,7 @@ from everybit.policy import AnyPolicy, ByLabel, Policy, resolve
 from everybit.transform import require_transform
 from everybit_torch.sharded.hyperparameters import choices, chosen, scopes
 from everybit_torch.sharded.layout import ParameterSpec
+from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 
 Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]
@@ -39,10 +40,13 @@ class ModelLayout:
     labelled: Mapping[str, LabelledTransform]
 
 
+AnyPrecision = AnyPolicy | MixedPrecision | None
+
+
 def describe(
     model: nn.Module,
     transform: Transforms,
-    policy: AnyPolicy | None,
+    policy: AnyPrecision,
     units: Units | None = None,
     labels: Labels | None = None,
 ) -> ModelLayout:
@@ -89,14 +93,16 @@ def _find_units(model: nn.Module, units: Units | None) -> dict[str, nn.Module]:
             raise TypeError(f"units: got {one!r}; accepted are modules of the model, and classes of modules.")
     classes = tuple(one for one in wanted if isinstance(one, type))
     single = {id(one) for one in wanted if not isinstance(one, type)}
-    found = {"": model}
-    for name, module in model.named_modules():
-        if name and (isinstance(module, classes) or id(module) in single):
-            found[name] = module
+    found = {"": model} | {
+        name: module
+        for name, module in model.named_modules()
+        if name and (isinstance(module, classes) or id(module) in single)
+    }
     for one in wanted:
         if not any(module is one or (isinstance(one, type) and isinstance(module, one)) for module in model.modules()):
             what = one.__name__ if isinstance(one, type) else type(one).__name__
-            raise ValueError(f"units: the model has no {what}; its modules are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}.")
+            there = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            raise ValueError(f"units: the model has no {what}; its modules are {there}.")
     return found
 
 
@@ -118,7 +124,7 @@ def _homes(units: Mapping[str, nn.Module]) -> dict[int, int]:
 
 
 def _label(
-    by_name: Mapping[str, nn.Parameter], transform: Transforms, policy: AnyPolicy | None, labels: Labels | None
+    by_name: Mapping[str, nn.Parameter], transform: Transforms, policy: AnyPrecision, labels: Labels | None
 ) -> tuple[dict[str, str], dict[str, LabelledTransform]]:
     """The label of each trained parameter, by name, and what each label means."""
     trained = {name: p for name, p in by_name.items() if p.requires_grad}
@@ -127,9 +133,13 @@ def _label(
             raise TypeError(f"{name}: got a {parameter.dtype} parameter; accepted are real floating-point parameters.")
     transforms = transform if isinstance(transform, Mapping) else {"": transform}
     if isinstance(transform, Mapping) and labels is None:
-        raise ValueError("labels: got None with several transforms; accepted is a function of (name, parameter) that names one of them.")
+        raise ValueError(
+            "labels: got None with several transforms; accepted is a function of (name, parameter) that names one of them."
+        )
     if not isinstance(transform, Mapping) and labels is not None:
-        raise ValueError("labels: got a function with a single transform; give a transform for each label: {'decay': ..., 'plain': ...}.")
+        raise ValueError(
+            "labels: got a function with a single transform; give a transform for each label: {'decay': ..., 'plain': ...}."
+        )
     for name, one in transforms.items():
         who = "transform" + (f"[{name!r}]" if name else "")
         require_transform(one, who=who)
@@ -141,7 +151,9 @@ def _label(
     source = {name: labels(name, p) if labels else "" for name, p in trained.items()}
     for name, label in source.items():
         if label not in transforms:
-            raise ValueError(f"labels: {name} is labelled {label!r}; there are transforms for {', '.join(map(repr, transforms))}.")
+            raise ValueError(
+                f"labels: {name} is labelled {label!r}; there are transforms for {', '.join(map(repr, transforms))}."
+            )
     decisions: dict[str, tuple[Any, ...]] = {}
     for label, one in transforms.items():
         members = {name: p for name, p in trained.items() if source[name] == label}
@@ -160,21 +172,29 @@ def _label(
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from None
         if label not in labelled:
-            labelled[label] = LabelledTransform(source[name], chosen(transforms[source[name]], decisions[name]), chosen_policy)
+            labelled[label] = LabelledTransform(
+                source[name], chosen(transforms[source[name]], decisions[name]), chosen_policy
+            )
     return label_of, labelled
 
 
-def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPolicy | None) -> dict[str, tuple[str, Policy]]:
-    if policy is None:
-        return {
-            name: (str(p.dtype).removeprefix("torch."), native(dtype_name(p.dtype, field=name))) for name, p in trained.items()
-        }
+def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPrecision) -> dict[str, tuple[str, Policy]]:
+    if policy is None or isinstance(policy, MixedPrecision):
+        by_dtype: dict[str, tuple[str, Policy]] = {}
+        for name, parameter in trained.items():
+            dtype = dtype_name(parameter.dtype, field=name)
+            by_dtype[name] = (dtype, native(dtype) if policy is None else policy.policy(dtype))
+        return by_dtype
     if isinstance(policy, Policy):
         return dict.fromkeys(trained, ("", policy))
     if not isinstance(policy, ByLabel):
-        raise TypeError(f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16, by_label(...), or None.")
+        raise TypeError(
+            f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16,"
+            " by_label(...), MixedPrecision(...), or None."
+        )
     found = eb.tree.label(policy.labels, dict(trained))
     for name, label in zip(trained, found, strict=True):
         if label not in policy.policies:
-            raise ValueError(f"{name}: labelled {label!r}, for which by_label has no policy; it has one for {', '.join(map(repr, policy.policies))}.")
+            known = ", ".join(map(repr, policy.policies))
+            raise ValueError(f"{name}: labelled {label!r}, for which by_label has no policy; it has one for {known}.")
     return {name: (label, policy.policies[label]) for name, label in zip(trained, found, strict=True)}

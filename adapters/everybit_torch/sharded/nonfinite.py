@@ -67,4 +67,3 @@ def find_nonfinite(
         else:
             found += [NonFinite(name, rank, count, "reduction") for rank, count in after]
     return tuple(found)
-

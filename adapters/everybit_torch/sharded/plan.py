@@ -29,10 +29,10 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.dtypes import dtype_name, torch_dtype
 from everybit.optimizer import nbytes, state_bytes
-from everybit.policy import AnyPolicy, Resolved, resolve
+from everybit.policy import Resolved, resolve
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Group, Layout, build
-from everybit_torch.sharded.model_layout import Labels, Transforms, Units, describe
+from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.reduction import Wire, accumulate_bytes, install_bytes
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs, draws_bits
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
@@ -116,7 +116,7 @@ def plan(
     model: nn.Module,
     transform: Transforms,
     *,
-    policy: AnyPolicy | None = None,
+    policy: AnyPrecision = None,
     strategy: Strategy | int = "optim",
     outer: OuterStrategy = "no_shard",
     ranks: int | tuple[int, int] = 1,
@@ -260,7 +260,9 @@ class _GroupPlan:
             found["parameters"] = self.weights // self.ranks.inner
             found["bookkeeping"] = self.group.dtype.itemsize  # the NaN that stands for what is not gathered
         else:
-            found["parameters"] = self.weights if self.group.requires_grad else self.group.numel * self.group.dtype.itemsize
+            found["parameters"] = (
+                self.weights if self.group.requires_grad else self.group.numel * self.group.dtype.itemsize
+            )
         if self.resolved is None:
             return found
         found["gradients"] = self.main_numel * self.main.itemsize
@@ -342,7 +344,9 @@ def _backward_peak(units: list[list[_GroupPlan]], kind: Sharding, microbatches: 
             sent = buckets.pop(id(one), 0)
             if not kind.grads and one.wire.dtype is not one.main:
                 sent = meter.add(one.bucket)
-                meter.briefly(accumulate_bytes(one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale))
+                meter.briefly(
+                    accumulate_bytes(one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale)
+                )
             meter.add(one.received)
             in_flight.append((one, sent))
     finish()
@@ -359,7 +363,9 @@ def _install_bytes(one: _GroupPlan) -> int:
     same = one.wire.dtype is one.main and not one.kind.grads
     divides = one.ranks.outer == 1
     parts = one.ranks.inner if one.wire.exact else 1
-    return install_bytes(numel, one.main, parts, in_place=same and not one.wire.exact, divides=divides, scale=1 / one.wire.prescale)
+    return install_bytes(
+        numel, one.main, parts, in_place=same and not one.wire.exact, divides=divides, scale=1 / one.wire.prescale
+    )
 
 
 def _outer_bytes(one: _GroupPlan) -> int:
@@ -371,11 +377,15 @@ def _outer_bytes(one: _GroupPlan) -> int:
     received = sent if wire.exact else 0
     numel = reduced // outer if scattered or wire.exact else reduced
     parts = outer if wire.exact else 1
-    scratch = install_bytes(numel, one.main, parts, in_place=not cast and not wire.exact, divides=True, scale=1 / wire.prescale)
+    scratch = install_bytes(
+        numel, one.main, parts, in_place=not cast and not wire.exact, divides=True, scale=1 / wire.prescale
+    )
     return cast + received + scratch
 
 
-def _step_peak(groups: list[_GroupPlan], labelled: Mapping[str, LabelledTransform], kind: Sharding, compile: bool) -> int:
+def _step_peak(
+    groups: list[_GroupPlan], labelled: Mapping[str, LabelledTransform], kind: Sharding, compile: bool
+) -> int:
     """What stepping one piece computes on the way, or the norm of the gradient, for the run for which it is most."""
     peak = 0
     known: dict[tuple[str, torch.dtype, int], int] = {}
@@ -394,7 +404,8 @@ def _step_peak(groups: list[_GroupPlan], labelled: Mapping[str, LabelledTransfor
 def _norm_bytes(size: int, main: torch.dtype) -> int:
     with AllocationCounter(smallest=SMALLEST) as counter:
         eb.tree.sum_of_squares([torch.zeros(0, dtype=main).new_empty(size)])
-    return counter.peak - size * main.itemsize
+    peak: int = counter.peak
+    return peak - size * main.itemsize
 
 
 def _piece_bytes(one: _GroupPlan, labelled: Mapping[str, LabelledTransform], size: int) -> int:
@@ -405,8 +416,11 @@ def _piece_bytes(one: _GroupPlan, labelled: Mapping[str, LabelledTransform], siz
     state = optimizer.init([tensor])
     gradient = torch.zeros(size, dtype=one.main)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False, totals=_asked(labelled[one.group.label]))
-    return counter.peak
+        step_in_place(
+            optimizer, [tensor], [gradient], state, 0, metrics=False, totals=_asked(labelled[one.group.label])
+        )
+    peak: int = counter.peak
+    return peak
 
 
 def _reductions(labelled: Mapping[str, LabelledTransform]) -> int:
@@ -461,7 +475,13 @@ def _wire(
         if ranks.outer > 1:
             reduced = one.group.padded // (ranks.inner if kind.state else 1)
             wire = one.outer_wire
-            reduce(reduced * wire.dtype.itemsize, reduced * one.main.itemsize, wire, ranks.outer, whole=kind.outer != "optim")
+            reduce(
+                reduced * wire.dtype.itemsize,
+                reduced * one.main.itemsize,
+                wire,
+                ranks.outer,
+                whole=kind.outer != "optim",
+            )
         if kind.outer == "optim":
             exchange("all_gather", one.weights // ranks.inner, ranks.outer)
         elif kind.state and not kind.params:
@@ -473,4 +493,3 @@ def _wire(
             for _ in range(1 + reductions):  # the norm, and what transforms ask for
                 all_reduce(torch.float64.itemsize, size)
     return {name: size for name, size in sent.items() if size}
-

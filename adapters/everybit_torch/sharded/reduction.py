@@ -169,7 +169,7 @@ def all_reduce_into(
 
 
 def install(main: Tensor, parts: list[Tensor], *, mode: Mode, divisor: float | None, scale: float = 1.0) -> None:
-    """``main = (main + scale * sum(parts)) / divisor``, or without ``main`` in the sum; rounded to the dtype of ``main`` as seldom as can be.
+    """``main = (main + scale * sum(parts)) / divisor``, or without ``main`` in the sum; rounded as seldom as can be.
 
     Several parts are added up in float64, which holds sums of bfloat16 and float16 numbers of like sizes exactly.
     """

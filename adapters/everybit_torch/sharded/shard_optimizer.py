@@ -18,11 +18,11 @@ from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import hyperparameters, with_hyperparameters
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.weights import WeightBuffer
-from everybit_torch.stepping import Unanswered, contributions
+from everybit_torch.stepping import UnansweredError, contributions
 from everybit_torch.units import Member, Unit, init_state, map_state
 
 if TYPE_CHECKING:
-    from everybit_torch.sharded.stepper import StepReport
+    from everybit_torch.sharded.reports import StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,6 @@ class Shard:
         own = weights.own
         parameters = [nn.Parameter(own[s.offset : s.offset + s.high - s.low]) for s in slices]
         return cls(weights, gradients, slices, parameters)
-
 
     @property
     def without_padding(self) -> Tensor:
@@ -122,8 +121,16 @@ class ShardOptimizer(TorchOptimizer):
             }
             for label, values in found.items()
         ]
+        absent: dict[str, Any] = dict.fromkeys(names)
         super().__init__(
-            groups, self._transform, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe, label="", **dict.fromkeys(names)
+            groups,
+            self._transform,
+            compile=compile,
+            metrics=metrics,
+            seed=seed,
+            unsafe=unsafe,
+            label="",
+            **absent,
         )
 
     def _transform(self, label: str, **values: Any) -> eb.Transform[Any]:
@@ -148,7 +155,9 @@ class ShardOptimizer(TorchOptimizer):
         """
         label = param_group.get("label")
         if len(self.param_groups) >= len(self._labelled) or label not in self._labelled:
-            raise RuntimeError("add_param_group: a stepper's parameters are laid out when it is made; accepted is to make another.")
+            raise RuntimeError(
+                "add_param_group: a stepper's parameters are laid out when it is made; accepted is to make another."
+            )
         dtypes = {s.weights.group.dtype for s in self._shards if s.weights.group.label == label}
         # torch refuses a group without parameters, which a rank without elements of this label has.
         empty = not param_group["params"]
@@ -183,12 +192,14 @@ class ShardOptimizer(TorchOptimizer):
             low = shard.slices[run[0]].offset if run else 0
             high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
             index = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0
-            members, start = [], 0
-            for number in run:
-                members.append(Member(shard.parameters[number], 0, start, start := start + shard.parameters[number].numel()))
+            start = 0
+            run_parameters = [shard.parameters[number] for number in run]
+            members = [Member(p, 0, start, start := start + p.numel()) for p in run_parameters]
             tensor = own[low:high]
             state = init_state(group.optimizers[tensor.dtype], [tensor], index)
-            unit = Unit(group.number, [tensor], members, state, index, flat=True, gradients=_ShardGradients(gradients[low:high]))
+            unit = Unit(
+                group.number, [tensor], members, state, index, flat=True, gradients=_ShardGradients(gradients[low:high])
+            )
             self._units.append(unit)
             self._publish(unit)
 
@@ -266,14 +277,17 @@ class ShardOptimizer(TorchOptimizer):
                     optimizer = self._groups[one.group].optimizers[one.tensors[0].dtype]
                     for part in contributions(optimizer, one, one.gradients.buffer, totals[source]):
                         if part.kind != question.kind:
-                            raise RuntimeError(f"{source}: its parts reduce differently; accepted is one reduction over all parameters at a time.")
+                            raise RuntimeError(
+                                f"{source or 'transform'}: reduces differently for different parameters; accepted is a transform whose"
+                                " reductions go over all of its parameters."
+                            )
                         value = part.value.double()
                         total = total + value if part.kind == "sum" else torch.maximum(total, value)
                 total = self._axis.sum(total) if question.kind == "sum" else self._axis.max(total)
                 totals[source].append(total.to(question.value.dtype))
         return totals
 
-    def _ask(self, unit: Unit, totals: list[Tensor]) -> Unanswered | None:
+    def _ask(self, unit: Unit, totals: list[Tensor]) -> UnansweredError | None:
         """What a unit's transform asks for next, and what nothing contributes to it."""
         tensor = unit.tensors[0][:0]
         state = map_state(unit.state, lambda x: x[:0], lambda x: x)
@@ -302,5 +316,6 @@ def draws_bits(policy: Policy) -> bool:
     """Whether a policy rounds anything stochastically."""
     formats = [policy.params, policy.momentum, policy.variance, policy.state, *policy.slots.values()]
     return any(
-        isinstance(one, Stochastic) or (isinstance(one, (Kahan, Split)) and one.rounding == "stochastic") for one in formats
+        isinstance(one, Stochastic) or (isinstance(one, (Kahan, Split)) and one.rounding == "stochastic")
+        for one in formats
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import everybit as eb
 from everybit import borders
-from everybit.dtypes import dtype_name, torch_dtype
-from everybit.policy import AnyPolicy, Resolved, resolve
+from everybit.dtypes import FloatDType, dtype_name, torch_dtype
+from everybit.policy import Resolved, resolve
 from everybit_torch.sharded.communicator import Communicator, GroupAxis, Pending
 from everybit_torch.sharded.gathering import Gathering, Unit
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
-from everybit_torch.sharded.layout import Group, Layout, Slice, build
-from everybit_torch.sharded.model_layout import Labels, ModelLayout, Transforms, Units, describe
+from everybit_torch.sharded.layout import Group, build
+from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.nonfinite import count_nonfinite, find_nonfinite, has_nonfinite
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.reduction import Reduction, Wire, divide
@@ -41,8 +42,8 @@ class FlatStepper:
     Args:
         model: With its values in place, on one device. Parameters may be tied, frozen, of several dtypes.
         transform: What computes updates; or one for each label, with ``labels``.
-        policy: How weights, state and gradients are stored and sent: a policy, several by :func:`everybit.by_label`, or None for a
-            float32 or float64 model stored as it is.
+        policy: How weights, state and gradients are stored and sent: a policy, several by :func:`everybit.by_label`, a
+            :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
         mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
             process alone if ``torch.distributed`` is not initialised.
         strategy: What the (inner) ranks share out; see :class:`~everybit_torch.sharded.strategies.Sharding`. A number is the ZeRO stage.
@@ -83,7 +84,7 @@ class FlatStepper:
         model: nn.Module,
         transform: Transforms,
         *,
-        policy: AnyPolicy | None = None,
+        policy: AnyPrecision = None,
         mesh: Mesh = None,
         strategy: Strategy | int = "optim",
         outer: OuterStrategy = "no_shard",
@@ -101,12 +102,16 @@ class FlatStepper:
         if nan not in ("off", "step", "param"):
             raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
         if divisor is not None and (isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf")):
-            raise ValueError(f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks.")
+            raise ValueError(
+                f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks."
+            )
         self.model, self.sharding, self._nan = model, sharding(strategy, outer), nan
         self._reshard_after_forward, self._compile = reshard_after_forward, compile
         self.inner, self.outer = communicators(mesh)
         if outer == "optim" and self.outer.size == 1 and not isinstance(mesh, DeviceMesh):
-            raise ValueError("outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions.")
+            raise ValueError(
+                "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
+            )
         self.divisor = float(self.inner.size * self.outer.size if divisor is None else divisor)
         described = describe(model, transform, policy, units, labels)
         device = _device_of(described)
@@ -147,7 +152,15 @@ class FlatStepper:
         self._watch(parameters)
         self._axis = GroupAxis(self._shard_communicators())
         self._optimizer = ShardOptimizer(
-            self._labelled, shard_list, self._axis, self.step, self.zero_grad, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe
+            self._labelled,
+            shard_list,
+            self._axis,
+            self.step,
+            self.zero_grad,
+            compile=compile,
+            metrics=metrics,
+            seed=seed,
+            unsafe=unsafe,
         )
         self._gathering: Gathering | None = None
         if self.sharding.params:
@@ -203,7 +216,9 @@ class FlatStepper:
         for buffer in self.gradients:
             for place, placement in enumerate(buffer.group.placements):
                 name = placement.spec.name
-                parameters[name].register_post_accumulate_grad_hook(self._arrival(buffer, place, numbers[name]))
+                parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._arrival(buffer, place, numbers[name])
+                )
 
     def _arrival(self, buffer: GradientBuffer, place: int, number: int) -> Callable[[Tensor], None]:
         def arrive(parameter: Tensor) -> None:
@@ -212,7 +227,9 @@ class FlatStepper:
             self._begin_pass()
             parameter.grad = None
             if gradient.layout is not torch.strided:
-                raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
+                raise TypeError(
+                    f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients."
+                )
             if self._nan == "param":
                 self._nonfinite[number] += count_nonfinite(gradient)
             buffer.add(place, gradient)
@@ -230,7 +247,7 @@ class FlatStepper:
         for name, parameter, flag in self._flags:
             if parameter.requires_grad is not flag:
                 raise RuntimeError(
-                    f"{name}: requires_grad is {parameter.requires_grad}, and was {flag} when the stepper was made and the buffers laid out."
+                    f"{name}: requires_grad is {parameter.requires_grad}, and was {flag} when the stepper was made."
                     " Make a new stepper, and carry the state over with a checkpoint."
                 )
         self._in_pass = True
@@ -239,7 +256,7 @@ class FlatStepper:
             buffer.begin_pass()
             if buffer.group.unit == 0:
                 buffer.open()  # of the model's own unit, whose gradients come first and last
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[no-untyped-call]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     @property
     def _reduces(self) -> bool:
@@ -292,7 +309,9 @@ class FlatStepper:
         if self._in_context:
             raise RuntimeError("microbatch: one is open already; accepted is one after the other.")
         if any(buffer.phase == "final" for buffer in self.gradients):
-            raise RuntimeError("microbatch: the last one of this cycle is over; accepted next is step() or zero_grad().")
+            raise RuntimeError(
+                "microbatch: the last one of this cycle is over; accepted next is step() or zero_grad()."
+            )
         self._in_context, self._last = True, last
         passes = self._passes
         try:
@@ -332,7 +351,9 @@ class FlatStepper:
     @contextmanager
     def _mode(self, *, last: bool, name: str) -> Iterator[None]:
         if self._in_context:
-            raise RuntimeError(f"{name}: a microbatch, sync or no_sync is open already; accepted is one after the other.")
+            raise RuntimeError(
+                f"{name}: a microbatch, sync or no_sync is open already; accepted is one after the other."
+            )
         self._in_context, self._last = True, last
         try:
             yield
@@ -358,7 +379,9 @@ class FlatStepper:
         touched = self._agree_on_touched()
         norm = self._norm()
         skipped, nonfinite = self._look_for_nonfinite()
-        untouched = tuple(name for name, here in zip(self._names, touched, strict=True) if not here and name in self._trained_names)
+        untouched = tuple(
+            name for name, here in zip(self._names, touched, strict=True) if not here and name in self._trained_names
+        )
         if not skipped and len(untouched) < len(self._trained_names):
             by_name = dict(zip(self._names, touched, strict=True))
             self._optimizer.step_shards(lambda s: by_name[s.placement.spec.name])
@@ -447,6 +470,47 @@ class FlatStepper:
             Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank),
             microbatches=microbatches, reshard_after_forward=self._reshard_after_forward, compile=self._compile,
         )  # fmt: skip
+
+    def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:
+        """Send gradients in another dtype from now on. What they are accumulated in stays: buffers are laid out.
+
+        Args:
+            dtype: Of what is sent; None: as accumulated.
+            reduce: How it is summed; None: as before.
+
+        Raises:
+            ValueError: No dtype.
+            RuntimeError: Gradients of this cycle have been put into a buffer for sending, or were sent already.
+        """
+        busy = [
+            b for b in self.gradients if b.phase == "reduced" or b.phase == "final" or (b.sharding.grads and b.arrived)
+        ]
+        if busy or self._in_pass:
+            raise RuntimeError(
+                "set_grad_comm: gradients of this cycle were sent, or lie in a buffer of the old dtype; accepted before the first backward"
+                " pass after step() or zero_grad()."
+            )
+        changed = {}
+        for label, one in self._labelled.items():
+            grads = replace(one.policy.grads, comm=dtype, reduce=reduce or one.policy.grads.reduce)
+            changed[label] = replace(one, policy=replace(one.policy, grads=grads))
+        self._labelled = changed
+        for buffer in self.gradients:
+            resolved = self._resolved(buffer.group)
+            buffer.wire, buffer.outer_wire = Wire.of(resolved, self.inner.size), Wire.of(resolved, self.outer.size)
+
+    @contextmanager
+    def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> Iterator[None]:
+        """Send gradients in another dtype inside; see :meth:`set_grad_comm`."""
+        before = [(buffer.wire, buffer.outer_wire) for buffer in self.gradients]
+        labelled = self._labelled
+        self.set_grad_comm(dtype, reduce)
+        try:
+            yield
+        finally:
+            self._labelled = labelled
+            for buffer, wires in zip(self.gradients, before, strict=True):
+                buffer.wire, buffer.outer_wire = wires
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:

@@ -1,0 +1,78 @@
+"""Mixed precision in three dtypes, as Megatron-FSDP's users know it, and what it means as a policy.
+
+==================  ===============  ====================================================================================
+field               default          None means
+==================  ===============  ====================================================================================
+``main_params``     float32          the model's own weights are the main weights
+``main_grads``      float32          gradients are accumulated in the model's dtype
+``grad_comm``       None             gradients are sent as they are accumulated
+==================  ===============  ====================================================================================
+
+Where ``main_params`` is the model's own dtype there is no second copy: a float32 model with these defaults has no main weights beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import everybit as eb
+from everybit.dtypes import FLOAT_DTYPES, FloatDType, dtype_name, require_member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """In which dtypes main weights, main gradients and gradients on the wire are.
+
+    Args:
+        main_params: Of the weights that the optimizer works on. None: the model's own.
+        main_grads: Of the sums of gradients. None: the model's.
+        grad_comm: Of what is sent. None: ``main_grads``.
+        reduce: ``"fp32"`` sums what was sent in a lower precision at the receiver, in full precision.
+
+    Raises:
+        ValueError: A dtype that is not one; the message names the field.
+    """
+
+    main_params: FloatDType | None = "float32"
+    main_grads: FloatDType | None = "float32"
+    grad_comm: FloatDType | None = None
+    reduce: Literal["native", "fp32"] = "native"
+
+    def __post_init__(self) -> None:
+        for name in ("main_params", "main_grads", "grad_comm"):
+            if getattr(self, name) is not None:
+                require_member(getattr(self, name), FLOAT_DTYPES, field=f"MixedPrecision.{name}")
+        require_member(self.reduce, ("native", "fp32"), field="MixedPrecision.reduce")
+
+    def policy(self, model: FloatDType | torch.dtype) -> eb.Policy:
+        """The policy for parameters of one dtype; state is in the precision of the main weights, float32 at least.
+
+        Raises:
+            ValueError: Main weights of fewer bits than the model's, or of another 16-bit format.
+        """
+        dtype = dtype_name(model, field="model") if isinstance(model, torch.dtype) else model
+        grads = eb.Grads(main=self.main_grads, comm=self.grad_comm, reduce=self.reduce)
+        wide: Literal["float32", "float64"] = "float64" if "float64" in (dtype, self.main_params) else "float32"
+        params: eb.ParamFormat
+        if self.main_params is None or self.main_params == dtype:
+            params = eb.Nearest(dtype)
+        elif self.main_params == "float32" and dtype in ("bfloat16", "float16"):
+            params = eb.Master("float32")
+        elif self.main_params == "float64":
+            params = eb.Master("float64")
+        else:
+            raise ValueError(
+                f"MixedPrecision.main_params: got {self.main_params!r} for {dtype} parameters; accepted are {dtype!r}, None, and formats"
+                " that hold all of its values."
+            )
+        return eb.Policy(
+            compute=wide,
+            params=params,
+            momentum=eb.Nearest(wide),
+            variance=eb.Nearest(wide),
+            state=eb.Nearest(wide),
+            grads=grads,
+        )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import Strategy
+from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 
 
 class Block(nn.Module):

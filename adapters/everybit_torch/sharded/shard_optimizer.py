@@ -254,6 +254,14 @@ class ShardOptimizer(TorchOptimizer):
             for parameter in shard.parameters:
                 parameter.grad = None
 
+    def _adopt_counts(self, given: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take over counts of steps, by id of the parameter; parameters whose counts differ are stepped apart from here on."""
+        self._cut_by_counts(given)
+        for unit in self._units:
+            for member in unit.members:
+                for name, value in given[id(member.parameter)].items():
+                    self.state[member.parameter][name].copy_(value)
+
     def _source(self, unit: Unit) -> str:
         return self._labelled[self.param_groups[unit.group]["label"]].source
 

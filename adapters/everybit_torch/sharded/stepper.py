@@ -442,13 +442,13 @@ class FlatStepper:
         found = find_nonfinite(self._shards, self._names, self._nonfinite, self.inner, self.outer)
         return bool(found), found
 
-    def _hand_out(self) -> None:
-        pending: list[Pending] = [weights.start_spread() for weights in self.weights if weights.group.requires_grad]
+    def _hand_out(self, *, trained_only: bool = True) -> None:
+        changed = [weights for weights in self.weights if weights.group.requires_grad or not trained_only]
+        pending: list[Pending] = [weights.start_spread() for weights in changed]
         for one in pending:
             one.wait()
-        for weights in self.weights:
-            if weights.group.requires_grad:
-                weights.stepped()
+        for weights in changed:
+            weights.stepped()
 
     # -- what one sees ---------------------------------------------------------------------------------------------------------------
 
@@ -532,6 +532,14 @@ class FlatStepper:
                 for weights in self.weights:
                     weights.shard.copy_(weights.whole.view(self.inner.size, -1)[self.inner.rank])
                 self._gathering.release_all()
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """This rank's own weights were replaced: hand them to the ranks that keep a copy. Every rank has to call it."""
+        self._hand_out(trained_only=False)
+        if self._gathering is not None:
+            self._gathering.release_all()
+        self.zero_grad()
 
     def __repr__(self) -> str:
         outer = f", outer={self.sharding.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""

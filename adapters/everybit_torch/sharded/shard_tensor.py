@@ -1,0 +1,89 @@
+"""A range of a tensor's elements, as distributed checkpoints understand it: a few boxes of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from everybit_torch.sharded.layout import Box, boxes
+
+
+class ShardTensor(torch.Tensor):
+    """Elements ``low`` to ``high`` of a tensor, which has the shape and dtype of the whole.
+
+    ``torch.distributed.checkpoint`` saves and loads it, in any other cut too: nothing is sent for that, what the cut is follows from the
+    layout. It cannot be computed with.
+
+    Args:
+        local: The elements, 1-d; loading writes into it.
+        shape: Of the whole.
+        low: Which element ``local`` begins with, counted in memory order.
+    """
+
+    _local: Tensor
+    _low: int
+    _boxes: list[Box]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
+        whole: ShardTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+        whole._local, whole._low = local, low
+        whole._boxes = boxes(shape, low, low + local.numel())
+        return whole
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ShardTensor({tuple(self.shape)}, {self.dtype}, elements {self._low} to {self._low + self._local.numel()})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Copies only.
+
+        Raises:
+            TypeError: Anything else.
+        """
+        aten = torch.ops.aten
+        if function in (aten.detach.default, aten.clone.default, aten._to_copy.default):
+            (shard,) = args
+            return ShardTensor(function(shard._local, **(kwargs or {})), shard.shape, shard._low)
+        raise TypeError(f"{function}: a ShardTensor is a part of a tensor, to be saved or loaded; nothing is computed with it.")
+
+    @property
+    def local(self) -> Tensor:
+        """The elements that are here, 1-d."""
+        return self._local
+
+    # -- torch.distributed.checkpoint's protocol -----------------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """One item for each box."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box), properties=TensorProperties.create_from_tensor(self._local), size=self.shape
+                ),
+            )
+            for box in self._boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What is wanted of a checkpoint."""
+        return [_chunk(box) for box in self._boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The box at an offset, as a view."""
+        box = next(box for box in self._boxes if torch.Size(box.offsets) == index.offset)
+        return self._local[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

@@ -6,6 +6,9 @@
 >>> optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from everybit_torch.any_precision import AnyPrecisionAdamW
 from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
@@ -14,21 +17,63 @@ from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.state_dicts import RoundingLoss
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
+if TYPE_CHECKING:
+    from everybit_torch.sharded.checkpoint import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
+    from everybit_torch.sharded.exact_reduce_scatter import ExactReduceScatter
+    from everybit_torch.sharded.mixed_precision import MixedPrecision
+    from everybit_torch.sharded.plan import Plan, plan
+    from everybit_torch.sharded.reports import NonFinite, StepReport
+    from everybit_torch.sharded.stepper import FlatStepper
+
+# Imported when they are asked for: torch.distributed takes a while.
+_SHARDED = {
+    "ExactReduceScatter": "exact_reduce_scatter",
+    "FlatStepper": "stepper",
+    "MixedPrecision": "mixed_precision",
+    "NonFinite": "reports",
+    "Plan": "plan",
+    "StepReport": "reports",
+    "latest_checkpoint": "checkpoint",
+    "load_sharded": "checkpoint",
+    "load_sharded_into": "checkpoint",
+    "plan": "plan",
+    "save_sharded": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What is for sharded training."""
+    if name not in _SHARDED:
+        raise AttributeError(f"module 'everybit_torch' has no attribute {name!r}")
+    return getattr(import_module(f"everybit_torch.sharded.{_SHARDED[name]}"), name)
+
+
 __all__ = [
     "SGD",
     "Adam",
     "AdamW",
     "AnyPrecisionAdamW",
+    "ExactReduceScatter",
+    "FlatStepper",
     "GradientRelease",
     "Lion",
+    "MixedPrecision",
+    "NonFinite",
+    "Plan",
     "RMSprop",
     "RoundingLoss",
+    "StepReport",
     "TorchOptimizer",
     "enable_gradient_release",
     "export_weights",
     "import_weights",
+    "latest_checkpoint",
     "load_checkpoint",
     "load_safetensors",
+    "load_sharded",
+    "load_sharded_into",
+    "plan",
     "save_checkpoint",
     "save_safetensors",
+    "save_sharded",
 ]

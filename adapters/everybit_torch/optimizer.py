@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, ClassVar, Literal, Protocol, cast, get_args, overload
@@ -18,9 +18,11 @@ from everybit.optimizer import state_bytes, with_policy
 from everybit.policies import native
 from everybit.policy import AnyPolicy, resolve_tree
 from everybit_torch import state_dicts
+from everybit_torch.dtensors import axis_of, first_element, is_counted, is_dtensor, like, local, mesh_of
 from everybit_torch.gradients import GradientBuffer, gather, piece
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
-from everybit_torch.stepping import Factory, Group, write
+from everybit_torch.stepping import Factory, Group, Part, draws_bits, find_totals, write
+from everybit_torch.transform_parts import scopes as transform_scopes
 from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state, is_shared
 
 Layout = Literal["auto", "flat", "tree"]
@@ -190,7 +192,8 @@ class TorchOptimizer(torch.optim.Optimizer):
                 " accepted are 'auto' and 'tree'."
             )
         dtypes = {(index, dtype) for index, group in enumerate(groups) for dtype in group.optimizers}
-        if "tree" in scopes and len(dtypes) > 1:
+        sharded = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
+        if "tree" in scopes and len(dtypes) > 1 and not sharded:
             raise ValueError(
                 f"{type(self).__name__}: a transform that reduces over all gradients, such as clip_by_global_norm, sees one param group"
                 f" of one dtype at a time, and there are {len(dtypes)}: its norm would not be the global one. Clip with"
@@ -245,12 +248,19 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _place_bucket(self, group: Group, dtype: torch.dtype, parameters: list[tuple[Tensor, int]]) -> None:
         optimizer = group.optimizers[dtype]
         flat = optimizer.scope == "element" and self._layout != "tree"
+        # A sharded parameter is stepped by itself; what a transform asks of all of them is asked of all ranks.
+        sharded = any(is_dtensor(parameter) for parameter, _ in parameters)
+        if sharded and "tensor" in transform_scopes(optimizer.transform):
+            raise ValueError(
+                f"param group {group.number}: {optimizer.transform!r} must see whole tensors (scope 'tensor'); ranks hold parts of them."
+                " Accepted for sharded parameters are transforms of scope 'element' and 'tree'."
+            )
         # Runs of neighbours that can share a buffer; what cannot is a run of its own.
         runs: list[tuple[list[Tensor], int]] = []
         end = -1
         for parameter, first in parameters:
             joins = flat and first == end and can_be_flat(parameter) and can_be_flat(runs[-1][0][-1])
-            if runs and (optimizer.scope == "tree" or joins):
+            if runs and ((optimizer.scope == "tree" and not sharded) or joins):
                 runs[-1][0].append(parameter)
             else:
                 runs.append(([parameter], first))
@@ -266,8 +276,11 @@ class TorchOptimizer(torch.optim.Optimizer):
                 members = [Member(p, 0, stop, stop := stop + p.numel()) for p in run]
             else:
                 element = optimizer.scope == "element"
-                tensors = [p.detach().view(-1) if element and p.is_contiguous() else p.detach() for p in run]
-                members = [Member(p, i, 0, p.numel()) for i, p in enumerate(run)]
+                whole = [local(p).detach() for p in run]
+                tensors = [x.view(-1) if (element or sharded) and x.is_contiguous() else x for x in whole]
+                members = [Member(p, i, 0, x.numel()) for i, (p, x) in enumerate(zip(run, whole, strict=True))]
+                if draws_bits(optimizer.policy):
+                    first += first_element(run[0])
             state = init_state(optimizer, tensors, first)
             unit = Unit(group.number, tensors, members, state, first, flat=share, gradients=gradients)
             self._units.append(unit)
@@ -276,7 +289,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _publish(self, unit: Unit) -> None:
         """Show each parameter's share of the unit's state in ``self.state``, as views."""
         for member in unit.members:
-            self.state[member.parameter] = unit.named_state(member)
+            named = unit.named_state(member)
+            self.state[member.parameter] = {name: like(member.parameter, value) for name, value in named.items()}
 
     def _follow(self) -> None:
         """See to it that what is stepped is what the model computes with.
@@ -288,7 +302,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             if unit.in_place():
                 continue
             for member in unit.members:
-                tensor, parameter = unit.tensors[member.position], member.parameter
+                tensor, parameter = unit.tensors[member.position], local(member.parameter)
                 here = tensor.data_ptr() + member.start * tensor.element_size()
                 if parameter.data_ptr() == here or parameter.numel() == 0:
                     continue
@@ -352,9 +366,10 @@ class TorchOptimizer(torch.optim.Optimizer):
         work = self._split_by_gradients(self._units)
         self._units = [unit for unit, _ in work]
         self._require_some_gradient(work)
+        totals = self._find_totals(work)
         total: Metrics | None = None
         for unit, grads in work:
-            measured = self._step_unit(unit, grads)
+            measured = self._step_unit(unit, grads, totals)
             if measured is not None:
                 total = measured if total is None else total + eb.tree.map(to_device_of, measured, total)
         if self.metrics_enabled:
@@ -411,7 +426,21 @@ class TorchOptimizer(torch.optim.Optimizer):
                         " (torch.nn.Embedding(sparse=False), or torch.optim.SparseAdam for sparse ones)."
                     )
 
-    def _step_unit(self, unit: Unit, grads: list[Tensor | None]) -> Metrics | None:
+    def _find_totals(self, work: list[tuple[Unit, list[Tensor | None]]]) -> list[Tensor]:
+        """What the transform asks of all ranks, where parameters are sharded over them; in one process its step sees them all."""
+        if not any(optimizer.scope == "tree" for group in self._groups for optimizer in group.optimizers.values()):
+            return []
+        mesh = mesh_of([p for unit, _ in work for p in unit.parameters])
+        if mesh is None:
+            return []
+        parts = []
+        for unit, grads in work:
+            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            grad = None if grads[0] is None else grads[0].reshape(unit.tensors[0].shape)
+            parts.append(Part(optimizer, unit, grad, is_counted(unit.parameters[0], mesh)))
+        return find_totals(parts, axis_of(mesh))
+
+    def _step_unit(self, unit: Unit, grads: list[Tensor | None], totals: Sequence[Tensor] = ()) -> Metrics | None:
         present = [grad is not None for grad in grads]
         if not any(present):
             return None
@@ -425,7 +454,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 for g, x in zip(grads, unit.tensors, strict=True)
             ]
         measured = self._groups[unit.group].step(
-            unit, given, present, compile=self._compile, metrics=self.metrics_enabled
+            unit, given, present, compile=self._compile, metrics=self.metrics_enabled, totals=totals
         )
         if unit.flat:
             # Autograd does not see that writing to the buffer changes the parameters; a graph that needs the old values must not run.
@@ -475,7 +504,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         """
         self._place()
         frozen = [parameter for group in self._groups for parameter, _ in group.waiting]
-        table = {"parameter": sum(parameter.nbytes for parameter in frozen), "compensation": 0, "gradient": 0}
+        table = {"parameter": sum(local(parameter).nbytes for parameter in frozen), "compensation": 0, "gradient": 0}
         for unit in self._units:
             table["parameter"] += sum(tensor.nbytes for tensor in unit.tensors)
             table["compensation"] += sum(leaf.nbytes for leaf in eb.tree.leaves(unit.state.extra))
@@ -483,7 +512,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             for member in unit.members:
                 grad = member.parameter.grad
                 main = torch_dtype(resolved[member.position].grads_main)
-                table["gradient"] += member.parameter.numel() * main.itemsize if grad is None else grad.nbytes
+                here = local(member.parameter)
+                table["gradient"] += here.numel() * main.itemsize if grad is None else local(grad).nbytes
             for name, size in state_bytes(unit.state.inner, counters=unit.state.step.nbytes).items():
                 table[name] = table.get(name, 0) + size
         if not table["compensation"]:
@@ -506,7 +536,8 @@ class TorchOptimizer(torch.optim.Optimizer):
                 value = values[member.position]
                 if unit.tensors[member.position].ndim == 1:
                     value = value[member.start : member.stop]
-                exported[id(member.parameter)] = value.reshape(member.parameter.shape)
+                value = value.reshape(local(member.parameter).shape)
+                exported[id(member.parameter)] = like(member.parameter, value)
         return [[exported[id(p)] for p in group["params"]] for group in self.param_groups]
 
     @torch.no_grad()
@@ -532,8 +563,15 @@ class TorchOptimizer(torch.optim.Optimizer):
             wide = []
             for position, tensor in enumerate(unit.tensors):
                 pieces = [
-                    by_id[id(m.parameter)].to(tensor.device).reshape(-1) for m in unit.members if m.position == position
+                    local(by_id[id(m.parameter)]).to(tensor.device).reshape(-1)
+                    for m in unit.members
+                    if m.position == position
                 ]
+                if pieces[0].numel() != unit.members[0].stop - unit.members[0].start:
+                    raise ValueError(
+                        "weights: got a whole tensor for a parameter of which this rank has a part; accepted are DTensors, as export_fp32"
+                        " gives them."
+                    )
                 wide.append(torch.cat(pieces).view(tensor.shape))
             params, state = optimizer.import_fp32(wide, unit.tensors, unit.state)
             write((unit.tensors, unit.state), (params, state))
@@ -750,7 +788,7 @@ def _main_gradients(
         same = [tensor for tensor in tensors if tensor.dtype is dtype]
         for tensor, one in zip(same, resolve_tree(policy, [tensor.detach() for tensor in same]), strict=True):
             main = torch_dtype(one.grads_main)
-            if main is dtype:
+            if main is dtype or is_dtensor(tensor):  # FSDP2 gives gradients their dtype
                 continue
             if tensor.grad is not None and tensor.grad.dtype is not main:
                 raise ValueError(

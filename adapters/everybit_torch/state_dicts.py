@@ -12,6 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.dtypes import torch_dtype
 from everybit.policy import resolve_tree
+from everybit_torch.dtensors import like, local
 from everybit_torch.stepping import write
 from everybit_torch.units import Member, Unit, init_state, named_fields
 
@@ -147,7 +148,13 @@ def counts(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[int, ..
 def decoded(unit: Unit, optimizer: eb.Optimizer[Any]) -> dict[int, dict[str, Tensor]]:
     """For each of a unit's parameters, by id, its state and weights in the compute dtype, in its shape."""
     weights, wide = _decoded_unit(unit, optimizer)
-    return {id(m.parameter): wide.named_state(m) | {WEIGHTS: _weights(m, weights)} for m in unit.members}
+    return {
+        id(m.parameter): {
+            name: like(m.parameter, value)
+            for name, value in (wide.named_state(m) | {WEIGHTS: _weights(m, weights)}).items()
+        }
+        for m in unit.members
+    }
 
 
 def encode(
@@ -167,7 +174,7 @@ def encode(
     for member in here:
         into = wide.named_state(member) | {WEIGHTS: _weights(member, weights)}
         for name, value in given[id(member.parameter)].items():
-            into[name].copy_(value)
+            into[name].copy_(local(value))
     params, state = optimizer.encode(weights, wide.state, unit.tensors, eb.Context(first_element=unit.first))
     moved = any(WEIGHTS in given[id(member.parameter)] for member in here)
     if moved:
@@ -180,7 +187,7 @@ def encode(
         stored = after.named_state(member) | {WEIGHTS: _weights(member, now)}
         for name, value in given[id(member.parameter)].items():
             if value.is_floating_point():
-                loss = rounding_loss(value.to(stored[name].device), stored[name])
+                loss = rounding_loss(local(value).to(stored[name].device), stored[name])
                 losses[name] = losses[name] + loss if name in losses else loss
     return losses
 
@@ -192,7 +199,7 @@ def _decoded_unit(unit: Unit, optimizer: eb.Optimizer[Any]) -> tuple[list[Tensor
 
 def _weights(member: Member, weights: list[Tensor]) -> Tensor:
     value = weights[member.position]
-    return value[member.start : member.stop].view(member.parameter.shape) if value.ndim == 1 else value
+    return value[member.start : member.stop].view(local(member.parameter).shape) if value.ndim == 1 else value
 
 
 def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:

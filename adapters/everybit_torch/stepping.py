@@ -5,15 +5,16 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.formats import Kahan, Split, Stochastic
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
-from everybit.policy import AnyPolicy
+from everybit.policy import AnyPolicy, ByLabel
 from everybit_torch.compiling import can_compile, compile_step
 from everybit_torch.units import Unit, map_state, named_fields
 
@@ -190,8 +191,8 @@ class Replay:
     it asks, the answers are added up, and it is run again with the total: as often as it asks. No part needs to see another.
     """
 
-    def __init__(self, totals: Sequence[Tensor]) -> None:
-        self._totals = totals
+    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
+        self._totals, self._counted = totals, counted
         self._asked = 0
 
     def sum(self, value: Tensor) -> Tensor:
@@ -203,8 +204,8 @@ class Replay:
         return self._answer("max", value)
 
     def owned(self, tree: P) -> P:
-        """``tree``: parts do not overlap."""
-        return tree
+        """``tree``; zeros, if another process counts this part."""
+        return tree if self._counted else eb.tree.zeros_like(tree)
 
     def _answer(self, kind: Literal["sum", "max"], value: Tensor) -> Tensor:
         if self._asked == len(self._totals):
@@ -214,22 +215,78 @@ class Replay:
 
 
 def contributions(
-    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, totals: Sequence[Tensor]
+    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, totals: Sequence[Tensor], *, counted: bool = True
 ) -> Iterator[UnansweredError]:
-    """What a flat unit contributes to the first reduction that ``totals`` do not answer, piece by piece; at least one piece, if empty.
+    """What a unit of one tensor contributes to the first reduction that ``totals`` do not answer, piece by piece; at least one, if empty.
 
-    Nothing comes if the transform asks for no more.
+    Nothing comes if the transform asks for no more. ``counted`` is False where another process counts this unit.
     """
-    for start in range(0, max(grad.numel(), 1), PIECE):
-        stop = start + PIECE
-        state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], lambda x: x)  # type: ignore[misc]
-        ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals))
+    (tensor,) = unit.tensors
+    in_pieces = tensor.ndim == 1
+    for start in range(0, max(tensor.numel(), 1) if in_pieces else 1, PIECE):
+        part = slice(start, start + PIECE if in_pieces else None)
+        state = map_state(unit.state, lambda x, part=part: x[part] if x.ndim else x, lambda x: x)  # type: ignore[misc]
+        ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals, counted=counted))
         try:
-            optimizer.advance([unit.tensors[0][start:stop]], [grad[start:stop]], state, ctx)
+            given = (tensor[part], grad[part]) if tensor.ndim else (tensor, grad)
+            optimizer.advance([given[0]], [given[1]], state, ctx)
         except UnansweredError as question:
             yield question
         else:
             return
+
+
+class Part(NamedTuple):
+    """A unit of one tensor that takes part in reductions.
+
+    Attributes:
+        optimizer: Its own.
+        unit: The unit.
+        grad: In the shape of its tensor; None if it only takes part in asking.
+        counted: Whether this process is the one that counts it.
+    """
+
+    optimizer: eb.Optimizer[Any]
+    unit: Unit
+    grad: Tensor | None
+    counted: bool = True
+
+
+def find_totals(parts: Sequence[Part], axis: eb.Axis) -> list[Tensor]:
+    """The totals, over all parts and processes, of what a transform asks of its axis, in order; none if it works element by element.
+
+    Every process has to call it, with one part at least: all ask the same, in the same order, also one that has nothing to step.
+
+    Raises:
+        RuntimeError: Parts that reduce differently.
+    """
+    totals: list[Tensor] = []
+    while (question := _next_question(parts[0], totals)) is not None:
+        total = question.value.double()
+        for part in parts:
+            if part.grad is None:
+                continue
+            for one in contributions(part.optimizer, part.unit, part.grad, totals, counted=part.counted):
+                if one.kind != question.kind:
+                    raise RuntimeError(
+                        f"{part.optimizer.transform}: reduces differently for different parameters; accepted is a transform whose"
+                        " reductions go over all of its parameters."
+                    )
+                value = one.value.double()
+                total = total + value if one.kind == "sum" else torch.maximum(total, value)
+        total = axis.sum(total) if question.kind == "sum" else axis.max(total)
+        totals.append(total.to(question.value.dtype))
+    return totals
+
+
+def _next_question(part: Part, totals: Sequence[Tensor]) -> UnansweredError | None:
+    """What a transform asks for next, and what nothing contributes to it."""
+    if part.optimizer.scope == "element":
+        return None
+    tensor = part.unit.tensors[0].reshape(-1)[:0]
+    state = map_state(part.unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
+    empty = Unit(part.unit.group, [tensor], [], state, part.unit.first, flat=True)
+    return next(contributions(part.optimizer, empty, torch.empty_like(tensor, dtype=torch.float32), totals), None)
 
 
 def step_in_pieces(
@@ -266,6 +323,16 @@ def write(into: object, values: object) -> None:
     """Copy the tensors of one tree over those of another."""
     for old, new in zip(eb.tree.leaves(into), eb.tree.leaves(values), strict=True):
         old.copy_(new)
+
+
+def draws_bits(policy: AnyPolicy) -> bool:
+    """Whether a policy rounds anything stochastically."""
+    policies = policy.policies.values() if isinstance(policy, ByLabel) else [policy]
+    formats = [f for one in policies for f in (one.params, one.momentum, one.variance, one.state, *one.slots.values())]
+    return any(
+        isinstance(one, Stochastic) or (isinstance(one, (Kahan, Split)) and one.rounding == "stochastic")
+        for one in formats
+    )
 
 
 def is_number(value: object) -> bool:

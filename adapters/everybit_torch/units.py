@@ -18,6 +18,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.optimizer import OptimizerState
+from everybit_torch.dtensors import local
 from everybit_torch.gradients import UnitGradients, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
@@ -66,16 +67,16 @@ class Unit:
 
     def note_addresses(self) -> None:
         """Parameters are where they belong now."""
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self._addresses = [local(parameter).data_ptr() for parameter in self.parameters]
 
     def in_place(self) -> bool:
         """Whether no parameter was given other memory since. Fast: it is asked at every step."""
-        return [parameter.data_ptr() for parameter in self.parameters] == self._addresses
+        return [local(parameter).data_ptr() for parameter in self.parameters] == self._addresses
 
     def collect(self) -> list[Tensor | None]:
         """The members' gradients; None for one without."""
         if self.gradients is None:
-            return [parameter.grad for parameter in self.parameters]
+            return [None if (grad := parameter.grad) is None else local(grad) for parameter in self.parameters]
         return self.gradients.collect(self.parameters)
 
     def split(self, boundaries: list[int]) -> Iterator[Unit]:
@@ -101,7 +102,7 @@ class Unit:
 
         def shaped(x: Tensor) -> Tensor:
             flat_views = x.ndim == 1 and self.tensors[member.position].ndim == 1
-            return piece(x, member.start, member.stop, member.parameter.shape) if flat_views else x
+            return piece(x, member.start, member.stop, local(member.parameter).shape) if flat_views else x
 
         for name, value, is_slot in named_fields(self.state):
             if is_slot:

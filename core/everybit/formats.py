@@ -318,7 +318,7 @@ class Master:
 
     part_names: ClassVar[tuple[str, ...]] = ("value", "main")
     dtype: Literal["float32", "float64"] = "float32"
-    value: LowDType | Literal["float32"] | None = None
+    value: Literal["bfloat16", "float16", "float32"] | None = None
 
     def __post_init__(self) -> None:
         require_member(self.dtype, ("float32", "float64"), field="Master.dtype")

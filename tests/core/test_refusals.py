@@ -158,6 +158,6 @@ def test_a_warning_points_at_the_callers_line_and_allow_is_silent() -> None:
 def test_float64_goes_with_formats_that_hold_it(fields: dict[str, Any]) -> None:
     everything_else = {"params": eb.Nearest("float64")} | fields
     with pytest.raises(
-        ValueError, match=r"Policy\.\w+.*: got .* with compute='float64'.*Accepted with float64 is Nearest"
+        ValueError, match=r"Policy\.\w+.*: got .* with compute='float64'.*Accepted with float64 are Nearest, and Master"
     ):
         eb.Policy(compute="float64", **everything_else)

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit_torch.checkpoint_file import replace_file
 from everybit_torch.optimizer import TorchOptimizer
@@ -105,8 +107,8 @@ def save_sharded(
         name: list[Any] = [_next_name(directory) if rank == 0 else None]
         if group is not None:
             dist.broadcast_object_list(name, group=group, group_src=0)
-        place = directory / name[0]
-        dcp.save(state, checkpoint_id=place, process_group=group, no_dist=group is None)
+        place = directory / str(name[0])
+        save(state, checkpoint_id=place, process_group=group, no_dist=group is None)
         if rank == 0:
             replace_file(directory / LATEST, lambda partial: _write_text(partial, name[0]))
             _remove_old(directory, name[0], keep)
@@ -140,7 +142,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str]) -> None:
     """
     place = latest_checkpoint(path)
     into = sharded_state_dict(stepper)
-    metadata = dcp.FileSystemReader(place).read_metadata()
+    metadata = FileSystemReader(place).read_metadata()
     hyperparameters = {key: into.pop(key) for key in list(into) if key.startswith("hyperparameters.")}
     _require_same(into, metadata, place)
     into |= {key: torch.empty_like(value) for key, value in hyperparameters.items() if _has(metadata, key, value)}
@@ -148,17 +150,19 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str]) -> None:
     counts = {key: value for key, value in into.items() if value.dtype is torch.int64 and value.ndim == 0}
     into |= {key: torch.empty_like(value) for key, value in counts.items() if key.startswith("optimizer.")}
     with torch.no_grad():
-        dcp.load(into, checkpoint_id=place, process_group=_group(stepper), no_dist=_group(stepper) is None)
+        load(into, checkpoint_id=place, process_group=_group(stepper), no_dist=_group(stepper) is None)
         optimizer = stepper.as_optimizer()
-        optimizer._adopt_counts({
-            id(parameter): {
-                entry: into[f"optimizer.state.{s.placement.spec.name}.{entry}"]
-                for entry, value in optimizer.state[parameter].items()
-                if f"optimizer.state.{s.placement.spec.name}.{entry}" in counts
+        optimizer._adopt_counts(
+            {
+                id(parameter): {
+                    entry: into[f"optimizer.state.{s.placement.spec.name}.{entry}"]
+                    for entry, value in optimizer.state[parameter].items()
+                    if f"optimizer.state.{s.placement.spec.name}.{entry}" in counts
+                }
+                for shard in stepper._shards
+                for s, parameter in zip(shard.slices, shard.parameters, strict=True)
             }
-            for shard in stepper._shards
-            for s, parameter in zip(shard.slices, shard.parameters, strict=True)
-        })
+        )
         for key in hyperparameters:
             if key in into:
                 _, number, name = key.split(".", 2)
@@ -186,13 +190,15 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     state: dict[Tensor, dict[str, Tensor]] = {}
     for parameter, entries in optimizer.state.items():
         if id(parameter) not in names:
-            raise ValueError("optimizer: has a parameter that is not the model's; accepted is an optimizer of this model.")
+            raise ValueError(
+                "optimizer: has a parameter that is not the model's; accepted is an optimizer of this model."
+            )
         state[parameter] = {entry: torch.empty_like(value) for entry, value in entries.items()}
         into |= {f"optimizer.state.{names[id(parameter)]}.{entry}": value for entry, value in state[parameter].items()}
-    _require_same(into, dcp.FileSystemReader(place).read_metadata(), place)
+    _require_same(into, FileSystemReader(place).read_metadata(), place)
     group = dist.group.WORLD if dist.is_initialized() else None
     with torch.no_grad():
-        dcp.load(into, checkpoint_id=place, process_group=group, no_dist=group is None)
+        load(into, checkpoint_id=place, process_group=group, no_dist=group is None)
         set_model_state_dict(model, weights)
         optimizer._take_state({id(parameter): entries for parameter, entries in state.items()})
 
@@ -285,4 +291,3 @@ def _has(metadata: Metadata, key: str, value: Tensor) -> bool:
 
 def _plain(value: Tensor) -> Any:
     return tuple(value.tolist()) if value.ndim else float(value)
-

@@ -15,6 +15,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.masked import Masked, Partition
+from everybit_torch.transform_parts import is_transform, parts_of
 
 # torch's names, as in its param groups.
 _TORCH_NAMES: dict[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2")}
@@ -54,12 +55,6 @@ def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]
     return rebuilt
 
 
-def scopes(transform: eb.Transform[Any]) -> set[str]:
-    """The scopes of a transform's parts, of which the whole's is the strictest."""
-    parts = [part for part in _parts(transform) if isinstance(getattr(part, "scope", None), str)]
-    return set().union(*map(scopes, parts)) if parts else {transform.scope}
-
-
 def choices(transform: eb.Transform[Any]) -> list[Any]:
     """The masks and labels in it, by which it treats parameters differently, in order."""
     return [
@@ -89,17 +84,6 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
 # -- walking ------------------------------------------------------------------------------------------------------------------------
 
 
-def _parts(node: Any) -> list[Any]:
-    """The transforms directly inside one."""
-    if isinstance(node, Chain):
-        return list(node.transforms)
-    if isinstance(node, (NamedChain, Partition)):
-        return list(node.transforms.values())
-    if not is_dataclass(node):
-        return []
-    return [value for field in fields(node) if _is_transform(value := getattr(node, field.name))]
-
-
 def _map_parts(node: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(node, Chain):
         return Chain(tuple(function(part) for part in node.transforms))
@@ -108,7 +92,7 @@ def _map_parts(node: Any, function: Callable[[Any], Any]) -> Any:
     if not is_dataclass(node) or isinstance(node, type):
         return node
     changed = {
-        field.name: function(value) for field in fields(node) if _is_transform(value := getattr(node, field.name))
+        field.name: function(value) for field in fields(node) if is_transform(value := getattr(node, field.name))
     }
     return replace(node, **changed) if changed else node
 
@@ -119,16 +103,8 @@ def _rebuilt(node: Any, function: Callable[[Any], Any]) -> Any:
 
 def _nodes(node: Any) -> Iterator[Any]:
     yield node
-    for part in _parts(node):
+    for part in parts_of(node):
         yield from _nodes(part)
-
-
-def _is_transform(value: Any) -> bool:
-    return (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and all(hasattr(value, n) for n in ("scope", "init", "update"))
-    )
 
 
 def _own_numbers(node: Any) -> dict[str, Any]:
@@ -159,5 +135,5 @@ def _scheduled(transform: Any) -> set[str]:
         for field in fields(node)
         if callable(value := getattr(node, field.name))
         and not isinstance(value, (type, Tensor))
-        and not _is_transform(value)
+        and not is_transform(value)
     }

@@ -13,10 +13,11 @@ from everybit.dtypes import dtype_name
 from everybit.policies import native
 from everybit.policy import AnyPolicy, ByLabel, Policy, resolve
 from everybit.transform import require_transform
-from everybit_torch.sharded.hyperparameters import choices, chosen, scopes
+from everybit_torch.sharded.hyperparameters import choices, chosen
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
+from everybit_torch.transform_parts import scopes
 
 Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]
 Units = Sequence[type[nn.Module] | nn.Module]

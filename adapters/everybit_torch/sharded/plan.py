@@ -34,9 +34,9 @@ from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Group, Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.reduction import Wire, accumulate_bytes, install_bytes
-from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs, draws_bits
+from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
-from everybit_torch.stepping import PIECE, contributions, step_in_place
+from everybit_torch.stepping import PIECE, Part, draws_bits, find_totals, step_in_place
 from everybit_torch.units import Unit
 
 SMALLEST = 64
@@ -435,10 +435,7 @@ def _asked(one: LabelledTransform) -> list[Tensor]:
     optimizer = eb.Optimizer(one.transform, one.policy)
     empty = torch.zeros(0, dtype=torch_dtype(one.policy.model_dtype))
     unit = Unit(0, [empty], [], optimizer.init([empty]), 0, flat=True)
-    totals: list[Tensor] = []
-    while (question := next(contributions(optimizer, unit, empty.float(), totals), None)) is not None:
-        totals.append(question.value)
-    return totals
+    return find_totals([Part(optimizer, unit, None)], eb.Local)
 
 
 def _wire(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.formats import Kahan, Split, Stochastic
 from everybit.metrics import Metrics
 from everybit.policy import Policy
 from everybit_torch.optimizer import TorchOptimizer
@@ -18,8 +17,8 @@ from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import hyperparameters, with_hyperparameters
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.weights import WeightBuffer
-from everybit_torch.stepping import UnansweredError, contributions
-from everybit_torch.units import Member, Unit, init_state, map_state
+from everybit_torch.stepping import Part, draws_bits, find_totals
+from everybit_torch.units import Member, Unit, init_state
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
@@ -266,42 +265,14 @@ class ShardOptimizer(TorchOptimizer):
         return self._labelled[self.param_groups[unit.group]["label"]].source
 
     def _reduce(self, stepped: list[Unit]) -> dict[str, list[Tensor]]:
-        """For each transform, the totals over all ranks of what it asks of its axis, in order; empty if it works element by element."""
-        totals: dict[str, list[Tensor]] = {}
+        """For each transform, what :func:`find_totals` finds. In the order of the labels, on every rank."""
+        parts: dict[str, list[Part]] = {}
         for unit in self._units:
-            source = self._source(unit)
-            if source in totals:
-                continue
-            totals[source] = []
-            if self._groups[unit.group].optimizers[unit.tensors[0].dtype].scope == "element":
-                continue
-            # Every rank asks the same, in the same order, also one that has nothing to step: an empty part tells what is asked.
-            while (question := self._ask(unit, totals[source])) is not None:
-                total = question.value.double()
-                for one in stepped:
-                    if self._source(one) != source:
-                        continue
-                    assert one.gradients is not None
-                    optimizer = self._groups[one.group].optimizers[one.tensors[0].dtype]
-                    for part in contributions(optimizer, one, one.gradients.buffer, totals[source]):
-                        if part.kind != question.kind:
-                            raise RuntimeError(
-                                f"{source or 'transform'}: reduces differently for different parameters; accepted is a transform whose"
-                                " reductions go over all of its parameters."
-                            )
-                        value = part.value.double()
-                        total = total + value if part.kind == "sum" else torch.maximum(total, value)
-                total = self._axis.sum(total) if question.kind == "sum" else self._axis.max(total)
-                totals[source].append(total.to(question.value.dtype))
-        return totals
-
-    def _ask(self, unit: Unit, totals: list[Tensor]) -> UnansweredError | None:
-        """What a unit's transform asks for next, and what nothing contributes to it."""
-        tensor = unit.tensors[0][:0]
-        state = map_state(unit.state, lambda x: x[:0], lambda x: x)
-        empty = Unit(unit.group, [tensor], [], state, unit.first, flat=True)
-        optimizer = self._groups[unit.group].optimizers[tensor.dtype]
-        return next(contributions(optimizer, empty, torch.empty_like(tensor, dtype=torch.float32), totals), None)
+            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            assert unit.gradients is not None
+            grad = unit.gradients.buffer if any(unit is one for one in stepped) else None
+            parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))
+        return {source: find_totals(members, self._axis) for source, members in parts.items()}
 
 
 def contiguous_runs(slices: Sequence[Slice], *, by_index: bool) -> list[list[int]]:
@@ -318,12 +289,3 @@ def contiguous_runs(slices: Sequence[Slice], *, by_index: bool) -> list[list[int
         runs[-1].append(number)
         expected = s.placement.spec.index + s.high
     return runs
-
-
-def draws_bits(policy: Policy) -> bool:
-    """Whether a policy rounds anything stochastically."""
-    formats = [policy.params, policy.momentum, policy.variance, policy.state, *policy.slots.values()]
-    return any(
-        isinstance(one, Stochastic) or (isinstance(one, (Kahan, Split)) and one.rounding == "stochastic")
-        for one in formats
-    )

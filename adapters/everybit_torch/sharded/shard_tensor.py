@@ -32,18 +32,21 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
-        whole: ShardTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        """A tensor without memory beside ``local``."""
+        whole: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
         whole._local, whole._low = local, low
         whole._boxes = boxes(shape, low, low + local.numel())
         return whole
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"ShardTensor({tuple(self.shape)}, {self.dtype}, elements {self._low} to {self._low + self._local.numel()})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardTensor({tuple(self.shape)}, {self.dtype}, elements {self._low} to {self._low + self._local.numel()})"
+        )
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Copies only.
 
         Raises:
@@ -53,7 +56,9 @@ class ShardTensor(torch.Tensor):
         if function in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             (shard,) = args
             return ShardTensor(function(shard._local, **(kwargs or {})), shard.shape, shard._low)
-        raise TypeError(f"{function}: a ShardTensor is a part of a tensor, to be saved or loaded; nothing is computed with it.")
+        raise TypeError(
+            f"{function}: a ShardTensor is a part of a tensor, to be saved or loaded; nothing is computed with it."
+        )
 
     @property
     def local(self) -> Tensor:

@@ -1,0 +1,107 @@
+"""Parameters that FSDP2 shards: the optimizer works on their local parts as plain tensors, and speaks of them as DTensors outside.
+
+Operations on a DTensor are dispatched in Python, several times for each; a step over a model's parameters would spend most of its time
+there. So a step looks at what is inside, and only states that are shown, saved or loaded are wrapped again.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor
+
+from everybit_torch.sharded.communicator import Communicator, GroupAxis
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is one of FSDP2's. Nobody has one who did not import them, which takes a while."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank has of a tensor: a plain tensor over the same memory."""
+    return x._local_tensor if is_dtensor(x) else x
+
+
+def like(parameter: Tensor, part: Tensor) -> Tensor:
+    """``part``, of the shape of this rank's part of ``parameter``, as a tensor of the whole's shape, sharded as it is."""
+    if not is_dtensor(parameter) or part.shape != parameter._local_tensor.shape:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def first_element(parameter: Tensor) -> int:
+    """The position in the whole of this rank's first element, counted in memory order.
+
+    Raises:
+        ValueError: A part that is not a run of the whole's elements: sharded along another dimension than the first.
+    """
+    if not is_dtensor(parameter):
+        return 0
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    for placement in parameter.placements:
+        if isinstance(placement, Shard) and placement.dim != 0 and parameter.ndim > 1:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded along dimension {placement.dim}, and stochastic rounding draws"
+                " bits by an element's place in the whole, which only parts along dimension 0 have in a row. Accepted are Shard(0) and"
+                " Replicate, or a policy without stochastic rounding."
+            )
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return int(offset[0]) * math.prod(parameter.shape[1:]) if parameter.ndim else 0
+
+
+def is_counted(parameter: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether this rank is the one that counts its part of a parameter, of those that hold the same. A plain tensor is held by all."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    shards = (
+        [placement.is_shard() for placement in parameter.placements] if is_dtensor(parameter) else [False] * mesh.ndim
+    )
+    return all(sharded or place == 0 for sharded, place in zip(shards, coordinate, strict=True))
+
+
+def axis_of(mesh: DeviceMesh) -> GroupAxis:
+    """Reductions over all ranks of a mesh."""
+    return GroupAxis(tuple(Communicator(mesh.get_group(dimension)) for dimension in range(mesh.ndim)))
+
+
+def mesh_of(parameters: Sequence[Tensor]) -> DeviceMesh | None:
+    """The mesh of the DTensors among some parameters; None if there are none.
+
+    Raises:
+        ValueError: Several meshes, or values that are still to be summed (``Partial``).
+    """
+    meshes: list[DeviceMesh] = []
+    for parameter in parameters:
+        if is_dtensor(parameter):
+            if any(placement.is_partial() for placement in parameter.placements):
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is Partial; accepted are Shard and Replicate placements."
+                )
+            if parameter.device_mesh not in meshes:
+                meshes.append(parameter.device_mesh)
+    if len(meshes) > 1:
+        raise ValueError(
+            f"parameters lie on {len(meshes)} device meshes, and a reduction over all of them, such as a global norm, goes over one;"
+            " accepted is one mesh."
+        )
+    return meshes[0] if meshes else None

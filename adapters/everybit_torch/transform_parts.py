@@ -1,0 +1,36 @@
+"""What transforms are made of."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import everybit as eb
+from everybit.combinators.chain import Chain, NamedChain
+from everybit.combinators.masked import Partition
+
+
+def scopes(transform: eb.Transform[Any]) -> set[str]:
+    """The scopes of a transform's parts, of which its own is the strictest: a ``"tree"`` may hide a part that must see whole tensors."""
+    parts = [part for part in parts_of(transform) if isinstance(getattr(part, "scope", None), str)]
+    return set().union(*map(scopes, parts)) if parts else {transform.scope}
+
+
+def parts_of(node: Any) -> list[Any]:
+    """The transforms directly inside one."""
+    if isinstance(node, Chain):
+        return list(node.transforms)
+    if isinstance(node, (NamedChain, Partition)):
+        return list(node.transforms.values())
+    if not is_dataclass(node):
+        return []
+    return [value for field in fields(node) if is_transform(value := getattr(node, field.name))]
+
+
+def is_transform(value: Any) -> bool:
+    """Whether a value is a transform, and not the class of one."""
+    return (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and all(hasattr(value, n) for n in ("scope", "init", "update"))
+    )

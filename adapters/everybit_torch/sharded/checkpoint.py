@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,8 @@ def save_sharded(
         if group is not None:
             dist.broadcast_object_list(name, group=group, group_src=0)
         place = directory / str(name[0])
-        save(state, checkpoint_id=place, process_group=group, no_dist=group is None)
+        with _without_word_of_one_process(group):
+            save(state, checkpoint_id=place, process_group=group, no_dist=group is None)
         if rank == 0:
             replace_file(directory / LATEST, lambda partial: _write_text(partial, name[0]))
             _remove_old(directory, name[0], keep)
@@ -150,7 +153,8 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str]) -> None:
     counts = {key: value for key, value in into.items() if value.dtype is torch.int64 and value.ndim == 0}
     into |= {key: torch.empty_like(value) for key, value in counts.items() if key.startswith("optimizer.")}
     with torch.no_grad():
-        load(into, checkpoint_id=place, process_group=_group(stepper), no_dist=_group(stepper) is None)
+        with _without_word_of_one_process(_group(stepper)):
+            load(into, checkpoint_id=place, process_group=_group(stepper), no_dist=_group(stepper) is None)
         optimizer = stepper.as_optimizer()
         optimizer._adopt_counts(
             {
@@ -198,7 +202,8 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     _require_same(into, FileSystemReader(place).read_metadata(), place)
     group = dist.group.WORLD if dist.is_initialized() else None
     with torch.no_grad():
-        load(into, checkpoint_id=place, process_group=group, no_dist=group is None)
+        with _without_word_of_one_process(group):
+            load(into, checkpoint_id=place, process_group=group, no_dist=group is None)
         set_model_state_dict(model, weights)
         optimizer._take_state({id(parameter): entries for parameter, entries in state.items()})
 
@@ -240,6 +245,17 @@ def _saving_group(stepper: FlatStepper) -> dist.ProcessGroup | None:
         ranks = dist.get_process_group_ranks(group)
         _GROUPS[id(stepper)] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _GROUPS[id(stepper)]
+
+
+@contextmanager
+def _without_word_of_one_process(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """DCP warns that it takes a process without a group for the only one, which it is."""
+    if group is not None:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _next_name(directory: Path) -> str:

@@ -225,6 +225,18 @@ class ShardOptimizer(TorchOptimizer):
         """Forget the gradients of this cycle."""
         self._clear()
 
+    def show_gradients(self) -> None:
+        """Let this rank's parts of the main gradients be the gradients of its parameters: final, and free to be scaled."""
+        for shard in self._shards:
+            for s, parameter in zip(shard.slices, shard.parameters, strict=True):
+                parameter.grad = shard.gradients.own[s.offset : s.offset + s.high - s.low]
+
+    def hide_gradients(self) -> None:
+        """There are none, until the next cycle's are final."""
+        for shard in self._shards:
+            for parameter in shard.parameters:
+                parameter.grad = None
+
     def step_shards(self, touched: Callable[[Slice], bool]) -> None:
         """Step what this rank has of every parameter that was ``touched``, by any rank."""
         for shard in self._shards:
@@ -249,9 +261,6 @@ class ShardOptimizer(TorchOptimizer):
         if self.metrics_enabled:
             here = Metrics.zero(self._units[0].tensors[0].device) if measured is None else measured
             self._metrics = eb.tree.map(self._axis.sum, here)
-        for shard in self._shards:
-            for parameter in shard.parameters:
-                parameter.grad = None
 
     def _adopt_counts(self, given: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take over counts of steps, by id of the parameter; parameters whose counts differ are stepped apart from here on."""

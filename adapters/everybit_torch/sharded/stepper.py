@@ -318,6 +318,8 @@ class FlatStepper:
             yield
             if self._passes == passes:
                 self._empty_pass()
+            if last:
+                self._optimizer.show_gradients()
         finally:
             self._in_context, self._last = False, None
 
@@ -393,7 +395,10 @@ class FlatStepper:
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Sum over the ranks what was not yet, and divide: the main gradients are final then. ``step`` does it by itself."""
+        """Sum over the ranks what was not yet, and divide: the main gradients are final then. ``step`` does it by itself.
+
+        They are the gradients of this rank's parameters in ``as_optimizer()`` until then, and may be scaled.
+        """
         self._next = len(self.gradients) - 1
         for buffer in reversed(self.gradients):
             if buffer.phase in ("empty", "partial") and not (self.sharding.grads and buffer.phase == "partial"):
@@ -402,11 +407,13 @@ class FlatStepper:
         self._finish_in_flight()
         for buffer in reversed(self.gradients):
             buffer.finalize(self.divisor)
+        self._optimizer.show_gradients()
 
     def zero_grad(self) -> None:
         """Forget the gradients of this cycle."""
         for buffer in self.gradients:
             buffer.clear()
+        self._optimizer.hide_gradients()
         self._touched = [False] * len(self._names)
         self._nonfinite.zero_()
         self._in_flight = None

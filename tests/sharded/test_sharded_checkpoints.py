@@ -1,0 +1,288 @@
+"""Checkpoints of shards: written by any number of ranks under any strategy, read by any other, bit for bit, and never half."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import Block, data, network, on_a_mesh, weights_of
+from ranks import attempt, run
+from torch import Tensor
+
+import everybit as eb
+from everybit_torch import AdamW
+from everybit_torch.sharded.checkpoint import (
+    latest_checkpoint,
+    load_sharded,
+    load_sharded_into,
+    save_sharded,
+    sharded_state_dict,
+)
+from everybit_torch.sharded.shard_tensor import ShardTensor
+from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+
+Weights = dict[str, Tensor]
+
+
+def make(
+    strategy: Strategy, name: str, seed: int = 0, lr: float = 1e-2, mesh: Any = None, outer: OuterStrategy = "no_shard"
+) -> tuple[Any, FlatStepper, torch.dtype]:
+    dtype = torch.float32 if name == "FP32" else torch.bfloat16
+    model = network(dtype, seed)
+    model.register_buffer("seen", torch.full((2,), float(seed)))
+    stepper = FlatStepper(
+        model, eb.adamw(lr), policy=eb.policies.PRESETS[name], strategy=strategy, units=[Block], mesh=mesh, outer=outer
+    )
+    return model, stepper, dtype
+
+
+def steps(model: Any, stepper: FlatStepper, numbers: range, dtype: torch.dtype) -> None:
+    """All ranks have the same data and sums are divided by their number, so that one rank and four train alike, bit for bit."""
+    for step in numbers:
+        with stepper.microbatch(last=True):
+            model(data(step, 0, 0, dtype)).float().square().mean().backward()
+        stepper.step()
+
+
+def save_and_go_on(path: Path, strategy: Strategy, name: str, asynchronous: bool = False) -> Weights:
+    model, stepper, dtype = make(strategy, name)
+    steps(model, stepper, range(3), dtype)
+    saving = save_sharded(stepper, path, asynchronous=asynchronous)
+    steps(model, stepper, range(3, 6), dtype)
+    saving.result(60)
+    return weights_of(stepper)
+
+
+def resume(path: Path, strategy: Strategy, name: str, outer: OuterStrategy = "no_shard", mesh: Any = None) -> Weights:
+    model, stepper, dtype = make(strategy, name, seed=1, lr=0.5, mesh=mesh, outer=outer)
+    load_sharded(stepper, path)
+    assert stepper.as_optimizer().param_groups[0]["lr"] == 1e-2
+    assert model.seen.tolist() == [0.0, 0.0]
+    steps(model, stepper, range(3, 6), dtype)
+    return weights_of(stepper)
+
+
+def equal(a: Weights, b: Weights) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", ["FP32", "LEAN_BF16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_number_of_ranks_and_any_strategy_go_on_from_any_other(
+    tmp_path: Path, size: int, strategy: Strategy, name: str
+) -> None:
+    saved = run(size, save_and_go_on, tmp_path, strategy, name)
+    for other_size in (1, 2, 4):
+        for other in STRATEGIES:
+            for weights in run(other_size, resume, tmp_path, other, name):
+                assert equal(weights, saved[0]), (other_size, other)
+
+
+@pytest.mark.parametrize("name", ["KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16", "EXACT_BF16"])
+def test_every_format_goes_through_with_its_residuals(tmp_path: Path, name: str) -> None:
+    saved = run(4, save_and_go_on, tmp_path, "optim_grads_params", name)
+    for weights in run(2, resume, tmp_path, "optim", name):
+        assert equal(weights, saved[0])
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_into_two_dimensions(tmp_path: Path, outer: OuterStrategy) -> None:
+    saved = run(2, save_and_go_on, tmp_path, "optim_grads", "LEAN_BF16")
+    arguments = (resume, 2, 2, tmp_path, "optim_grads_params", "LEAN_BF16", outer)
+    for weights in run(4, on_a_mesh, *arguments):
+        assert equal(weights, saved[0])
+
+
+def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
+    saved = run(2, save_and_go_on, tmp_path, "optim_grads_params", "LEAN_BF16", True)
+    for weights in run(4, resume, tmp_path, "optim", "LEAN_BF16"):
+        assert equal(weights, saved[0])
+
+
+@pytest.mark.parametrize("name", ["FP32", "KAHAN_BF16", "LEAN_BF16"])
+def test_a_plain_model_and_the_torch_optimizer_go_on(tmp_path: Path, name: str) -> None:
+    """In this process, without any group; stochastic bits are drawn by an element's place in the model, here as there."""
+    saved = run(3, save_and_go_on, tmp_path, "optim_grads_params", name)
+    dtype = torch.float32 if name == "FP32" else torch.bfloat16
+    model = network(dtype, 2)
+    model.register_buffer("seen", torch.ones(2))
+    optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name])
+    load_sharded_into(model, optimizer, tmp_path)
+    for step in range(3, 6):
+        optimizer.zero_grad()
+        # Three equal gradients, added up and divided by three; the sum is rounded in FP32, and in bfloat16's sums on the wire.
+        gradients = torch.autograd.grad(
+            model(data(step, 0, 0, dtype)).float().square().mean(), list(model.parameters())
+        )
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            total = (gradient + gradient) + gradient
+            parameter.grad = (total.float() / 3).to(dtype)
+        optimizer.step()
+    assert equal({n: p.detach() for n, p in model.named_parameters()}, saved[0])
+
+
+def early(path: Path) -> tuple[Weights, dict[str, int]]:
+    model, stepper, dtype = make("optim", "LEAN_BF16")
+    save_sharded(stepper, path)
+    counts = {k: int(v) for k, v in sharded_state_dict(stepper).items() if k.endswith(".step")}
+    steps(model, stepper, range(3, 6), dtype)
+    return weights_of(stepper), counts
+
+
+def test_before_the_first_step_nothing_is_counted(tmp_path: Path) -> None:
+    """Elsewhere asking for a state makes one by a step, and the next is then the second."""
+    saved = run(2, early, tmp_path)
+    assert set(saved[0][1].values()) == {0}
+    for weights in run(4, resume, tmp_path, "optim_grads_params", "LEAN_BF16"):
+        assert equal(weights, saved[0][0])
+
+
+def unused_then_loaded(path: Path, write: bool) -> tuple[Weights, list[int]]:
+    """Parameters whose counts differ, cut apart on one side and not on the other."""
+    model, stepper, dtype = make("optim_grads", "LEAN_BF16", seed=0 if write else 3)
+    if write:
+        with stepper.microbatch(last=True):
+            model.blocks[0](model.entry(data(0, 0, 0, dtype))).float().square().mean().backward()
+        stepper.step()
+        steps(model, stepper, range(1, 3), dtype)
+        save_sharded(stepper, path)
+    else:
+        load_sharded(stepper, path)
+    steps(model, stepper, range(3, 6), dtype)
+    state = sharded_state_dict(stepper)
+    return weights_of(stepper), sorted({int(v) for k, v in state.items() if k.endswith(".step")})
+
+
+def test_counts_that_differ_are_kept_apart(tmp_path: Path) -> None:
+    saved = run(2, unused_then_loaded, tmp_path, True)
+    assert saved[0][1] == [5, 6]
+    for weights, counts in run(4, unused_then_loaded, tmp_path, False):
+        assert equal(weights, saved[0][0])
+        assert set(counts) <= {5, 6}
+
+
+# -- what does not fit --------------------------------------------------------------------------------------------------------------
+
+
+def misfit(path: Path) -> list[str]:
+    messages = []
+    for name, width in (("KAHAN_BF16", 5), ("FP32", 5), ("LEAN_BF16", 6)):
+        from programs import Network
+
+        dtype = torch.float32 if name == "FP32" else torch.bfloat16
+        model = Network(width).to(dtype)
+        model.register_buffer("seen", torch.zeros(2))
+        stepper = FlatStepper(model, eb.adamw(1e-2), policy=eb.policies.PRESETS[name], strategy="optim", units=[Block])
+        before = weights_of(stepper)
+        try:
+            load_sharded(stepper, path)
+        except ValueError as error:
+            messages.append(str(error))
+        assert equal(before, weights_of(stepper))
+    return messages
+
+
+def test_another_policy_dtype_or_model_is_refused_by_name(tmp_path: Path) -> None:
+    run(2, save_and_go_on, tmp_path, "optim", "LEAN_BF16")
+    for policy, dtype, shape in run(2, misfit, tmp_path):
+        assert "param is torch.int16 there, and torch.bfloat16 here" in policy
+        assert "is torch.bfloat16 there, and torch.float32 here" in dtype
+        assert "model.entry.bias is of shape (5,) there, and (6,) here" in shape
+        assert "nothing was changed" in policy
+
+
+def test_a_place_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="has no whole checkpoint"):
+        latest_checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        latest_checkpoint(tmp_path / "nowhere")
+
+
+def kept(path: Path) -> list[list[str]]:
+    _, stepper, _ = make("optim", "FP32")
+    seen = []
+    for keep in (1, 1, 1, 0):
+        save_sharded(stepper, path, keep=keep)
+        dist.barrier()
+        seen.append(sorted(one.name for one in path.iterdir() if one.is_dir()))
+        dist.barrier()
+    return seen
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    for seen in run(2, kept, tmp_path):
+        assert seen == [["000001"], ["000001", "000002"], ["000002", "000003"], ["000004"]]
+
+
+# -- ranks that die -----------------------------------------------------------------------------------------------------------------
+
+
+def killed_while_saving(path: Path, after: float) -> str:
+    """Saves once, then again and again until rank 1 is killed in the middle."""
+    model, stepper, dtype = make("optim_grads_params", "LEAN_BF16")
+    steps(model, stepper, range(3), dtype)
+    save_sharded(stepper, path)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, after)
+    for _ in range(1000):
+        save_sharded(stepper, path)
+    return "nobody was killed"
+
+
+@pytest.mark.parametrize("after", [0.005, 0.03, 0.05, 0.11])
+def test_a_rank_killed_while_it_saves_leaves_a_checkpoint_that_loads(tmp_path: Path, after: float) -> None:
+    outcomes = attempt(2, killed_while_saving, tmp_path, after, timeout=10)
+    assert outcomes[1] == (False, "died")
+    assert not outcomes[0][0]
+    (model, stepper, dtype), expected = make("optim", "LEAN_BF16"), {}
+    steps(model, stepper, range(3), dtype)
+    expected = weights_of(stepper)
+    _, other, _ = make("optim_grads", "LEAN_BF16", seed=1)
+    load_sharded(other, tmp_path)
+    assert equal(weights_of(other), expected)
+    # And the next save to the same place is none the worse for what lies about there.
+    save_sharded(other, tmp_path)
+    load_sharded(other, tmp_path)
+
+
+def dies(where: str, strategy: Strategy) -> None:
+    model, stepper, dtype = make(strategy, "FP32")
+    steps(model, stepper, range(1), dtype)
+    if where == "backward" and dist.get_rank() == 1:
+        model.blocks[0].inner.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    with stepper.microbatch(last=True):
+        model(data(1, 0, 0, dtype)).float().square().mean().backward()
+    if where == "step" and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    stepper.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_a_rank_that_dies_is_an_error_on_the_others_and_never_a_hang(where: str, strategy: Strategy) -> None:
+    start = time.monotonic()
+    outcomes = attempt(3, dies, where, strategy, timeout=8, limit=60)
+    assert outcomes[1] == (False, "died")
+    for rank in (0, 2):
+        ok, message = outcomes[rank]
+        assert not ok
+        assert f"rank {rank} of 3" in message
+        assert "another rank died" in message
+    assert time.monotonic() - start < 60  # the limit, past which ranks are killed: no measurement
+
+
+def test_shard_tensors_only_copy() -> None:
+    shard = ShardTensor(torch.arange(3.0), (2, 3), 1)
+    assert repr(shard) == "ShardTensor((2, 3), torch.float32, elements 1 to 4)"
+    assert torch.equal(shard.clone().local, torch.arange(3.0))  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="nothing is computed with it"):
+        torch.add(shard, 1)

@@ -52,8 +52,10 @@ class Command(Generic[T]):
 def _commands() -> dict[str, Command[Any]]:
     from everybit_torch.compare.command import compare
     from everybit_torch.compare.options import CompareOptions
+    from everybit_torch.planning.command import run_plan
+    from everybit_torch.planning.options import PlanOptions
 
-    return {"compare": Command(CompareOptions, compare)}
+    return {"compare": Command(CompareOptions, compare), "plan": Command(PlanOptions, run_plan)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -160,7 +160,7 @@ def check_out(folder: Path) -> None:
 def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
     policies: dict[str, eb.Policy] = {}
     for name in options.policies:
-        shown, policy = _policy(name)
+        shown, policy = named_policy(name)
         if shown in policies:
             raise OptionError(
                 "--policies", f"{shown} twice", "names that differ (a file goes by its name without ending)"
@@ -172,7 +172,12 @@ def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
     return policies
 
 
-def _policy(name: str) -> tuple[str, eb.Policy]:
+def named_policy(name: str) -> tuple[str, eb.Policy]:
+    """What ``--policies`` calls a policy, and the policy.
+
+    Raises:
+        OptionError: Neither a preset nor a file that describes a policy.
+    """
     path = Path(name)
     if path.suffix in POLICY_FILES:
         try:

@@ -1,0 +1,71 @@
+"""What ``everybit plan`` can be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+
+DTypeName = Literal["fp64", "fp32", "bf16", "fp16", "auto"]
+OptimizerName = Literal["adamw", "adam", "sgd", "lion", "rmsprop"]
+DEFAULT_POLICIES = ("MIXED_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Say to the byte what each rank keeps, needs for moments and sends, for a model under several policies and strategies.
+
+    Nothing is allocated: the model is built on the meta device. Writes plan.json and plan.png to --out, if it is given.
+    """
+
+    model: str = "llama-3-8b"
+    """A known model (llama-3.2-1b, llama-3-8b, llama-3-70b, llama-3-405b; or one of everybit compare's: mini, large, ...), the folder or
+    config.json of a Hugging Face model (needs transformers), or module:function, which is called and returns a torch.nn.Module."""
+
+    dtype: Literal["bf16", "fp16", "fp32", "fp64", "model"] = "bf16"
+    """Of the model's own weights; model: as it is built."""
+
+    ranks: int = 8
+    """How many ranks share things out."""
+
+    outer: int = 1
+    """How many such groups there are, each with copies: the outer dimension of HSDP and HFSDP. The ranks are --outer x --ranks."""
+
+    outer_strategy: OuterStrategy = "no_shard"
+    """What the outer dimension does; optim (HFSDP) goes with optim_grads_params."""
+
+    strategies: tuple[Strategy, ...] = STRATEGIES
+    """Which of the four."""
+
+    policies: tuple[str, ...] = DEFAULT_POLICIES
+    """Presets of everybit.policies by name, .toml and .json files; or three-dtypes: what --main-params, --main-grads and --grad-comm say."""
+
+    main_params: DTypeName = "fp32"
+    """For three-dtypes: of the main weights; auto: the model's own are the main weights."""
+
+    main_grads: DTypeName | None = None
+    """Of the sums of gradients, under every policy; auto: the model's dtype. Not given: as each policy says (three-dtypes: fp32)."""
+
+    grad_comm: DTypeName | None = None
+    """Of gradients on the wire, under every policy; auto: as the main gradients. Not given: as each policy says."""
+
+    reduce: Literal["native", "fp32"] | None = None
+    """How low-precision gradients are summed; fp32: at the receiver, exactly. Not given: as each policy says."""
+
+    optimizer: OptimizerName = "adamw"
+    """Whose state is counted."""
+
+    units: tuple[str, ...] = ()
+    """Names of module classes that are gathered and reduced together, such as LlamaDecoderLayer. Not given: the blocks of a known or a
+    Hugging Face model, else the whole model."""
+
+    microbatches: int = 1
+    """Backward passes in a step."""
+
+    keep_weights: bool = False
+    """With optim_grads_params: keep weights after the forward pass instead of gathering them twice."""
+
+    out: Path | None = None
+    """Folder for plan.json and plan.png; made if need be."""

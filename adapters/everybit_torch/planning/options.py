@@ -40,7 +40,7 @@ class PlanOptions:
     """Which of the four."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    """Presets of everybit.policies by name, .toml and .json files; or three-dtypes: what --main-params, --main-grads and --grad-comm say."""
+    """Presets of everybit.policies by name, .toml and .json files; or three-dtypes: what --main-params and the next two say."""
 
     main_params: DTypeName = "fp32"
     """For three-dtypes: of the main weights; auto: the model's own are the main weights."""

@@ -40,10 +40,8 @@ def draw(path: Path, rows: Sequence[tuple[str, Strategy, Plan]], *, title: str) 
         left = 0.0
         for use, nbytes in plan.persistent.items():
             width = nbytes / 2**30
-            if width < 1e-3 * widest:
-                continue
-            label = use if use not in named else None
-            named.add(use)
+            label = use if use not in named and width > 1e-3 * widest else None
+            named.update([use] if label else [])
             axes.barh(y, width, left=left, height=0.8, color=COLOURS.get(use, OTHER), label=label)
             if width > LINE * widest:
                 axes.text(left + width / 2, y, f"{width:.1f}", ha="center", va="center", fontsize=7, color="white")

@@ -1,0 +1,284 @@
+"""Sharded training, side by side: everybit's stepper, FSDP2, DDP and ZeroRedundancyOptimizer, on two processes over gloo.
+
+Every contestant trains the same transformer on the same text, in a pair of processes of its own; contestants take turns, several times,
+and medians are compared. Memory is the kernel's count: the most that a process held since its warm-up, above what it held before its model
+was made. By then every process has compiled something, so that the compiler itself is in nobody's count.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import everybit as eb
+from everybit_torch import AdamW, FlatStepper
+from everybit_torch.compare.corpus import load_corpus
+from everybit_torch.compare.model import SIZES, Block, ModelSize, Transformer
+from machine import describe
+from pages import insert, origin, table
+
+MODELS = {"demo": SIZES["mini"], "50M": ModelSize(width=640, layers=10, heads=10)}
+LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
+ADAMW: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": DECAY}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure.
+
+    Attributes:
+        models: demo (459,392 parameters) and 50M.
+        contestants: By name; none: all.
+        ranks: Processes.
+        rounds: Times that each contestant has its turn.
+        steps: Timed in each turn, after three that are not.
+        batch: Windows of text for each process and step.
+        context: Bytes in a window.
+        out: Where the raw results go.
+        page: Where the tables go, as Markdown.
+        run: False: show what ``out`` holds.
+    """
+
+    models: tuple[str, ...] = ("demo", "50M")
+    contestants: tuple[str, ...] = ()
+    ranks: int = 2
+    rounds: int = 3
+    steps: int = 8
+    batch: int = 2
+    context: int = 64
+    out: Path = Path("benchmarks/results/sharded-cpu.json")
+    page: Path | None = None
+    run: bool = True
+
+
+class Trainer:
+    """One contestant on one rank."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name, self.model = name, model
+        kind, _, detail = name.partition(", ")
+        self.stepper: FlatStepper | None = None
+        if kind == "everybit":
+            strategy, _, policy = detail.partition(", ")
+            if policy:
+                self.model = model.bfloat16()
+            self.stepper = FlatStepper(
+                self.model, eb.adamw(LR, b1=BETAS[0], b2=BETAS[1], weight_decay=DECAY), strategy=strategy,  # type: ignore[arg-type]
+                units=[Block], compile=True, policy=eb.policies.PRESETS[policy] if policy else None,
+            )  # fmt: skip
+        elif kind == "FSDP2":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for block in model.blocks:  # type: ignore[union-attr]
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            if detail == "everybit AdamW":
+                self.optimizer: torch.optim.Optimizer = AdamW(model.parameters(), compile=False, **ADAMW)
+            else:
+                self.optimizer = torch.optim.AdamW(model.parameters(), **(ADAMW | {detail: True}))
+        else:
+            self.model = DistributedDataParallel(model)
+            if detail == "ZeroRedundancyOptimizer":
+                self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, **ADAMW)
+            else:
+                self.optimizer = torch.optim.AdamW(self.model.parameters(), **(ADAMW | {detail: True}))
+
+    def step(self, windows: Tensor) -> tuple[float, float, float]:
+        """Loss, seconds of the whole step, seconds of the optimizer's."""
+        start = time.perf_counter()
+        if self.stepper is not None:
+            with self.stepper.microbatch(last=True):
+                loss = self._loss(windows)
+                torch.autograd.backward(loss)
+            middle = time.perf_counter()
+            self.stepper.step()
+        else:
+            loss = self._loss(windows)
+            torch.autograd.backward(loss)
+            middle = time.perf_counter()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        end = time.perf_counter()
+        return float(loss.detach()), end - start, end - middle
+
+    def _loss(self, windows: Tensor) -> Tensor:
+        logits = self.model(windows[:, :-1].long())
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].long().flatten())
+
+
+CONTESTANTS = (
+    "FSDP2, foreach", "FSDP2, fused", "DDP, foreach", "DDP, fused", "DDP, ZeroRedundancyOptimizer",
+    "everybit, no_shard", "everybit, optim", "everybit, optim_grads", "everybit, optim_grads_params",
+    "FSDP2, everybit AdamW", "everybit, optim_grads_params, LEAN_BF16",
+)  # fmt: skip
+
+
+@dataclass
+class Turn:
+    """One contestant's turn, on its first rank; seconds are medians of the steps."""
+
+    model: str
+    contestant: str
+    round: int
+    step_seconds: float
+    optimizer_seconds: float
+    peak_bytes: int
+    losses: list[float]
+
+
+def held() -> tuple[int, int]:
+    """Resident bytes now, and the most since the last reset."""
+    status = Path("/proc/self/status").read_text()
+    found = {
+        line.split(":")[0]: int(line.split()[1]) * 1024
+        for line in status.splitlines()
+        if line.startswith(("VmRSS", "VmHWM"))
+    }
+    return found["VmRSS"], found["VmHWM"]
+
+
+def worker(
+    rank: int, store: str, arguments: Arguments, model_name: str, contestant: str, number: int, out: Any
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
+    text = load_corpus().training
+    generator = torch.Generator().manual_seed(rank)
+    warm = nn.Parameter(torch.ones(64))
+    warm.grad = torch.ones(64)
+    AdamW([warm], compile=True).step()
+    torch._dynamo.reset()
+    before, _ = held()
+    torch.manual_seed(0)
+    trainer = Trainer(contestant, Transformer(MODELS[model_name]))
+    seconds, optimizer_seconds, losses = [], [], []
+    for step in range(3 + arguments.steps):
+        if step == 3:
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of compiling
+        starts = torch.randint(len(text) - arguments.context - 1, (arguments.batch,), generator=generator)
+        windows = torch.stack([text[int(start) : int(start) + arguments.context + 1] for start in starts])
+        dist.barrier()
+        loss, whole, part = trainer.step(windows)
+        losses.append(loss)
+        if step >= 3:
+            seconds.append(whole)
+            optimizer_seconds.append(part)
+    _, peak = held()
+    if rank == 0:
+        out.send(
+            Turn(
+                model_name,
+                contestant,
+                number,
+                statistics.median(seconds),
+                statistics.median(optimizer_seconds),
+                peak - before,
+                losses,
+            )
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def take_turn(arguments: Arguments, model_name: str, contestant: str, number: int) -> Turn:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        receiver, sender = context.Pipe(duplex=False)
+        processes = [
+            context.Process(
+                target=worker, args=(rank, f"{directory}/store", arguments, model_name, contestant, number, sender)
+            )
+            for rank in range(arguments.ranks)
+        ]
+        for process in processes:
+            process.start()
+        if not receiver.poll(600):
+            raise SystemExit(f"{contestant} on {model_name}: no result after 600 s")
+        turn: Turn = receiver.recv()
+        for process in processes:
+            process.join()
+    return turn
+
+
+def measure(arguments: Arguments) -> dict[str, Any]:
+    turns = []
+    contestants = arguments.contestants or CONTESTANTS
+    for model_name in arguments.models:
+        for number in range(arguments.rounds):
+            for contestant in contestants:
+                turn = take_turn(arguments, model_name, contestant, number)
+                turns.append(turn)
+                print(
+                    f"{model_name:5} {number} {contestant:40} step {1e3 * turn.step_seconds:8.1f} ms, optimizer"
+                    f" {1e3 * turn.optimizer_seconds:7.1f} ms, peak {turn.peak_bytes / 2**20:7.1f} MiB, loss {turn.losses[-1]:.4f}",
+                    flush=True,
+                )
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(arguments).items()}
+    return {"machine": describe(), "arguments": settings, "turns": [asdict(turn) for turn in turns]}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    text = ""
+    for model_name in dict.fromkeys(turn["model"] for turn in results["turns"]):
+        turns = [turn for turn in results["turns"] if turn["model"] == model_name]
+
+        def median(contestant: str, key: str, turns: list[dict[str, Any]] = turns) -> float:
+            return float(statistics.median(turn[key] for turn in turns if turn["contestant"] == contestant))
+
+        names = list(dict.fromkeys(turn["contestant"] for turn in turns))
+        reference = "FSDP2, fused" if "FSDP2, fused" in names else names[0]
+        rows = []
+        for name in names:
+            whole, part, peak = (median(name, key) for key in ("step_seconds", "optimizer_seconds", "peak_bytes"))
+            rows.append([
+                name,
+                f"{1e3 * whole:.1f} ({whole / median(reference, 'step_seconds'):.2f})",
+                f"{1e3 * part:.2f} ({part / median(reference, 'optimizer_seconds'):.2f})",
+                f"{peak / 2**20:.1f} ({peak / median(reference, 'peak_bytes'):.2f})",
+            ])  # fmt: skip
+        parameters = sum(p.numel() for p in Transformer(MODELS[model_name]).parameters())
+        text += f"\n**{model_name}**, {parameters:,} parameters; in brackets: over {reference}'s.\n\n"
+        text += table(["", "step, ms", "optimizer, ms", "peak, MiB"], rows)
+    arguments = results["arguments"]
+    text += (
+        f"\n{arguments['ranks']} processes with one thread each, gloo, {arguments['batch']} x {arguments['context']} bytes for each;"
+        f" medians of {arguments['rounds']} turns of {arguments['steps']} steps.\n"
+    )
+    return text + origin(results["machine"])
+
+
+def main(arguments: Arguments) -> None:
+    if arguments.run:
+        results = measure(arguments)
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    results = json.loads(arguments.out.read_text())
+    text = markdown(results)
+    print(text)
+    if arguments.page is not None:
+        insert(arguments.page, "sharded", text)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    main(tyro.cli(Arguments))

@@ -156,16 +156,28 @@ def named_fields(state: OptimizerState[Any]) -> list[tuple[str, Any, bool]]:
     return fields
 
 
-def init_state(optimizer: eb.Optimizer[Any], tensors: list[Tensor], first: int) -> OptimizerState[Any]:
-    """The state of a unit; for one long buffer computed piece by piece into place."""
-    if len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].numel() <= CHUNK or optimizer.scope != "element":
+def init_state(
+    optimizer: eb.Optimizer[Any],
+    tensors: list[Tensor],
+    first: int,
+    *,
+    allocate: Callable[[Tensor, int], Tensor] | None = None,
+) -> OptimizerState[Any]:
+    """The state of a unit; for one long buffer computed piece by piece into place.
+
+    ``allocate`` makes memory for elements like those of a tensor, for the state of one buffer that is to lie elsewhere.
+    """
+    if allocate is None and (
+        len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].numel() <= CHUNK or optimizer.scope != "element"
+    ):
         return optimizer.init(tensors, eb.Context(first_element=first))
     (buffer,) = tensors
+    make = allocate or (lambda x, numel: x.new_empty(numel))
     whole: OptimizerState[Any] | None = None
-    for start in range(0, buffer.numel(), CHUNK):
+    for start in range(0, max(buffer.numel(), 1), CHUNK):
         piece = optimizer.init([buffer[start : start + CHUNK]], eb.Context(first_element=first + start))
         if whole is None:
-            whole = map_state(piece, lambda x: x.new_empty(buffer.numel()), torch.clone)
+            whole = map_state(piece, lambda x: make(x, buffer.numel()), torch.clone)
         part = map_state(whole, lambda x, a=start: x[a : a + CHUNK], lambda x: x)  # type: ignore[misc]
         for into, value in zip(eb.tree.leaves(part), eb.tree.leaves(piece), strict=True):
             into.copy_(value)

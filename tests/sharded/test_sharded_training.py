@@ -430,6 +430,9 @@ def outside() -> tuple[bool, bool, int]:
     with torch.no_grad():
         whole.entry.weight.mul_(2)
         same = bool(torch.equal(model(data(0, 0, 0, torch.float32)), whole(data(0, 0, 0, torch.float32))))
+    with stepper.full_parameters(), torch.no_grad():
+        inside = model(data(0, 0, 0, torch.float32))
+    same = same and bool(torch.equal(inside, whole(data(0, 0, 0, torch.float32))))
     held = sum(w.whole.untyped_storage().nbytes() for w in stepper.weights)
     return between and bool(torch.isfinite(first).all()), same, held
 

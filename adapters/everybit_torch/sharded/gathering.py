@@ -9,7 +9,8 @@ The model itself, the first unit, keeps what is in no other unit from its forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Gathering:
         self._next_forward = 0
         self._next_backward = len(self.units) - 1
         self.in_backward = False
+        self._held = False
         for number, unit in enumerate(self.units):
             unit.module.register_forward_pre_hook(self._before_forward(number))
             unit.module.register_forward_hook(self._after_forward(number))
@@ -78,16 +80,24 @@ class Gathering:
 
     def release_all(self) -> None:
         """Give everything back, and begin anew: after a step all weights are others."""
-        for unit in self.units:
-            unit.release()
+        if not self._held:
+            for unit in self.units:
+                unit.release()
         self.begin_forward()
 
-    def gather_all(self) -> None:
-        """Everything at once, to look at or to save; :meth:`release_all` ends it."""
+    @contextmanager
+    def everything(self) -> Iterator[None]:
+        """All units at once, to look at, evaluate or save; passes in here gather and give back nothing."""
         for unit in self.units:
             unit.start(self.communicator)
         for unit in self.units:
             unit.wait()
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+            self.release_all()
 
     def begin_forward(self) -> None:
         """Units are gathered from the first on."""
@@ -98,6 +108,8 @@ class Gathering:
 
     def _before_forward(self, number: int) -> Callable[..., None]:
         def before(module: nn.Module, arguments: Any) -> None:
+            if self._held:
+                return
             if self.in_backward:
                 # Recomputing what was not kept; the unit is there for its backward pass, or has to be.
                 self._need(number)
@@ -113,7 +125,7 @@ class Gathering:
 
     def _after_forward(self, number: int) -> Callable[..., None]:
         def after(module: nn.Module, arguments: Any, outputs: Any) -> None:
-            if self.in_backward:
+            if self.in_backward or self._held:
                 return
             gradients_wanted = torch.is_grad_enabled()
             if number == 0:
@@ -147,13 +159,13 @@ class Gathering:
 
     def take_part(self, number: int) -> None:
         """Begin to gather all units down to the one before ``number``: what a rank does as its backward pass comes to that unit."""
-        while self.reshard_after_forward and self._next_backward >= max(number - 1, 1):
+        while self.reshard_after_forward and not self._held and self._next_backward >= max(number - 1, 1):
             self.units[self._next_backward].start(self.communicator)
             self._next_backward -= 1
 
     def after_backward(self, number: int) -> None:
         """A unit's gradients are all there: its weights are not needed any more. The model's own are kept to the end."""
-        if number > 0:
+        if number > 0 and not self._held:
             self.units[number].release()
 
     def end_backward(self) -> None:

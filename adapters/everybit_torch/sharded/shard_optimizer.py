@@ -16,8 +16,9 @@ from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import hyperparameters, with_hyperparameters
 from everybit_torch.sharded.layout import Slice
+from everybit_torch.sharded.offload import on_host, step_streamed
 from everybit_torch.sharded.weights import WeightBuffer
-from everybit_torch.stepping import Part, draws_bits, find_totals
+from everybit_torch.stepping import Group, Part, draws_bits, find_totals
 from everybit_torch.units import Member, Unit, init_state
 
 if TYPE_CHECKING:
@@ -102,7 +103,9 @@ class ShardOptimizer(TorchOptimizer):
         metrics: bool,
         seed: int,
         unsafe: Literal["refuse", "warn", "allow"],
+        offload: bool = False,
     ) -> None:
+        self._offload = offload
         self._labelled, self._shards, self._axis = dict(labelled), list(shards), axis
         self._step_all, self._clear = step, clear
         found = {label: hyperparameters(one.transform) for label, one in self._labelled.items()}
@@ -195,7 +198,8 @@ class ShardOptimizer(TorchOptimizer):
             run_parameters = [shard.parameters[number] for number in run]
             members = [Member(p, 0, start, start := start + p.numel()) for p in run_parameters]
             tensor = own[low:high]
-            state = init_state(group.optimizers[tensor.dtype], [tensor], index)
+            allocate = on_host if self._offload else None
+            state = init_state(group.optimizers[tensor.dtype], [tensor], index, allocate=allocate)
             unit = Unit(
                 group.number, [tensor], members, state, index, flat=True, gradients=_ShardGradients(gradients[low:high])
             )
@@ -252,15 +256,22 @@ class ShardOptimizer(TorchOptimizer):
         for unit in stepped:
             assert unit.gradients is not None
             group = self._groups[unit.group]
-            one = group.step(
-                unit, [unit.gradients.buffer], [True], compile=self._compile, metrics=self.metrics_enabled,
-                totals=totals[self._source(unit)],
-            )  # fmt: skip
-            if one is not None:
+            for one in self._step_parts(group, unit, totals[self._source(unit)]):
                 measured = one if measured is None else measured + one
         if self.metrics_enabled:
             here = Metrics.zero(self._units[0].tensors[0].device) if measured is None else measured
             self._metrics = eb.tree.map(self._axis.sum, here)
+
+    def _step_parts(self, group: Group, unit: Unit, totals: Sequence[Tensor]) -> list[Metrics]:
+        """Step a unit, at once or as its state comes by; what was measured."""
+        assert unit.gradients is not None
+
+        def step(part: Unit, grad: Tensor) -> Metrics | None:
+            return group.step(part, [grad], [True], compile=self._compile, metrics=self.metrics_enabled, totals=totals)
+
+        gradient = unit.gradients.buffer
+        found = step_streamed(unit, gradient, step) if self._offload else [step(unit, gradient)]
+        return [one for one in found if one is not None]
 
     def _adopt_counts(self, given: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take over counts of steps, by id of the parameter; parameters whose counts differ are stepped apart from here on."""

@@ -22,6 +22,7 @@ from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.nonfinite import count_nonfinite, find_nonfinite, has_nonfinite
+from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.reduction import Reduction, Wire, divide
 from everybit_torch.sharded.reports import NanCheck, StepReport
@@ -62,6 +63,8 @@ class FlatStepper:
         seed: Of stochastic rounding; the same on every rank.
         unsafe: See :func:`everybit.with_policy`.
         synchronize: Begin with the first rank's parameters and buffers, on every rank. False: they are equal already.
+        offload: Keep the optimizer's state, residuals and main weights in the host's pinned memory, and bring them to the device a bucket
+            at a time for a step. For models on another device than the host.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
@@ -98,6 +101,7 @@ class FlatStepper:
         seed: int = 0,
         unsafe: Literal["refuse", "warn", "allow"] = "refuse",
         synchronize: bool = True,
+        offload: bool = False,
     ) -> None:
         if nan not in ("off", "step", "param"):
             raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
@@ -115,6 +119,10 @@ class FlatStepper:
         self.divisor = float(self.inner.size * self.outer.size if divisor is None else divisor)
         described = describe(model, transform, policy, units, labels)
         device = _device_of(described)
+        if offload and is_host(device):
+            raise ValueError(
+                "offload: got True for a model in the host's memory, where its state is already; accepted is False."
+            )
         # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
         shards = self.inner.size * self.outer.size
         self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
@@ -158,6 +166,7 @@ class FlatStepper:
             self.step,
             self.zero_grad,
             compile=compile,
+            offload=offload,
             metrics=metrics,
             seed=seed,
             unsafe=unsafe,
@@ -530,15 +539,13 @@ class FlatStepper:
         """
         if self._in_pass:
             raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
-        if self._gathering is not None:
-            self._gathering.gather_all()
-        try:
+        if self._gathering is None:
             yield self.model
-        finally:
-            if self._gathering is not None:
-                for weights in self.weights:
-                    weights.shard.copy_(weights.whole.view(self.inner.size, -1)[self.inner.rank])
-                self._gathering.release_all()
+            return
+        with self._gathering.everything():
+            yield self.model
+            for weights in self.weights:
+                weights.shard.copy_(weights.whole.view(self.inner.size, -1)[self.inner.rank])
 
     @torch.no_grad()
     def loaded(self) -> None:

@@ -1,0 +1,106 @@
+"""Optimizer state in the host's memory, brought to the device a bucket at a time while the one before it is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everybit.optimizer import OptimizerState
+from everybit_torch.units import Unit, map_state, named_fields
+
+BUCKET = 1 << 24
+"""Elements whose state is on the device at a time; there are two such buckets, one stepped and one on its way."""
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether a device's memory is the host's, where there is nothing to move."""
+    return device.type in ("cpu", "meta")
+
+
+def on_host(x: Tensor, numel: int) -> Tensor:
+    """Memory for ``numel`` elements like those of ``x``, on the host; pinned where there is a device to copy to and from."""
+    return torch.empty(numel, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
+
+
+def step_streamed(
+    unit: Unit, grad: Tensor, step: Callable[[Unit, Tensor], Any], bucket: int | None = None
+) -> list[Any]:
+    """Step a flat unit whose state is on the host: state in, step, state out, bucket by bucket.
+
+    Args:
+        unit: Its tensor is on the device, its state's elements are on the host, its counters on the device.
+        grad: On the device.
+        step: Steps a part, which is on the device, in place.
+        bucket: Elements at a time; None: :data:`BUCKET`.
+
+    Returns:
+        What ``step`` returned, for each bucket.
+    """
+    size = BUCKET if bucket is None else bucket
+    (tensor,) = unit.tensors
+    device = tensor.device
+    copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def side() -> AbstractContextManager[Any]:
+        return torch.cuda.stream(copies) if copies is not None else nullcontext()
+
+    def fetch(start: int) -> OptimizerState[Any]:
+        with side():
+            return map_state(
+                unit.state,
+                lambda x: x[start : start + size].to(device, non_blocking=True, copy=True),
+                torch.clone,
+            )
+
+    results = []
+    starts = list(range(0, max(tensor.numel(), 1), size))
+    ahead = fetch(0)
+    counters: list[Tensor] = []
+    for number, start in enumerate(starts):
+        state = ahead
+        if copies is not None:
+            torch.cuda.current_stream(device).wait_stream(copies)
+        if number + 1 < len(starts):
+            ahead = fetch(starts[number + 1])
+        part = Unit(unit.group, [tensor[start : start + size]], [], state, unit.first + start, flat=True)
+        results.append(step(part, grad[start : start + size]))
+        if copies is not None:
+            copies.wait_stream(torch.cuda.current_stream(device))
+        with side():
+            map_state(unit.state, _store(state, start, size), lambda x: x)
+        if copies is not None:
+            for x in _elements(state):
+                x.record_stream(copies)
+        counters = [value for _, value, is_slot in named_fields(state) if not is_slot]
+    # Every bucket counted from the same step; so does the whole, once.
+    for counter, value in zip([v for _, v, is_slot in named_fields(unit.state) if not is_slot], counters, strict=True):
+        counter.copy_(value)
+    if copies is not None:
+        torch.cuda.current_stream(device).wait_stream(copies)
+    return results
+
+
+def _elements(state: OptimizerState[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    map_state(state, note, lambda x: x)
+    return found
+
+
+def _store(state: OptimizerState[Any], start: int, size: int) -> Callable[[Tensor], Tensor]:
+    """Copies the elements of ``state`` back, in the order in which ``map_state`` comes by."""
+    left = iter(_elements(state))
+
+    def store(x: Tensor) -> Tensor:
+        x[start : start + size].copy_(next(left), non_blocking=True)
+        return x
+
+    return store

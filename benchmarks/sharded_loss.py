@@ -149,7 +149,7 @@ def markdown(results: dict[str, Any]) -> str:
             for one, other in zip(records, reference, strict=True)
         ]
         finals = ", ".join(
-            f"{one['final'] - other['final']:+.4f}" for one, other in zip(records, reference, strict=True)
+            f"{one['final'] - other['final']:+.5f}" for one, other in zip(records, reference, strict=True)
         )
         rows.append([
             wire,

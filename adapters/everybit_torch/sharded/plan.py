@@ -402,10 +402,7 @@ def _step_peak(
 
 
 def _norm_bytes(size: int, main: torch.dtype) -> int:
-    with AllocationCounter(smallest=SMALLEST) as counter:
-        eb.tree.sum_of_squares([torch.zeros(0, dtype=main).new_empty(size)])
-    peak: int = counter.peak
-    return peak - size * main.itemsize
+    return size * torch.float32.itemsize if main.itemsize < 4 else 0
 
 
 def _piece_bytes(one: _GroupPlan, labelled: Mapping[str, LabelledTransform], size: int) -> int:
@@ -484,9 +481,9 @@ def _wire(
         elif kind.state and not kind.params:
             exchange("all_gather", one.weights, ranks.inner)
     for size in (ranks.inner, ranks.outer):
-        all_reduce(parameters * torch.int32.itemsize, size)  # which parameters have gradients
+        all_reduce((parameters + 2) * torch.float64.itemsize, size)  # who has gradients, and what they are like
     if kind.state:
         for size in (ranks.inner, ranks.outer) if kind.outer == "optim" else (ranks.inner,):
-            for _ in range(1 + reductions):  # the norm, and what transforms ask for
+            for _ in range(reductions):
                 all_reduce(torch.float64.itemsize, size)
     return {name: size for name, size in sent.items() if size}

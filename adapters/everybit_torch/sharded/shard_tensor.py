@@ -19,11 +19,6 @@ class ShardTensor(torch.Tensor):
 
     ``torch.distributed.checkpoint`` saves and loads it, in any other cut too: nothing is sent for that, what the cut is follows from the
     layout. It cannot be computed with.
-
-    Args:
-        local: The elements, 1-d; loading writes into it.
-        shape: Of the whole.
-        low: Which element ``local`` begins with, counted in memory order.
     """
 
     _local: Tensor
@@ -32,7 +27,13 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
-        """A tensor without memory beside ``local``."""
+        """A tensor without memory beside ``local``.
+
+        Args:
+            local: The elements, 1-d; loading writes into it.
+            shape: Of the whole.
+            low: Which element ``local`` begins with, counted in memory order.
+        """
         whole: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from everybit_torch.sharded.nonfinite import count_nonfinite, find_nonfinite, ha
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.reduction import Reduction, Wire, divide
-from everybit_torch.sharded.reports import NanCheck, StepReport
+from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
 from everybit_torch.sharded.weights import WeightBuffer
@@ -387,9 +387,7 @@ class FlatStepper:
         if loss_scale != 1.0:
             for buffer in self.gradients:
                 divide(buffer.own, loss_scale)
-        touched = self._agree_on_touched()
-        norm = self._norm()
-        skipped, nonfinite = self._look_for_nonfinite()
+        touched, norm, skipped, nonfinite = self._agree()
         untouched = tuple(
             name for name, here in zip(self._names, touched, strict=True) if not here and name in self._trained_names
         )
@@ -432,31 +430,37 @@ class FlatStepper:
     def _trained_names(self) -> frozenset[str]:
         return frozenset(placement.spec.name for group in self._trained for placement in group.placements)
 
-    def _agree_on_touched(self) -> list[bool]:
-        """Which parameters have a gradient on any rank."""
-        touched = torch.tensor(self._touched, dtype=torch.int32, device=self._nonfinite.device)
+    def _agree(self) -> tuple[list[bool], Tensor, bool, tuple[NonFinite, ...]]:
+        """Which parameters have a gradient on any rank, the gradient's norm, whether to skip the step, and why: one sum over the ranks."""
+        count = len(self._names)
+        numbers = torch.zeros(count + 2, dtype=torch.float64)
+        numbers[:count] = torch.tensor(self._touched)
+        numbers = numbers.to(self._nonfinite.device, non_blocking=True)
+        mine = self._shard_communicators()
+        # Of ranks that hold the same the first one counts.
+        if all(one.rank == 0 for one in (self.inner, self.outer) if one not in mine):
+            numbers[count] = self._sum_of_squares()
+        if self._nan == "step":
+            numbers[count + 1] = has_nonfinite(self._shards)
         for communicator in (self.inner, self.outer):
-            communicator.all_reduce(touched, "which parameters have gradients", dist.ReduceOp.MAX).wait()
-        return [bool(here) for here in touched.tolist()]
+            communicator.all_reduce(numbers, "what the gradients are like").wait()
+        norm = borders.sqrt(numbers[count])
+        *touched, bad = [value > 0 for value in torch.cat([numbers[:count], numbers[-1:]]).tolist()]
+        if self._nan != "param":
+            return touched, norm, bad, ()
+        found = find_nonfinite(self._shards, self._names, self._nonfinite, self.inner, self.outer)
+        return touched, norm, bool(found), found
 
-    def _norm(self) -> Tensor:
+    def _sum_of_squares(self) -> Tensor:
+        """Of this rank's part of the gradient: float64, 0-d. Piece by piece, because a sum in float32 is exact for short ones only."""
         total = torch.zeros((), dtype=torch.float64, device=self._nonfinite.device)
         for shard in self._shards:
             own = shard.without_padding
             for low in range(0, own.numel(), PIECE):
-                total = total + eb.tree.sum_of_squares([own[low : low + PIECE]]).double()
-        return borders.sqrt(self._axis.sum(total))
-
-    def _look_for_nonfinite(self) -> tuple[bool, tuple[Any, ...]]:
-        if self._nan == "off":
-            return False, ()
-        if self._nan == "step":
-            bad = has_nonfinite(self._shards)
-            for communicator in (self.inner, self.outer):
-                communicator.all_reduce(bad, "whether gradients are finite", dist.ReduceOp.MAX).wait()
-            return bool(bad), ()
-        found = find_nonfinite(self._shards, self._names, self._nonfinite, self.inner, self.outer)
-        return bool(found), found
+                part = own[low : low + PIECE]
+                part = part.float() if part.dtype.itemsize < 4 else part
+                total += torch.dot(part, part)
+        return total
 
     def _hand_out(self, *, trained_only: bool = True) -> None:
         changed = [weights for weights in self.weights if weights.group.requires_grad or not trained_only]

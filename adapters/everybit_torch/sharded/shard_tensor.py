@@ -27,13 +27,7 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
-        """A tensor without memory beside ``local``.
-
-        Args:
-            local: The elements, 1-d; loading writes into it.
-            shape: Of the whole.
-            low: Which element ``local`` begins with, counted in memory order.
-        """
+        """Of the elements ``local``, 1-d, which are those of a tensor of this ``shape`` from ``low`` on. Loading writes into ``local``."""
         whole: ShardTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )

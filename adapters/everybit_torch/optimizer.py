@@ -103,6 +103,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._seed = seed
         self._unsafe = unsafe
         self._groups: list[Group] = []
+        self._arriving: list[Tensor] = []  # parameters of a group that is being added
         self._units: list[Unit] = []
         self._counted: dict[torch.dtype, int] = {}
         self._had_gradients = False
@@ -144,7 +145,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         group = Group(number, self._factory, policies, self._seed)
         arguments = self.factory_arguments(hyperparameters)
         group.follow(arguments, self._build(group, arguments))
+        self._arriving = tensors
         self._require_one_tree([*self._groups, group])
+        self._arriving = []
         main_dtypes = _main_gradients(number, tensors, policies)
         super().add_param_group(param_group)
         self._groups.append(group)
@@ -192,7 +195,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                 " accepted are 'auto' and 'tree'."
             )
         dtypes = {(index, dtype) for index, group in enumerate(groups) for dtype in group.optimizers}
-        sharded = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
+        sharded = self._is_sharded()
+        if "tree" in scopes and len(scopes) > 1 and sharded:
+            raise ValueError(
+                f"{type(self).__name__}: some param groups have a transform that reduces over all gradients, some have not; accepted for"
+                " sharded parameters is that all have, or none."
+            )
         if "tree" in scopes and len(dtypes) > 1 and not sharded:
             raise ValueError(
                 f"{type(self).__name__}: a transform that reduces over all gradients, such as clip_by_global_norm, sees one param group"
@@ -245,11 +253,16 @@ class TorchOptimizer(torch.optim.Optimizer):
             for (dtype, _), parameters in buckets.items():
                 self._place_bucket(group, dtype, parameters)
 
+    def _is_sharded(self) -> bool:
+        """Whether any parameter is a part of one, by FSDP2."""
+        groups = [*(values["params"] for values in self.param_groups), self._arriving]
+        return any(is_dtensor(parameter) for parameters in groups for parameter in parameters)
+
     def _place_bucket(self, group: Group, dtype: torch.dtype, parameters: list[tuple[Tensor, int]]) -> None:
         optimizer = group.optimizers[dtype]
         flat = optimizer.scope == "element" and self._layout != "tree"
         # A sharded parameter is stepped by itself; what a transform asks of all of them is asked of all ranks.
-        sharded = any(is_dtensor(parameter) for parameter, _ in parameters)
+        sharded = self._is_sharded()
         if sharded and "tensor" in transform_scopes(optimizer.transform):
             raise ValueError(
                 f"param group {group.number}: {optimizer.transform!r} must see whole tensors (scope 'tensor'); ranks hold parts of them."
@@ -370,10 +383,10 @@ class TorchOptimizer(torch.optim.Optimizer):
         total: Metrics | None = None
         for unit, grads in work:
             measured = self._step_unit(unit, grads, totals)
-            if measured is not None:
+            if measured is not None and self._counts(unit):
                 total = measured if total is None else total + eb.tree.map(to_device_of, measured, total)
         if self.metrics_enabled:
-            self._metrics = total
+            self._metrics = self._over_ranks(total)
         return loss
 
     def _prepare(self) -> None:
@@ -439,6 +452,20 @@ class TorchOptimizer(torch.optim.Optimizer):
             grad = None if grads[0] is None else grads[0].reshape(unit.tensors[0].shape)
             parts.append(Part(optimizer, unit, grad, is_counted(unit.parameters[0], mesh)))
         return find_totals(parts, axis_of(mesh))
+
+    def _counts(self, unit: Unit) -> bool:
+        """Whether what this rank measures of a unit is not another rank's to count."""
+        mesh = mesh_of(unit.parameters)
+        return mesh is None or is_counted(unit.parameters[0], mesh)
+
+    def _over_ranks(self, measured: Metrics | None) -> Metrics | None:
+        """What all ranks measured, where parameters are sharded over them."""
+        parameters = [p for unit in self._units for p in unit.parameters]
+        mesh = mesh_of(parameters) if parameters else None
+        if mesh is None:
+            return measured
+        here = Metrics.zero(local(parameters[0]).device) if measured is None else measured
+        return eb.tree.map(axis_of(mesh).sum, here)
 
     def _step_unit(self, unit: Unit, grads: list[Tensor | None], totals: Sequence[Tensor] = ()) -> Metrics | None:
         present = [grad is not None for grad in grads]
@@ -559,6 +586,13 @@ class TorchOptimizer(torch.optim.Optimizer):
             )
         by_id = {id(p): w for ps, ws in zip(expected, given, strict=True) for p, w in zip(ps, ws, strict=True)}
         for unit in self._units:
+            for member in unit.members:
+                if local(by_id[id(member.parameter)]).numel() != local(member.parameter).numel():
+                    raise ValueError(
+                        "weights: got a whole tensor for a parameter of which this rank has a part; accepted are DTensors, as export_fp32"
+                        " gives them."
+                    )
+        for unit in self._units:
             optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
             wide = []
             for position, tensor in enumerate(unit.tensors):
@@ -567,11 +601,6 @@ class TorchOptimizer(torch.optim.Optimizer):
                     for m in unit.members
                     if m.position == position
                 ]
-                if pieces[0].numel() != unit.members[0].stop - unit.members[0].start:
-                    raise ValueError(
-                        "weights: got a whole tensor for a parameter of which this rank has a part; accepted are DTensors, as export_fp32"
-                        " gives them."
-                    )
                 wide.append(torch.cat(pieces).view(tensor.shape))
             params, state = optimizer.import_fp32(wide, unit.tensors, unit.state)
             write((unit.tensors, unit.state), (params, state))
@@ -657,6 +686,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         for index, parameter in enumerate(self._parameters()):
             if id(parameter) in given:
                 state_dicts.require_entries(index, given[id(parameter)], self.state[parameter])
+        self._require_one_count(given)
         self._take_groups(state_dict["param_groups"])
         self._take_state(given)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -736,6 +766,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         saved = state_dict["state"]
         parameters = self._parameters()
         given = {id(p): saved[number] for p, number in zip(parameters, numbers, strict=True) if number in saved}
+        for index, parameter in enumerate(parameters):
+            for name, value in given.get(id(parameter), {}).items():
+                if is_dtensor(parameter) and isinstance(value, Tensor) and value.ndim and not is_dtensor(value):
+                    raise ValueError(
+                        f"state_dict: parameter {index}, {name!r}: got a whole tensor for a sharded parameter; accepted are DTensors, as"
+                        " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes of a whole state dict."
+                    )
         self._place(wanted=frozenset(given))
         self._follow()
         return given
@@ -754,6 +791,20 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._units = units
         for unit in units:
             self._publish(unit)
+
+    def _require_one_count(self, given: Mapping[int, Mapping[str, Any]]) -> None:
+        """Refuse counts that differ where one step sees several tensors, and counts for all of them.
+
+        Raises:
+            ValueError: They do; nothing is changed.
+        """
+        for unit in self._units:
+            counts = {state_dicts.counts(given.get(id(m.parameter), {}), unit.named_state(m)) for m in unit.members}
+            if not unit.flat and len(counts) > 1:
+                raise ValueError(
+                    f"state_dict: param group {unit.group}: parameters were stepped different numbers of times, {sorted(counts)}, and a"
+                    " transform that reduces over all gradients counts once for all of them."
+                )
 
     def _take_state(self, given: Mapping[int, Mapping[str, Any]]) -> None:
         self._cut_by_counts(given)

@@ -7,15 +7,18 @@ scheduler without having been made by a factory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 import everybit as eb
-from everybit.combinators.chain import Chain, NamedChain
+from everybit.combinators.chain import Chain, NamedChain, chain
 from everybit.combinators.masked import Masked, Partition
+from everybit.transform import ALONE
 from everybit_torch.transform_parts import is_transform, parts_of
+
+P = TypeVar("P")
 
 # torch's names, as in its param groups.
 _TORCH_NAMES: dict[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2")}
@@ -71,14 +74,47 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
     def decide(node: Any) -> Any:
         if isinstance(node, Masked):
             keep, inner = next(left), decide(node.transform)
-            return inner if keep else eb.identity()
+            return inner if keep else _elsewhere(inner)
         if isinstance(node, Partition):
             label = next(left)
             parts = {name: decide(part) for name, part in node.transforms.items()}
-            return parts[label]
+            return chain(*(part if name == label else _elsewhere(part) for name, part in parts.items()))
         return _map_parts(node, decide)
 
     return decide(transform)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Stands for a transform that other parameters have: asks what it asks of the axis, contributes nothing, changes nothing.
+
+    All parameters have to ask alike, for what is asked goes over all of them.
+    """
+
+    transform: eb.Transform[Any]
+
+    @property
+    def scope(self) -> eb.Scope:
+        """The transform's."""
+        return self.transform.scope
+
+    def init(self, params: P) -> Any:
+        """Nothing."""
+        return eb.identity().init(params)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        """The updates as they are."""
+
+        def nothing(tree: P) -> P:
+            return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
+
+        none = nothing(params)
+        self.transform.update(nothing(updates), self.transform.init(none), none, ctx)
+        return updates, state
+
+
+def _elsewhere(transform: eb.Transform[Any]) -> eb.Transform[Any]:
+    return Elsewhere(transform) if transform.scope == "tree" else eb.identity()
 
 
 # -- walking ------------------------------------------------------------------------------------------------------------------------

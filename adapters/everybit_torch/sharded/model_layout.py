@@ -66,6 +66,10 @@ def describe(
         parameters[id(parameter)] = parameter
     if not parameters:
         raise ValueError("model: has no parameters; accepted is a module with at least one.")
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError(
+            "model: all of its parameters are frozen; accepted is a module with at least one that requires a gradient."
+        )
     homes = _homes(found)
     by_name = {names[key][0]: parameter for key, parameter in parameters.items()}
     label_of, labelled = _label(by_name, transform, policy, labels)

@@ -31,7 +31,7 @@ def has_nonfinite(shards: Sequence[Shard]) -> Tensor:
     device = shards[0].gradients.main.device
     if not largest:
         return torch.zeros((), dtype=torch.int32, device=device)
-    return (~torch.isfinite(torch.stack([x.float() for x in largest]))).any().to(torch.int32)
+    return (~torch.isfinite(torch.stack([x.double() for x in largest]))).any().to(torch.int32)
 
 
 def find_nonfinite(

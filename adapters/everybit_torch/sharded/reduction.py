@@ -174,7 +174,7 @@ def install(main: Tensor, parts: list[Tensor], *, mode: Mode, divisor: float | N
     Several parts are added up in float64, which holds sums of bfloat16 and float16 numbers of like sizes exactly.
     """
     (first, *others) = parts
-    in_place = first.data_ptr() == main.data_ptr() and first.dtype is main.dtype
+    in_place = main.numel() > 0 and first.data_ptr() == main.data_ptr() and first.dtype is main.dtype
     if in_place and mode == "add":
         raise ValueError("mode: got 'add' for a sum that is where it would be added to; accepted is 'copy'.")
     if _nothing_to_do(len(parts), in_place, divisor is not None, scale):

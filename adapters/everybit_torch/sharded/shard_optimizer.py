@@ -19,7 +19,7 @@ from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.offload import on_host, step_streamed
 from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.stepping import Group, Part, draws_bits, find_totals
-from everybit_torch.units import Member, Unit, init_state
+from everybit_torch.units import Member, Unit, init_state, named_fields
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
@@ -281,6 +281,14 @@ class ShardOptimizer(TorchOptimizer):
                 for name, value in given[id(member.parameter)].items():
                     self.state[member.parameter][name].copy_(value)
 
+    def _entries(self, unit: Unit) -> list[str]:
+        """What is kept for each parameter of a unit, by name."""
+        return [
+            name if number == 0 else f"{name}.{number}"
+            for name, value, is_slot in named_fields(unit.state)
+            for number in range(_parts(value) if is_slot else 1)
+        ]
+
     def _source(self, unit: Unit) -> str:
         return self._labelled[self.param_groups[unit.group]["label"]].source
 
@@ -293,6 +301,11 @@ class ShardOptimizer(TorchOptimizer):
             grad = unit.gradients.buffer if any(unit is one for one in stepped) else None
             parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))
         return {source: find_totals(members, self._axis) for source, members in parts.items()}
+
+
+def _parts(slot: Any) -> int:
+    """Of how many tensors the values of a slot consist."""
+    return len(slot[0]) if isinstance(slot[0], tuple) else 1
 
 
 def contiguous_runs(slices: Sequence[Slice], *, by_index: bool) -> list[list[int]]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 import everybit as eb
 from everybit import borders
 from everybit.dtypes import FloatDType, dtype_name, torch_dtype
 from everybit.policy import Resolved, resolve
 from everybit_torch.sharded.communicator import Communicator, GroupAxis, Pending
-from everybit_torch.sharded.gathering import Gathering, Unit
+from everybit_torch.sharded.gathering import Gathering, ModuleHook, Unit
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
@@ -32,6 +37,11 @@ from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.stepping import PIECE
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
+
+# Sums of squares outside are made again in float64.
+_TINY, _HUGE = 1e-24, 1e36
+
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FlatStepper]] = weakref.WeakKeyDictionary()
 
 
 class FlatStepper:
@@ -116,8 +126,22 @@ class FlatStepper:
             raise ValueError(
                 "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
             )
+        self.closed = False
+        self.all_ranks = ranks_of(mesh)
+        self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
+        self.saving: Future[Path] | None = None
         self.divisor = float(self.inner.size * self.outer.size if divisor is None else divisor)
+        owner = _OWNERS.get(model)
+        if owner is not None and (other := owner()) is not None and not other.closed:
+            raise ValueError(
+                "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
+            )
         described = describe(model, transform, policy, units, labels)
+        for spec, parameter in zip(described.specs, described.parameters, strict=True):
+            if parameter.grad is not None:
+                raise ValueError(
+                    f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
+                )
         device = _device_of(described)
         if offload and is_host(device):
             raise ValueError(
@@ -149,14 +173,20 @@ class FlatStepper:
                 self.gradients.append(gradients)
                 shard_list.append(Shard.of(weights, gradients, *self._own_range(group)))
         self._shards = shard_list
+        laid_out = {place.spec.name for weights in self.weights for place in weights.group.placements}
         self._flags = [(name, p, p.requires_grad) for name, p in parameters.items()]
+        self._homes = [
+            (name, p, p.data_ptr()) for name, p in parameters.items() if name in laid_out and not self.sharding.params
+        ]
         self._touched = [False] * len(self._names)
         self._nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
         self._last: bool | None = None
-        self._in_context = self._in_pass = False
+        self._in_context = self._in_pass = self.in_full_parameters = False
+        self._failed = False
         self._passes = 0
         self._next = len(self.gradients) - 1
         self._in_flight: Reduction | None = None
+        self._handles: list[Any] = []
         self._watch(parameters)
         self._axis = GroupAxis(self._shard_communicators())
         self._optimizer = ShardOptimizer(
@@ -177,11 +207,17 @@ class FlatStepper:
             for weights in self.weights:
                 unit_weights[weights.group.unit].append(weights)
             self._gathering = Gathering(
-                [Unit(module, buffers) for (_, module), buffers in zip(described.units, unit_weights, strict=True)],
+                [
+                    Unit(name, module, buffers)
+                    for (name, module), buffers in zip(described.units, unit_weights, strict=True)
+                ],
                 self.inner.clone(),
                 reshard_after_forward=reshard_after_forward,
                 on_backward=self._begin_pass,
             )
+        else:
+            self._handles.append(model.register_forward_hook(ModuleHook(self, "_after_forward", model, 0)))
+        _OWNERS[model] = weakref.ref(self)
 
     # -- making it -----------------------------------------------------------------------------------------------------------------
 
@@ -225,28 +261,53 @@ class FlatStepper:
         for buffer in self.gradients:
             for place, placement in enumerate(buffer.group.placements):
                 name = placement.spec.name
-                parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._arrival(buffer, place, numbers[name])
-                )
+                hook = self._arrival(buffer, place, numbers[name])
+                self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _arrival(self, buffer: GradientBuffer, place: int, number: int) -> Callable[[Tensor], None]:
+        # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
+        reference, buffer_reference = weakref.ref(self), weakref.ref(buffer)
+
+        @torch.no_grad()  # backward(create_graph=True) runs hooks with gradients enabled
         def arrive(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            self._begin_pass()
-            parameter.grad = None
-            if gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients."
-                )
-            if self._nan == "param":
-                self._nonfinite[number] += count_nonfinite(gradient)
-            buffer.add(place, gradient)
-            self._touched[number] = True
-            if buffer.complete:
-                self._advance()
+            stepper, into = reference(), buffer_reference()
+            if stepper is not None and into is not None:
+                gradient, parameter.grad = parameter.grad, None
+                assert gradient is not None
+                stepper._take(gradient.detach(), into, place, number)
 
         return arrive
+
+    def _take(self, gradient: Tensor, buffer: GradientBuffer, place: int, number: int) -> None:
+        """A parameter's gradient is there: into its buffer with it."""
+        self._begin_pass()
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
+        unit = buffer.group.unit
+        if self._gathering is not None and unit > 0 and unit not in self._gathering.entered:
+            raise RuntimeError(
+                f"{self._names[number]}: its gradient came before that of what its unit, {self.layout.units[unit]}, returned, so the unit's"
+                " weights may not have been there. Accepted are units that return every tensor that the loss depends on."
+            )
+        if self._nan == "param":
+            self._nonfinite[number] += count_nonfinite(gradient)
+        buffer.add(place, gradient)
+        self._touched[number] = True
+        if buffer.complete:
+            self._advance()
+
+    def _after_forward(self, number: int, arguments: Any, outputs: Any) -> None:
+        """Have a pass begin when the backward pass comes to what the model returned, and not in the inner pass of a checkpoint."""
+        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        if tensors and torch.is_grad_enabled():
+            reference = weakref.ref(self)
+
+            def enter(_: object) -> None:
+                stepper = reference()
+                if stepper is not None:
+                    stepper._begin_pass()
+
+            register_multi_grad_hook(tensors, enter, mode="any")
 
     # -- one backward pass ---------------------------------------------------------------------------------------------------------
 
@@ -258,6 +319,12 @@ class FlatStepper:
                 raise RuntimeError(
                     f"{name}: requires_grad is {parameter.requires_grad}, and was {flag} when the stepper was made."
                     " Make a new stepper, and carry the state over with a checkpoint."
+                )
+        for name, parameter, address in self._homes:
+            if parameter.data_ptr() != address:
+                raise RuntimeError(
+                    f"{name}: was moved, cast or given other memory since the stepper was made, and is not in its buffer now. Cast and move"
+                    " a model first, then make its stepper; close() gives a model back."
                 )
         self._in_pass = True
         self._next = len(self.gradients) - 1
@@ -321,19 +388,30 @@ class FlatStepper:
             raise RuntimeError(
                 "microbatch: the last one of this cycle is over; accepted next is step() or zero_grad()."
             )
+        self._require_whole("microbatch")
         self._in_context, self._last = True, last
         passes = self._passes
+        self._failed = True
         try:
             yield
             if self._passes == passes:
                 self._empty_pass()
             if last:
                 self._optimizer.show_gradients()
+            self._failed = False
         finally:
             self._in_context, self._last = False, None
 
+    def _require_whole(self, name: str) -> None:
+        if self._failed:
+            raise RuntimeError(
+                f"{name}: the microbatch before ended in an error, and its gradients are in part; accepted is zero_grad(), on every rank."
+            )
+
     def _empty_pass(self) -> None:
-        """Take part in what other ranks' backward passes do."""
+        """Take part in what other ranks' passes do."""
+        if self._gathering is not None and not self._gathering.forward_over:
+            self._gathering.skip_forward()
         self._next = len(self.gradients) - 1
         for buffer in self.gradients:
             buffer.begin_pass()
@@ -383,6 +461,8 @@ class FlatStepper:
         """
         if self._in_context or self._in_pass:
             raise RuntimeError("step: inside a microbatch or a backward pass; accepted is after it.")
+        self._require_whole("step")
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
         self.finish_gradients()
         if loss_scale != 1.0:
             for buffer in self.gradients:
@@ -391,12 +471,14 @@ class FlatStepper:
         untouched = tuple(
             name for name, here in zip(self._names, touched, strict=True) if not here and name in self._trained_names
         )
+        self._require_sense(norm, untouched)
         if not skipped and len(untouched) < len(self._trained_names):
             by_name = dict(zip(self._names, touched, strict=True))
             self._optimizer.step_shards(lambda s: by_name[s.placement.spec.name])
             self._hand_out()
         if self._gathering is not None:
             self._gathering.release_all()
+            self._gathering.begin_cycle()
         self.zero_grad()
         return StepReport(norm, skipped, nonfinite, untouched)
 
@@ -423,12 +505,39 @@ class FlatStepper:
         self._optimizer.hide_gradients()
         self._touched = [False] * len(self._names)
         self._nonfinite.zero_()
+        for _, parameter, _ in self._flags:
+            parameter.grad = None
+        if self._failed and self._gathering is not None:
+            self._gathering.end_backward()
         self._in_flight = None
-        self._in_pass = False
+        self._in_pass = self._failed = False
 
     @property
     def _trained_names(self) -> frozenset[str]:
         return frozenset(placement.spec.name for group in self._trained for placement in group.placements)
+
+    def _require_sense(self, norm: Tensor, untouched: tuple[str, ...]) -> None:
+        """Refuse a step that would train nothing, or on nothing.
+
+        Raises:
+            RuntimeError: The model has other parameters than those laid out; or weights were used that had not been gathered.
+        """
+        if untouched:
+            there = dict(self.model.named_parameters())
+            ours = {name: p for name, p, _ in self._flags}
+            if replaced := [name for name in untouched if there.get(name) is not ours[name]]:
+                raise RuntimeError(
+                    f"{', '.join(replaced[:3])}: not the model's parameters any more; it has others (load_state_dict(assign=True)?)."
+                    " Make a stepper after such a change."
+                )
+        if self._gathering is not None and self._nan == "off" and bool(norm.isnan()):
+            units = enumerate(self._gathering.units)
+            idle = [repr(one.name or "the model") for n, one in units if one.trained and n not in self._gathering.ran]
+            if idle:
+                raise RuntimeError(
+                    f"the gradient is NaN, and {', '.join(idle[:3])} had no forward pass of its own in this cycle: weights are NaN while"
+                    " shared out. Call units, and the model, as modules."
+                )
 
     def _agree(self) -> tuple[list[bool], Tensor, bool, tuple[NonFinite, ...]]:
         """Which parameters have a gradient on any rank, the gradient's norm, whether to skip the step, and why: one sum over the ranks."""
@@ -438,27 +547,36 @@ class FlatStepper:
         numbers = numbers.to(self._nonfinite.device, non_blocking=True)
         mine = self._shard_communicators()
         # Of ranks that hold the same the first one counts.
-        if all(one.rank == 0 for one in (self.inner, self.outer) if one not in mine):
-            numbers[count] = self._sum_of_squares()
+        counts = all(one.rank == 0 for one in (self.inner, self.outer) if one not in mine)
+        if counts:
+            numbers[count] = self._sum_of_squares(torch.float32)
         if self._nan == "step":
             numbers[count + 1] = has_nonfinite(self._shards)
         for communicator in (self.inner, self.outer):
             communicator.all_reduce(numbers, "what the gradients are like").wait()
+        *flags, square, nonfinite = numbers.tolist()
+        touched, bad = [flag > 0 for flag in flags], nonfinite > 0
+        if not _TINY < square < _HUGE:
+            # Squares of float32 numbers may be too large or too small for it, where the numbers are not. All ranks see the same here.
+            numbers[count] = 0.0
+            if counts:
+                numbers[count] = self._sum_of_squares(torch.float64)
+            for communicator in (self.inner, self.outer):
+                communicator.all_reduce(numbers[count : count + 1], "the gradient's norm").wait()
         norm = borders.sqrt(numbers[count])
-        *touched, bad = [value > 0 for value in torch.cat([numbers[:count], numbers[-1:]]).tolist()]
         if self._nan != "param":
             return touched, norm, bad, ()
         found = find_nonfinite(self._shards, self._names, self._nonfinite, self.inner, self.outer)
         return touched, norm, bool(found), found
 
-    def _sum_of_squares(self) -> Tensor:
-        """Of this rank's part of the gradient: float64, 0-d. Piece by piece, because a sum in float32 is exact for short ones only."""
+    def _sum_of_squares(self, precision: torch.dtype) -> Tensor:
+        """Of this rank's part of the gradient: float64, 0-d. Short pieces are summed in ``precision`` at least, and added up in float64."""
         total = torch.zeros((), dtype=torch.float64, device=self._nonfinite.device)
         for shard in self._shards:
             own = shard.without_padding
+            wide = torch.promote_types(own.dtype, precision)
             for low in range(0, own.numel(), PIECE):
-                part = own[low : low + PIECE]
-                part = part.float() if part.dtype.itemsize < 4 else part
+                part = own[low : low + PIECE].to(wide)
                 total += torch.dot(part, part)
         return total
 
@@ -547,9 +665,31 @@ class FlatStepper:
             yield self.model
             return
         with self._gathering.everything():
-            yield self.model
+            self.in_full_parameters = True
+            try:
+                yield self.model
+            finally:
+                self.in_full_parameters = False
             for weights in self.weights:
                 weights.shard.copy_(weights.whole.view(self.inner.size, -1)[self.inner.rank])
+
+    def close(self) -> None:
+        """Give the model back, with all of its weights: no hooks, no sharing out. Every rank has to call it; nothing steps any more."""
+        if self._gathering is not None:
+            self._gathering.close()
+        for handle in self._handles:
+            handle.remove()
+        self.closed = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """There are no copies.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "FlatStepper: cannot be copied or pickled, for its buffers are the model's; save_sharded() writes a checkpoint."
+        )
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -588,6 +728,15 @@ def communicators(mesh: Mesh) -> tuple[Communicator, Communicator]:
     if mesh.ndim == 2:
         return Communicator(mesh.get_group(1)), Communicator(mesh.get_group(0))
     raise ValueError(f"mesh: got {mesh.ndim} dimensions; accepted are one, or two: (outer, inner).")
+
+
+def ranks_of(mesh: Mesh) -> list[int]:
+    """The ranks of a mesh, numbered as in the world."""
+    if isinstance(mesh, DeviceMesh):
+        return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    if mesh is None and not dist.is_initialized():
+        return [0]
+    return dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh)
 
 
 def _device_of(described: ModelLayout) -> torch.device:

@@ -54,8 +54,12 @@ class WeightBuffer:
                 for p, place in zip(self.parameters, group.placements, strict=True)
             ]
             self.shard = self.whole.view(inner.size, -1)[inner.rank].clone()
-            nothing = torch.full((), torch.nan, dtype=group.dtype, device=device)
-            self._absent = [nothing.expand(p.shape) for p in self.parameters]
+            # Torch refuses to write to an expanded tensor, but for one of a single element, which is a tensor of its own here.
+            nothing = torch.full((1,), torch.nan, dtype=group.dtype, device=device)
+            self._absent = [
+                nothing.expand(p.numel()).view(p.shape) if p.numel() > 1 else torch.full_like(p.detach(), torch.nan)
+                for p in self.parameters
+            ]
         else:
             self._pieces = [
                 piece(self.whole, place.start, place.stop, p.shape)
@@ -63,6 +67,7 @@ class WeightBuffer:
             ]
             self.shard = self.whole.view(inner.size, -1)[inner.rank] if sharding.state else self.whole
             self._absent = []
+        self._versions: list[int] = []
         for parameter, tensor in zip(self.parameters, self._pieces, strict=True):
             parameter.data = tensor
 
@@ -88,6 +93,12 @@ class WeightBuffer:
         """Ask the other ranks for their parts; :meth:`wait` for them before computing."""
         if self.gathered or not self.sharding.params:
             return
+        for parameter, version, place in zip(self.parameters, self._versions, self.group.placements, strict=True):
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"{place.spec.name}: was written to while its values were shared out, and there was nothing to write to; accepted is"
+                    " inside `with stepper.full_parameters():`."
+                )
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         self._pending = communicator.all_gather(self.whole, self.shard, self.what)
         self.gathered = True
@@ -109,6 +120,7 @@ class WeightBuffer:
         self._pending = Done()
         for parameter, tensor in zip(self.parameters, self._absent, strict=True):
             parameter.data = tensor
+        self._versions = [parameter._version for parameter in self.parameters]
         self.whole.untyped_storage().resize_(0)
         self.gathered = False
 
@@ -125,3 +137,4 @@ class WeightBuffer:
     def stepped(self) -> None:
         """Autograd did not see that the values changed; a graph that needs the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
+        self._versions = [parameter._version for parameter in self.parameters]

@@ -129,16 +129,12 @@ def measured(
                     for unit in stepper.as_optimizer()._units
                     for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]
                 ),
-                *(absent for weights in stepper.weights for absent in weights._absent[:1]),
                 stepper._nonfinite,
             ]
             if tensor.untyped_storage().nbytes() < SMALLEST
         )
-        absent = sum(w.group.dtype.itemsize for w in stepper.weights if w._absent)
-        expanded = sum(
-            a.nbytes for w in stepper.weights for a in w._absent[:1] if a.untyped_storage().nbytes() < SMALLEST
-        )
-        return predicted, persistent + small - expanded + absent, peaks, sent
+        absent = sum(x.untyped_storage().nbytes() for w in stepper.weights for x in w._absent)
+        return predicted, persistent + small + absent, peaks, sent
 
 
 CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [

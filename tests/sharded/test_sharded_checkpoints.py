@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -73,12 +74,12 @@ def equal(a: Weights, b: Weights) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("name", ["FP32", "LEAN_BF16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_any_number_of_ranks_and_any_strategy_go_on_from_any_other(
-    tmp_path: Path, size: int, strategy: Strategy, name: str
+    tmp_path: Path, size: int, strategy: Strategy
 ) -> None:
+    name = "LEAN_BF16"  # which has residuals, and draws bits
     saved = run(size, save_and_go_on, tmp_path, strategy, name)
     for other_size in (1, 2, 4):
         for other in STRATEGIES:
@@ -86,7 +87,7 @@ def test_any_number_of_ranks_and_any_strategy_go_on_from_any_other(
                 assert equal(weights, saved[0]), (other_size, other)
 
 
-@pytest.mark.parametrize("name", ["KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16", "EXACT_BF16"])
+@pytest.mark.parametrize("name", ["FP32", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16", "EXACT_BF16"])
 def test_every_format_goes_through_with_its_residuals(tmp_path: Path, name: str) -> None:
     saved = run(4, save_and_go_on, tmp_path, "optim_grads_params", name)
     for weights in run(2, resume, tmp_path, "optim", name):
@@ -195,7 +196,7 @@ def test_another_policy_dtype_or_model_is_refused_by_name(tmp_path: Path) -> Non
     for policy, dtype, shape in run(2, misfit, tmp_path):
         assert "param is torch.int16 there, and torch.bfloat16 here" in policy
         assert "is torch.bfloat16 there, and torch.float32 here" in dtype
-        assert "model.entry.bias is of shape (5,) there, and (6,) here" in shape
+        assert re.search(r"is of shape \(.*5.*\) there, and \(.*6.*\) here", shape)
         assert "nothing was changed" in policy
 
 

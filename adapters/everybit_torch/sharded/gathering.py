@@ -205,7 +205,7 @@ class Gathering:
         if not found and outputs is not None and unit.trained:
             raise TypeError(
                 f"{unit.name or 'the model'}: returned a {type(outputs).__name__}, in which no tensor is found. Its weights are gathered"
-                " when the backward pass comes to one; accepted are tensors, and dicts, lists, (named) tuples and registered pytrees of them."
+                " when the backward pass comes to one; accepted are tensors, and dicts, lists, tuples and registered pytrees of them."
             )
         differentiable = [x for x in found if x.requires_grad]
         if differentiable:
@@ -260,13 +260,12 @@ class Gathering:
         self.in_backward = True
         self.entered.add(number)
         if number > 0:
-            self.take_part(number)
-        self._need(number)
-        if number > 0:
             # The pass has left the units that were computed: nothing of theirs is read any more, frozen weights included.
             for other in self._computed - {number}:
                 self._release(other)
             self._computed = set() if self.units[number].trained else {number}
+            self.take_part(number)
+        self._need(number)
 
     def take_part(self, number: int) -> None:
         """Begin to gather all units down to the one before ``number``: what a rank does as its backward pass comes to that unit."""

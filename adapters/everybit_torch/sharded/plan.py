@@ -258,7 +258,8 @@ class _GroupPlan:
         found: Counter[str] = Counter()
         if self.kind.params:
             found["parameters"] = self.weights // self.ranks.inner
-            found["bookkeeping"] = self.group.dtype.itemsize  # the NaN that stands for what is not gathered
+            # The NaN that stands for a parameter while it is not gathered.
+            found["bookkeeping"] = self.group.dtype.itemsize * sum(p.spec.numel > 0 for p in self.group.placements)
         else:
             found["parameters"] = (
                 self.weights if self.group.requires_grad else self.group.numel * self.group.dtype.itemsize
@@ -323,6 +324,8 @@ def _backward_peak(units: list[list[_GroupPlan]], kind: Sharding, microbatches: 
         in_flight.clear()
 
     for number in range(len(units) - 1, -1, -1):
+        if kind.params and 0 < number < len(units) - 1:
+            meter.live -= sizes[number + 1]  # which the pass has left
         if kind.params and reshard and number > 0:
             meter.add(sizes[number] if number == len(units) - 1 else 0)
             meter.add(sizes[number - 1] if number > 1 else 0)
@@ -337,9 +340,7 @@ def _backward_peak(units: list[list[_GroupPlan]], kind: Sharding, microbatches: 
                     largest, into, _autograd_dtype(one), adds=adds, scale=one.wire.prescale if kind.grads else 1.0
                 )
             )
-        for position, one in enumerate(reversed(trained[number])):
-            if kind.params and number > 0 and position == len(trained[number]) - 1:
-                meter.live -= sizes[number]
+        for one in reversed(trained[number]):
             finish()
             sent = buckets.pop(id(one), 0)
             if not kind.grads and one.wire.dtype is not one.main:

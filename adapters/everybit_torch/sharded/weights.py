@@ -54,10 +54,11 @@ class WeightBuffer:
                 for p, place in zip(self.parameters, group.placements, strict=True)
             ]
             self.shard = self.whole.view(inner.size, -1)[inner.rank].clone()
-            # Torch refuses to write to an expanded tensor, but for one of a single element, which is a tensor of its own here.
-            nothing = torch.full((1,), torch.nan, dtype=group.dtype, device=device)
+            # One element for each, so that who writes to one spoils no other.
             self._absent = [
-                nothing.expand(p.numel()).view(p.shape) if p.numel() > 1 else torch.full_like(p.detach(), torch.nan)
+                torch.full((min(p.numel(), 1),), torch.nan, dtype=group.dtype, device=device)
+                .expand(p.numel())
+                .view(p.shape)
                 for p in self.parameters
             ]
         else:

@@ -81,7 +81,7 @@ class Trainer:
                 self.model = model.bfloat16()
             self.stepper = FlatStepper(
                 self.model, eb.adamw(LR, b1=BETAS[0], b2=BETAS[1], weight_decay=DECAY), strategy=strategy,  # type: ignore[arg-type]
-                units=[Block], compile=True, policy=eb.policies.PRESETS[policy] if policy else None,
+                units=[Block], compile=True, keep_gradients=False, policy=eb.policies.PRESETS[policy] if policy else None,
             )  # fmt: skip
         elif kind == "FSDP2":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -23,13 +23,12 @@ def piece(buffer: Tensor, start: int, stop: int, shape: torch.Size) -> Tensor:
 
 
 class UnitGradients(Protocol):
-    """Where the gradients of a flat unit lie, one after the other.
+    """Where the gradients of a flat unit lie, one after the other."""
 
-    Attributes:
-        buffer: All of them, 1-d.
-    """
-
-    buffer: Tensor
+    @property
+    def buffer(self) -> Tensor:
+        """All of them, 1-d."""
+        ...
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         """The parameters' gradients; None for one without."""

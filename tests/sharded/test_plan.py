@@ -72,7 +72,7 @@ def counting() -> Iterator[AllocationCounter]:
 
 def measured(
     strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
-    outer: OuterStrategy = "no_shard", mesh: Any = None,
+    outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True,
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
     """The plan; and of the second step: what persists, the peaks by phase on top of it, and what was sent."""
     torch.manual_seed(0)
@@ -87,6 +87,7 @@ def measured(
             reshard_after_forward=reshard,
             outer=outer,
             mesh=mesh,
+            keep_gradients=keep,
         )
         communicators = {id(c): c for c in (stepper.inner, stepper.outer)}
         if stepper._gathering is not None:
@@ -176,6 +177,17 @@ def test_weights_that_are_kept_after_the_forward_pass() -> None:
         assert predicted.persistent_bytes == persistent
         assert predicted.transient == peaks
         assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_are_not_kept(strategy: Strategy) -> None:
+    for case in (CASES[0], CASES[1]):
+        arguments = (*case, True, "no_shard", None, False)
+        for predicted, persistent, peaks, sent in run(2, measured, strategy, *arguments):
+            assert "gradients" not in predicted.persistent
+            assert predicted.persistent_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
 # -- formulas ------------------------------------------------------------------------------------------------------------------------

@@ -485,6 +485,26 @@ def keeping(reshard: bool) -> tuple[Weights, dict[str, int]]:
     return weights_of(stepper), sent
 
 
+def lazily(strategy: Strategy, keep: bool) -> Weights:
+    model = network(torch.bfloat16)
+    policy = dataclasses.replace(eb.policies.LEAN_BF16, grads=eb.Grads(main="float32", comm="bfloat16"))
+    stepper = FlatStepper(model, CLIPPED, policy=policy, strategy=strategy, units=[Block], keep_gradients=keep)
+    for step in range(3):
+        for number in range(2):
+            with stepper.microbatch(last=number == 1):
+                # The last block has no gradient in the second step, and is stepped apart from then on.
+                x = model.blocks[0](model.entry(data(step, dist.get_rank(), number, torch.bfloat16)))
+                x = x if step == 1 else model.blocks[1](x)
+                model.exit(x).float().square().mean().backward()
+        stepper.step()
+    return weights_of(stepper)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_gradients_whose_memory_is_not_kept_are_the_same(strategy: Strategy) -> None:
+    assert equal(run(2, lazily, strategy, False)[0], run(2, lazily, strategy, True)[0])
+
+
 def test_keeping_weights_after_the_forward_pass_gathers_them_once() -> None:
     kept, given_back = run(2, keeping, False)[0], run(2, keeping, True)[0]
     assert equal(kept[0], given_back[0])

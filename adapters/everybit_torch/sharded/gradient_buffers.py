@@ -46,6 +46,7 @@ class GradientBuffer:
         wire: How gradients travel between the inner ranks.
         outer_wire: And between the outer ones.
         device: Where everything lies.
+        keep: Keep the main gradient's memory from one cycle to the next.
 
     Attributes:
         main: The main gradient: the whole group's, padded (``no_shard``, ``optim``), or this inner rank's part of it.
@@ -63,7 +64,10 @@ class GradientBuffer:
         wire: Wire,
         outer_wire: Wire,
         device: torch.device,
+        *,
+        keep: bool = True,
     ) -> None:
+        self._keep = keep
         self.group, self.sharding, self.inner, self.outer = group, sharding, inner, outer
         self.wire, self.outer_wire = wire, outer_wire
         size = group.padded // inner.size if sharding.grads else group.padded
@@ -72,6 +76,7 @@ class GradientBuffer:
         self.arrived: set[int] = set()  # since the last reduction
         self.seen: set[int] = set()  # in this backward pass
         self._bucket: Tensor | None = None
+        self.clear()
 
     @property
     def what(self) -> str:
@@ -113,6 +118,7 @@ class GradientBuffer:
             into = self._open_bucket()[placement.start : placement.stop]
             scale = self.wire.prescale
         else:
+            self._open_main()
             into, scale = self.main[placement.start : placement.stop], 1.0
             self.phase = "partial"
         accumulate(into, gradient, mode="add" if number in self.arrived else "copy", scale=scale)
@@ -127,6 +133,13 @@ class GradientBuffer:
         """Make room for what will arrive."""
         if self.sharding.grads:
             self._open_bucket()
+        else:
+            self._open_main()
+
+    def _open_main(self) -> None:
+        storage = self.main.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.main.nbytes)
 
     def _open_bucket(self) -> Tensor:
         if self._bucket is None:
@@ -156,6 +169,7 @@ class GradientBuffer:
                 f"{self.what} were summed over the ranks already; accepted next is step() or zero_grad()."
             )
         now = divisor if self.outer.size == 1 else None
+        self._open_main()
         if self.sharding.grads:
             partial = self._open_bucket()
             self._fill_gaps(partial)
@@ -243,3 +257,5 @@ class GradientBuffer:
         self.phase = "empty"
         self.arrived, self.seen = set(), set()
         self._bucket = None
+        if not self._keep:
+            self.main.untyped_storage().resize_(0)

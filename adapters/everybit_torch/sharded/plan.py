@@ -125,6 +125,7 @@ def plan(
     microbatches: int = 1,
     reshard_after_forward: bool = True,
     compile: bool = False,
+    keep_gradients: bool = True,
 ) -> Plan:
     """What a :class:`FlatStepper` of these arguments will take on its first rank, which has the most.
 
@@ -140,6 +141,7 @@ def plan(
         microbatches: In a step.
         reshard_after_forward: As the stepper's.
         compile: As the stepper's.
+        keep_gradients: As the stepper's; gradients that are not kept are among what is there for moments.
 
     Raises:
         TypeError: As the stepper.
@@ -164,6 +166,7 @@ def plan(
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size),
         microbatches=microbatches, reshard_after_forward=reshard_after_forward, compile=compile,
+        keep_gradients=keep_gradients,
     )  # fmt: skip
 
 
@@ -176,6 +179,7 @@ def plan_layout(
     microbatches: int = 1,
     reshard_after_forward: bool = True,
     compile: bool = False,
+    keep_gradients: bool = True,
 ) -> Plan:
     """As :func:`plan`, for any rank."""
     groups = [_GroupPlan.of(group, labelled, kind, ranks) for group in layout.groups]
@@ -189,15 +193,16 @@ def plan_layout(
         numbers = [value for one in labelled.values() for value in hyperparameters(one.transform).values()]
         scalars = sum(len(value) if isinstance(value, tuple) else 1 for value in numbers)
         persistent["bookkeeping"] += scalars * torch.float64.itemsize
+    lazy = 0 if keep_gradients else persistent.pop("gradients")
     order = ("parameters", "main parameters", "compensation", "gradients")
     ordered = {name: persistent[name] for name in order if persistent[name]}
     ordered |= {name: size for name, size in persistent.items() if name not in (*order, "counters", "bookkeeping")}
     ordered |= {name: persistent[name] for name in ("counters", "bookkeeping")}
     units = [[one for one in groups if one.group.unit == number] for number in range(len(layout.units))]
     transient = {
-        "forward": _forward_peak(units, kind, reshard_after_forward),
-        "backward": _backward_peak(units, kind, microbatches, reshard_after_forward),
-        "step": _step_peak(groups, labelled, kind, compile),
+        "forward": _forward_peak(units, kind, reshard_after_forward) + (lazy if microbatches > 1 else 0),
+        "backward": _backward_peak(units, kind, microbatches, reshard_after_forward, lazy=lazy > 0),
+        "step": _step_peak(groups, labelled, kind, compile) + lazy,
     }
     wire = _wire(groups, kind, ranks, microbatches, reshard_after_forward, _reductions(labelled))
     return Plan(kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches)
@@ -239,6 +244,10 @@ class _GroupPlan:
     @property
     def main_numel(self) -> int:
         return self.group.padded // (self.ranks.inner if self.kind.grads else 1)
+
+    @property
+    def main_bytes(self) -> int:
+        return 0 if self.resolved is None else self.main_numel * self.main.itemsize
 
     @property
     def bucket(self) -> int:
@@ -302,14 +311,21 @@ def _forward_peak(units: list[list[_GroupPlan]], kind: Sharding, reshard: bool) 
     return sizes[0] + max(pairs, default=0)
 
 
-def _backward_peak(units: list[list[_GroupPlan]], kind: Sharding, microbatches: int, reshard: bool) -> int:
+def _backward_peak(
+    units: list[list[_GroupPlan]], kind: Sharding, microbatches: int, reshard: bool, *, lazy: bool
+) -> int:
     """Follows the last backward pass of a step, from the last unit to the model's own."""
     meter = _Meter()
+    opens = lazy and microbatches == 1  # main gradients are not there yet
+    if lazy and not opens:
+        meter.add(sum(one.main_bytes for unit in units for one in unit))
     sizes = [sum(one.weights for one in unit) for unit in units]
     trained = [[one for one in unit if one.resolved is not None] for unit in units]
     if kind.params:
         meter.add(sizes[0] if reshard else sum(sizes))
     buckets = {id(one): meter.add(one.bucket) for one in trained[0] if kind.grads}
+    if opens and not kind.grads:
+        meter.add(sum(one.main_bytes for one in trained[0]))
     in_flight: list[tuple[_GroupPlan, int]] = []
 
     def finish() -> None:
@@ -331,6 +347,8 @@ def _backward_peak(units: list[list[_GroupPlan]], kind: Sharding, microbatches: 
             meter.add(sizes[number - 1] if number > 1 else 0)
         if kind.grads and number > 0:
             buckets |= {id(one): meter.add(one.bucket) for one in trained[number]}
+        if opens and not kind.grads and number > 0:
+            meter.add(sum(one.main_bytes for one in trained[number]))
         for one in trained[number]:
             largest = max(placement.spec.numel for placement in one.group.placements)
             into = one.wire.dtype if kind.grads else one.main
@@ -342,6 +360,8 @@ def _backward_peak(units: list[list[_GroupPlan]], kind: Sharding, microbatches: 
             )
         for one in reversed(trained[number]):
             finish()
+            if opens and kind.grads:
+                meter.add(one.main_bytes)
             sent = buckets.pop(id(one), 0)
             if not kind.grads and one.wire.dtype is not one.main:
                 sent = meter.add(one.bucket)

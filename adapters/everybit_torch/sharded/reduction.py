@@ -77,15 +77,16 @@ class Reduction:
         self.pending.wait()
         # Explicitly: threads of the communication library may hold on to tensors for a moment longer.
         if self.received is not None:
-            _give_back(self.sent)
+            give_back(self.sent)
         self.install()
-        _give_back(self.sent)
-        _give_back(self.received)
+        give_back(self.sent)
+        give_back(self.received)
         if self.after is not None:
             self.after()
 
 
-def _give_back(x: Tensor | None) -> None:
+def give_back(x: Tensor | None) -> None:
+    """Free the memory of a tensor that nobody reads any more, though a thread of the communication library may still hold it."""
     if x is not None and x.untyped_storage().nbytes():
         x.untyped_storage().resize_(0)
 

@@ -72,13 +72,18 @@ class Shard:
 
 
 class _ShardGradients:
-    """The part of a main gradient that belongs to a unit."""
+    """The part of a main gradient that belongs to a unit; its memory may come and go."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, source: GradientBuffer, low: int, high: int) -> None:
+        self._source, self._low, self._high = source, low, high
+
+    @property
+    def buffer(self) -> Tensor:
+        """The gradients, while they are there."""
+        return self._source.own[self._low : self._high]
 
     def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:
-        return _ShardGradients(self.buffer[start:stop])
+        return _ShardGradients(self._source, self._low + start, self._low + stop)
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         return [parameter.grad for parameter in parameters]
@@ -187,7 +192,7 @@ class ShardOptimizer(TorchOptimizer):
                     self._place_shard(group, shard)
 
     def _place_shard(self, group: Any, shard: Shard) -> None:
-        own, gradients = shard.weights.own, shard.gradients.own
+        own = shard.weights.own
         random = draws_bits(self._labelled[shard.weights.group.label].policy)
         runs = contiguous_runs(shard.slices, by_index=random)
         for run in runs:
@@ -201,7 +206,13 @@ class ShardOptimizer(TorchOptimizer):
             allocate = on_host if self._offload else None
             state = init_state(group.optimizers[tensor.dtype], [tensor], index, allocate=allocate)
             unit = Unit(
-                group.number, [tensor], members, state, index, flat=True, gradients=_ShardGradients(gradients[low:high])
+                group.number,
+                [tensor],
+                members,
+                state,
+                index,
+                flat=True,
+                gradients=_ShardGradients(shard.gradients, low, high),
             )
             self._units.append(unit)
             self._publish(unit)

@@ -29,7 +29,7 @@ from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayou
 from everybit_torch.sharded.nonfinite import count_nonfinite, find_nonfinite, has_nonfinite
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
-from everybit_torch.sharded.reduction import Reduction, Wire, divide
+from everybit_torch.sharded.reduction import Reduction, Wire, divide, give_back
 from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
@@ -75,6 +75,8 @@ class FlatStepper:
         synchronize: Begin with the first rank's parameters and buffers, on every rank. False: they are equal already.
         offload: Keep the optimizer's state, residuals and main weights in the host's pinned memory, and bring them to the device a bucket
             at a time for a step. For models on another device than the host.
+        keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
+            taking it again.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
@@ -112,6 +114,7 @@ class FlatStepper:
         unsafe: Literal["refuse", "warn", "allow"] = "refuse",
         synchronize: bool = True,
         offload: bool = False,
+        keep_gradients: bool = True,
     ) -> None:
         if nan not in ("off", "step", "param"):
             raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
@@ -121,6 +124,7 @@ class FlatStepper:
             )
         self.model, self.sharding, self._nan = model, sharding(strategy, outer), nan
         self._reshard_after_forward, self._compile = reshard_after_forward, compile
+        self._keep_gradients = keep_gradients
         self.inner, self.outer = communicators(mesh)
         if outer == "optim" and self.outer.size == 1 and not isinstance(mesh, DeviceMesh):
             raise ValueError(
@@ -234,7 +238,9 @@ class FlatStepper:
         resolved = self._resolved(group)
         main = torch_dtype(resolved.grads_main)
         wires = Wire.of(resolved, self.inner.size), Wire.of(resolved, self.outer.size)
-        return GradientBuffer(group, self.sharding, self.inner, self.outer, main, *wires, device)
+        return GradientBuffer(
+            group, self.sharding, self.inner, self.outer, main, *wires, device, keep=self._keep_gradients
+        )
 
     def _resolved(self, group: Group) -> Resolved:
         return resolve(self._labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
@@ -564,6 +570,7 @@ class FlatStepper:
             for communicator in (self.inner, self.outer):
                 communicator.all_reduce(numbers[count : count + 1], "the gradient's norm").wait()
         norm = borders.sqrt(numbers[count])
+        give_back(numbers)
         if self._nan != "param":
             return touched, norm, bad, ()
         found = find_nonfinite(self._shards, self._names, self._nonfinite, self.inner, self.outer)
@@ -604,10 +611,15 @@ class FlatStepper:
             microbatches: In a step.
         """
         return plan_layout(
-            self.layout, self._labelled, self.sharding,
+            self.layout,
+            self._labelled,
+            self.sharding,
             Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank),
-            microbatches=microbatches, reshard_after_forward=self._reshard_after_forward, compile=self._compile,
-        )  # fmt: skip
+            microbatches=microbatches,
+            reshard_after_forward=self._reshard_after_forward,
+            compile=self._compile,
+            keep_gradients=self._keep_gradients,
+        )
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:
         """Send gradients in another dtype from now on. What they are accumulated in stays: buffers are laid out.

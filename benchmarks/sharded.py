@@ -2,7 +2,8 @@
 
 Every contestant trains the same transformer on the same text, in a pair of processes of its own; contestants take turns, several times,
 and medians are compared. Memory is the kernel's count: the most that a process held since its warm-up, above what it held before its model
-was made. By then every process has compiled something, so that the compiler itself is in nobody's count.
+was made. By then every process has compiled something, so that the compiler itself is in nobody's count. It is measured in turns of their
+own, in which the C library gives freed memory back at once: it counts what is in use then, and steps are slow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import resource
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,7 @@ class Turn:
     optimizer_seconds: float
     peak_bytes: int
     losses: list[float]
+    memory: bool = False
 
 
 def held() -> tuple[int, int]:
@@ -201,7 +203,14 @@ def worker(
     os._exit(0)
 
 
-def take_turn(arguments: Arguments, model_name: str, contestant: str, number: int) -> Turn:
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+
+
+def take_turn(arguments: Arguments, model_name: str, contestant: str, number: int, *, memory: bool) -> Turn:
+    for name, value in AT_ONCE.items():
+        os.environ.pop(name, None)
+        if memory:
+            os.environ[name] = value
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         receiver, sender = context.Pipe(duplex=False)
@@ -218,6 +227,7 @@ def take_turn(arguments: Arguments, model_name: str, contestant: str, number: in
         turn: Turn = receiver.recv()
         for process in processes:
             process.join()
+    turn.memory = memory
     return turn
 
 
@@ -225,9 +235,11 @@ def measure(arguments: Arguments) -> dict[str, Any]:
     turns = []
     contestants = arguments.contestants or CONTESTANTS
     for model_name in arguments.models:
-        for number in range(arguments.rounds):
+        for number in range(arguments.rounds + 1):
             for contestant in contestants:
-                turn = take_turn(arguments, model_name, contestant, number)
+                memory = number == arguments.rounds
+                given = replace(arguments, steps=2) if memory else arguments
+                turn = take_turn(given, model_name, contestant, number, memory=memory)
                 turns.append(turn)
                 print(
                     f"{model_name:5} {number} {contestant:40} step {1e3 * turn.step_seconds:8.1f} ms, optimizer"
@@ -244,7 +256,9 @@ def markdown(results: dict[str, Any]) -> str:
         turns = [turn for turn in results["turns"] if turn["model"] == model_name]
 
         def median(contestant: str, key: str, turns: list[dict[str, Any]] = turns) -> float:
-            return float(statistics.median(turn[key] for turn in turns if turn["contestant"] == contestant))
+            memory = key == "peak_bytes"
+            found = [turn[key] for turn in turns if turn["contestant"] == contestant and turn["memory"] is memory]
+            return float(statistics.median(found))
 
         names = list(dict.fromkeys(turn["contestant"] for turn in turns))
         reference = "FSDP2, fused" if "FSDP2, fused" in names else names[0]

@@ -92,7 +92,8 @@ def _rank(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
         )
         value = program(*arguments)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sender.send_bytes(pickle.dumps((True, value)))  # by value: shared memory would end with this process
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))

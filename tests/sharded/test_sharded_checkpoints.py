@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 from programs import Block, data, network, on_a_mesh, weights_of
 from ranks import attempt, run
-from torch import Tensor
+from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW
+from everybit_torch import AdamW, TorchOptimizer
+from everybit_torch.sharded import checkpoint
 from everybit_torch.sharded.checkpoint import (
     latest_checkpoint,
     load_sharded,
@@ -287,3 +289,205 @@ def test_shard_tensors_only_copy() -> None:
     assert torch.equal(shard.clone().local, torch.arange(3.0))  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="nothing is computed with it"):
         torch.add(shard, 1)
+
+
+# -- what two reviews found -----------------------------------------------------------------------------------------------------------
+
+
+def other_transform(path: Path) -> list[str]:
+    messages = []
+    for transform in (eb.lion(1e-2), eb.sgd(1e-2), eb.sgd(1e-2, momentum=0.9)):
+        model = network(torch.bfloat16)
+        model.register_buffer("seen", torch.zeros(2))
+        stepper = FlatStepper(model, transform, policy=eb.policies.LEAN_BF16, strategy="optim", units=[Block])
+        try:
+            load_sharded(stepper, path)
+        except ValueError as error:
+            messages.append(str(error))
+    smaller = network(torch.bfloat16)
+    smaller.register_buffer("seen", torch.zeros(2))
+    del smaller.blocks[1]
+    stepper = FlatStepper(smaller, eb.adamw(1e-2), policy=eb.policies.LEAN_BF16, strategy="optim", units=[Block])
+    try:
+        load_sharded(stepper, path)
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_what_a_checkpoint_has_and_nobody_reads_is_refused(tmp_path: Path) -> None:
+    run(2, save_and_go_on, tmp_path, "optim", "LEAN_BF16")
+    for messages in run(2, other_transform, tmp_path):
+        assert len(messages) == 4
+        assert all("is there, and not here" in message or "is not there" in message for message in messages)
+        assert "model.blocks.1" in messages[3]
+
+
+def inside(path: Path) -> list[str]:
+    messages = []
+    _, stepper, _ = make("optim_grads_params", "FP32")
+    save_sharded(stepper, path)
+    with stepper.full_parameters():
+        for function in (save_sharded, load_sharded):
+            try:
+                function(stepper, path)
+            except RuntimeError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_inside_full_parameters_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
+    for messages in run(2, inside, tmp_path):
+        assert [message.split(":")[0] for message in messages] == ["save_sharded", "load_sharded"]
+
+
+def by_label(path: Path, turned: bool) -> dict[str, float]:
+    model = network()
+    rates = {"hot": eb.sgd(1.0), "cold": eb.sgd(1e-5)}
+    where = {"hot": 1, "cold": 2} if not turned else {"cold": 1, "hot": 2}
+    stepper = FlatStepper(
+        model,
+        rates,
+        labels=lambda name, p: next(k for k, n in where.items() if (p.ndim > 1) == (n == 2)),
+        strategy="optim",
+    )
+    if turned:
+        load_sharded(stepper, path)
+    else:
+        save_sharded(stepper, path)
+    return {group["label"]: group["lr"] for group in stepper.as_optimizer().param_groups}
+
+
+def test_hyperparameters_go_by_label(tmp_path: Path) -> None:
+    (saved,) = run(1, by_label, tmp_path, False)
+    (loaded,) = run(1, by_label, tmp_path, True)
+    assert saved == loaded == {"hot, float32": 1.0, "cold, float32": 1e-5}
+
+
+def destroyed(path: Path) -> str:
+    _, stepper, _ = make("optim", "FP32")
+    save_sharded(stepper, path)
+    slow = threading.Event()
+    original = checkpoint.save
+
+    def later(*arguments: Any, **options: Any) -> Any:
+        slow.wait(5)
+        return original(*arguments, **options)
+
+    checkpoint.save = later  # type: ignore[assignment]
+    saving = save_sharded(stepper, path, asynchronous=True)
+    time.sleep(0.5)
+    dist.barrier()
+    dist.destroy_process_group()
+    slow.set()
+    return str(saving.exception(60))
+
+
+def test_a_save_whose_group_is_destroyed_is_no_checkpoint(tmp_path: Path) -> None:
+    for message in run(2, destroyed, tmp_path):
+        assert message != "None"
+    assert latest_checkpoint(tmp_path).name == "000001"
+
+
+def failing(path: Path) -> list[str]:
+    _, stepper, _ = make("optim", "FP32")
+    (path / "file").write_text("") if dist.get_rank() == 0 else None
+    dist.barrier()
+    messages = []
+    for function in (save_sharded, load_sharded):
+        try:
+            function(stepper, path / "file")
+        except (OSError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_what_fails_on_one_rank_fails_on_all_at_once(tmp_path: Path) -> None:
+    first, second = run(2, failing, tmp_path, timeout=30)
+    assert "FileExistsError" in first[0]
+    assert "on the first rank: FileExistsError" in second[0]
+    assert len(first) == len(second) == 2
+
+
+def test_folders_that_no_save_made_stay(tmp_path: Path) -> None:
+    (tmp_path / "000000").mkdir()
+    (tmp_path / "000000" / "mine").write_text("")
+    stepper = FlatStepper(network(), eb.adamw(1e-2))
+    for _ in range(3):
+        save_sharded(stepper, tmp_path, keep=0)
+    assert sorted(one.name for one in tmp_path.iterdir() if one.is_dir()) == ["000000", "000003"]
+
+
+def test_an_asynchronous_save_that_failed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper = FlatStepper(network(), eb.adamw(1e-2))
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save_sharded(stepper, tmp_path, asynchronous=True).result(60)
+    with pytest.warns(
+        UserWarning,
+        match="the last asynchronous save failed, and the checkpoint before it is in place: division by zero",
+    ):
+        save_sharded(stepper, tmp_path)
+
+
+def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return 7
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError(state)
+
+    with pytest.raises(TypeError, match=r"_extra_state: the model's state has a int here"):
+        save_sharded(FlatStepper(Extra(2, 2), eb.sgd(0.1)), tmp_path)
+
+
+def test_a_parameter_without_elements_goes_through(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        one = nn.Linear(3, 2)
+        one.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
+        return one
+
+    stepper = FlatStepper(first := model(), eb.adamw(1e-2))
+    (first(torch.ones(1, 3)).sum() + first.get_parameter("empty").sum()).backward()
+    stepper.step()
+    save_sharded(stepper, tmp_path)
+    optimizer = AdamW((other := model()).parameters(), lr=1e-2)
+    load_sharded_into(other, optimizer, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def test_counts_that_one_step_cannot_keep_apart_are_refused(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    first: Any = model()
+    clipped = eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(1e-2))
+    stepper = FlatStepper(first, clipped)
+    for step in range(3):
+        (first[0](torch.ones(2)).sum() + (first[1](torch.ones(2)).sum() if step == 0 else 0.0)).backward()
+        stepper.step()
+    save_sharded(stepper, tmp_path)
+    other = model()
+    optimizer = TorchOptimizer(
+        other.parameters(),
+        lambda learning_rate: eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(learning_rate)),
+        lr=1e-2,
+    )
+    with pytest.raises(ValueError, match="stepped different numbers of times"):
+        load_sharded_into(other, optimizer, tmp_path)
+
+
+def test_full_precision_weights_go_back_into_an_optimizer_over_a_whole_tree() -> None:
+    model = network()
+    optimizer = TorchOptimizer(
+        model.parameters(),
+        lambda learning_rate: eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(learning_rate)),
+        lr=1e-2,
+    )
+    weights = [[2 * w for w in group] for group in optimizer.export_fp32()]
+    optimizer.import_fp32(weights)
+    assert all(torch.equal(p.detach(), w) for p, w in zip(model.parameters(), weights[0], strict=True))

@@ -23,6 +23,13 @@ Factory = Callable[..., eb.Transform[Any]]
 
 # Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
 PIECE = 1 << 17
+# On an accelerator: large enough for kernels to be worth their launch, small enough to be no second copy of a model.
+DEVICE_PIECE = 1 << 24
+
+
+def piece_size(device: torch.device) -> int:
+    """Elements stepped at a time on a device without a compiler."""
+    return PIECE if device.type in ("cpu", "meta") else DEVICE_PIECE
 
 
 class Group:
@@ -102,7 +109,7 @@ class Group:
             run = self._compiled_step(first.dtype, metrics)
             return run(tensors, grads, state, self._hyperparameters(first.device), unit.first_tensor, list(totals))
         optimizer = self.optimizers[first.dtype]
-        if unit.flat and first.numel() > PIECE:
+        if unit.flat and first.numel() > piece_size(first.device):
             return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
         return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
 
@@ -222,9 +229,9 @@ def contributions(
     Nothing comes if the transform asks for no more. ``counted`` is False where another process counts this unit.
     """
     (tensor,) = unit.tensors
-    in_pieces = tensor.ndim == 1
-    for start in range(0, max(tensor.numel(), 1) if in_pieces else 1, PIECE):
-        part = slice(start, start + PIECE if in_pieces else None)
+    in_pieces, size = tensor.ndim == 1, piece_size(tensor.device)
+    for start in range(0, max(tensor.numel(), 1) if in_pieces else 1, size):
+        part = slice(start, start + size if in_pieces else None)
         state = map_state(unit.state, lambda x, part=part: x[part] if x.ndim else x, lambda x: x)  # type: ignore[misc]
         ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals, counted=counted))
         try:
@@ -298,8 +305,9 @@ def step_in_pieces(
     """
     total: Metrics | None = None
     counters: list[Tensor] = []
-    for start in range(0, grad.numel(), PIECE):
-        stop = start + PIECE
+    size = piece_size(grad.device)
+    for start in range(0, grad.numel(), size):
+        stop = start + size
         # Counters are copied in, so that every piece counts from the same step; the last one's are kept.
         state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], torch.clone)  # type: ignore[misc]
         measured = step_in_place(

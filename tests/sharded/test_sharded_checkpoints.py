@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from programs import Block, data, network, on_a_mesh, weights_of
 from ranks import attempt, run
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
@@ -368,19 +370,18 @@ def destroyed(path: Path) -> str:
     _, stepper, _ = make("optim", "FP32")
     save_sharded(stepper, path)
     slow = threading.Event()
-    original = checkpoint.save
 
     def later(*arguments: Any, **options: Any) -> Any:
         slow.wait(5)
-        return original(*arguments, **options)
+        return dcp_save(*arguments, **options)
 
-    checkpoint.save = later  # type: ignore[assignment]
-    saving = save_sharded(stepper, path, asynchronous=True)
-    time.sleep(0.5)
-    dist.barrier()
-    dist.destroy_process_group()
-    slow.set()
-    return str(saving.exception(60))
+    with mock.patch.object(checkpoint, "save", later):
+        saving = save_sharded(stepper, path, asynchronous=True)
+        time.sleep(0.5)
+        dist.barrier()
+        dist.destroy_process_group()
+        slow.set()
+        return str(saving.exception(60))
 
 
 def test_a_save_whose_group_is_destroyed_is_no_checkpoint(tmp_path: Path) -> None:
@@ -457,6 +458,10 @@ def test_a_parameter_without_elements_goes_through(tmp_path: Path) -> None:
     optimizer = AdamW((other := model()).parameters(), lr=1e-2)
     load_sharded_into(other, optimizer, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def clipped_adamw(learning_rate: float) -> eb.Transform[Any]:
+    return eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(learning_rate))
 
 
 def test_counts_that_one_step_cannot_keep_apart_are_refused(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def _plan(
             units=units,
             microbatches=options.microbatches,
             reshard_after_forward=not options.keep_weights,
+            device=options.device,
         )
     except (TypeError, ValueError) as error:
         got = f"{name}, which does not go with the model ({error})"

@@ -64,6 +64,9 @@ class PlanOptions:
     microbatches: int = 1
     """Backward passes in a step."""
 
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where it will run; a CPU is given smaller pieces to work on at a time."""
+
     keep_weights: bool = False
     """With optim_grads_params: keep weights after the forward pass instead of gathering them twice."""
 

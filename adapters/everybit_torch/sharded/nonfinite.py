@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from everybit_torch.sharded.communicator import Communicator
-from everybit_torch.sharded.reduction import chunks
+from everybit_torch.sharded.reduction import chunk_size, chunks
 from everybit_torch.sharded.reports import NonFinite
 from everybit_torch.sharded.shard_optimizer import Shard
 
@@ -17,7 +17,7 @@ def count_nonfinite(x: Tensor) -> Tensor:
     """Number of elements that are not finite: int64, 0-d, on the device. Norms would overflow on large finite ones."""
     count = torch.zeros((), dtype=torch.int64, device=x.device)
     flat = x.reshape(-1)
-    for low, high in chunks(flat.numel()):
+    for low, high in chunks(flat.numel(), chunk_size(x.device)):
         part = flat[low:high]
         count += part.numel() - torch.isfinite(part).sum()
     return count

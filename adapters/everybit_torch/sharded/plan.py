@@ -33,10 +33,10 @@ from everybit.policy import Resolved, resolve
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Group, Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
-from everybit_torch.sharded.reduction import Wire, accumulate_bytes, install_bytes
+from everybit_torch.sharded.reduction import Wire, accumulate_bytes, chunk_size, install_bytes
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
-from everybit_torch.stepping import PIECE, Part, draws_bits, find_totals, step_in_place
+from everybit_torch.stepping import PIECE, Part, draws_bits, find_totals, piece_size, step_in_place
 from everybit_torch.units import Unit
 
 SMALLEST = 64
@@ -126,6 +126,7 @@ def plan(
     reshard_after_forward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
+    device: torch.device | str = "cpu",
 ) -> Plan:
     """What a :class:`FlatStepper` of these arguments will take on its first rank, which has the most.
 
@@ -142,6 +143,7 @@ def plan(
         reshard_after_forward: As the stepper's.
         compile: As the stepper's.
         keep_gradients: As the stepper's; gradients that are not kept are among what is there for moments.
+        device: Where it will run: accelerators are given larger pieces to work on than a CPU.
 
     Raises:
         TypeError: As the stepper.
@@ -180,9 +182,11 @@ def plan_layout(
     reshard_after_forward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
+    device: torch.device | str = "cpu",
 ) -> Plan:
     """As :func:`plan`, for any rank."""
-    groups = [_GroupPlan.of(group, labelled, kind, ranks) for group in layout.groups]
+    where = torch.device(device)
+    groups = [_GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
     persistent: Counter[str] = Counter()
     for one in groups:
         persistent.update(one.persistent(labelled))
@@ -202,7 +206,7 @@ def plan_layout(
     transient = {
         "forward": _forward_peak(units, kind, reshard_after_forward) + (lazy if microbatches > 1 else 0),
         "backward": _backward_peak(units, kind, microbatches, reshard_after_forward, lazy=lazy > 0),
-        "step": _step_peak(groups, labelled, kind, compile) + lazy,
+        "step": _step_peak(groups, labelled, compile, piece_size(where)) + lazy,
     }
     wire = _wire(groups, kind, ranks, microbatches, reshard_after_forward, _reductions(labelled))
     return Plan(kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches)
@@ -219,9 +223,12 @@ class _GroupPlan:
     main: torch.dtype
     wire: Wire
     outer_wire: Wire
+    chunk: int
 
     @classmethod
-    def of(cls, group: Group, labelled: Mapping[str, LabelledTransform], kind: Sharding, ranks: Ranks) -> _GroupPlan:
+    def of(
+        cls, group: Group, labelled: Mapping[str, LabelledTransform], kind: Sharding, ranks: Ranks, chunk: int
+    ) -> _GroupPlan:
         low, high = (0, group.padded) if not kind.state else group.shard(ranks.inner_rank, ranks.inner)
         if kind.outer == "optim":
             size = (high - low) // ranks.outer
@@ -229,11 +236,11 @@ class _GroupPlan:
             high = low + size
         if not group.requires_grad:
             nothing = Wire(group.dtype, exact=False)
-            return cls(group, kind, ranks, low, high, None, group.dtype, nothing, nothing)
+            return cls(group, kind, ranks, low, high, None, group.dtype, nothing, nothing, chunk)
         resolved = resolve(labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
         return cls(
             group, kind, ranks, low, high, resolved, torch_dtype(resolved.grads_main),
-            Wire.of(resolved, ranks.inner), Wire.of(resolved, ranks.outer),
+            Wire.of(resolved, ranks.inner), Wire.of(resolved, ranks.outer), chunk,
         )  # fmt: skip
 
     @property
@@ -355,7 +362,12 @@ def _backward_peak(
             adds = not kind.grads and microbatches > 1
             meter.briefly(
                 accumulate_bytes(
-                    largest, into, _autograd_dtype(one), adds=adds, scale=one.wire.prescale if kind.grads else 1.0
+                    largest,
+                    into,
+                    one.group.dtype,
+                    adds=adds,
+                    scale=one.wire.prescale if kind.grads else 1.0,
+                    chunk=one.chunk,
                 )
             )
         for one in reversed(trained[number]):
@@ -366,16 +378,14 @@ def _backward_peak(
             if not kind.grads and one.wire.dtype is not one.main:
                 sent = meter.add(one.bucket)
                 meter.briefly(
-                    accumulate_bytes(one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale)
+                    accumulate_bytes(
+                        one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale, chunk=one.chunk
+                    )
                 )
             meter.add(one.received)
             in_flight.append((one, sent))
     finish()
     return meter.peak
-
-
-def _autograd_dtype(one: _GroupPlan) -> torch.dtype:
-    return one.group.dtype
 
 
 def _install_bytes(one: _GroupPlan) -> int:
@@ -385,7 +395,13 @@ def _install_bytes(one: _GroupPlan) -> int:
     divides = one.ranks.outer == 1
     parts = one.ranks.inner if one.wire.exact else 1
     return install_bytes(
-        numel, one.main, parts, in_place=same and not one.wire.exact, divides=divides, scale=1 / one.wire.prescale
+        numel,
+        one.main,
+        parts,
+        in_place=same and not one.wire.exact,
+        divides=divides,
+        scale=1 / one.wire.prescale,
+        chunk=one.chunk,
     )
 
 
@@ -399,14 +415,18 @@ def _outer_bytes(one: _GroupPlan) -> int:
     numel = reduced // outer if scattered or wire.exact else reduced
     parts = outer if wire.exact else 1
     scratch = install_bytes(
-        numel, one.main, parts, in_place=not cast and not wire.exact, divides=True, scale=1 / wire.prescale
+        numel,
+        one.main,
+        parts,
+        in_place=not cast and not wire.exact,
+        divides=True,
+        scale=1 / wire.prescale,
+        chunk=one.chunk,
     )
     return cast + received + scratch
 
 
-def _step_peak(
-    groups: list[_GroupPlan], labelled: Mapping[str, LabelledTransform], kind: Sharding, compile: bool
-) -> int:
+def _step_peak(groups: list[_GroupPlan], labelled: Mapping[str, LabelledTransform], compile: bool, piece: int) -> int:
     """What stepping one piece computes on the way, or the norm of the gradient, for the run for which it is most."""
     peak = 0
     known: dict[tuple[str, torch.dtype, int], int] = {}
@@ -414,7 +434,7 @@ def _step_peak(
         if one.resolved is None:
             continue
         for numel in one.runs(labelled):
-            size = min(numel, PIECE)
+            size = min(numel, piece)
             key = (one.group.label, one.group.dtype, size)
             if size and key not in known:
                 known[key] = max(_norm_bytes(size, one.main), 0 if compile else _piece_bytes(one, labelled, size))
@@ -428,6 +448,9 @@ def _norm_bytes(size: int, main: torch.dtype) -> int:
 
 def _piece_bytes(one: _GroupPlan, labelled: Mapping[str, LabelledTransform], size: int) -> int:
     assert one.resolved is not None
+    if size > PIECE:
+        # What is computed on the way grows with the piece, element by element.
+        return _piece_bytes(one, labelled, PIECE) * size // PIECE
     transform, policy = labelled[one.group.label].transform, labelled[one.group.label].policy
     optimizer = eb.Optimizer(transform, policy)
     tensor = torch.zeros(size, dtype=one.group.dtype)

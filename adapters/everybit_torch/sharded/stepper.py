@@ -34,7 +34,7 @@ from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
 from everybit_torch.sharded.weights import WeightBuffer
-from everybit_torch.stepping import PIECE
+from everybit_torch.stepping import piece_size
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
 
@@ -582,8 +582,9 @@ class FlatStepper:
         for shard in self._shards:
             own = shard.without_padding
             wide = torch.promote_types(own.dtype, precision)
-            for low in range(0, own.numel(), PIECE):
-                part = own[low : low + PIECE].to(wide)
+            size = piece_size(own.device)
+            for low in range(0, own.numel(), size):
+                part = own[low : low + size].to(wide)
                 total += torch.dot(part, part)
         return total
 
@@ -619,6 +620,7 @@ class FlatStepper:
             reshard_after_forward=self._reshard_after_forward,
             compile=self._compile,
             keep_gradients=self._keep_gradients,
+            device=self._nonfinite.device,
         )
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:

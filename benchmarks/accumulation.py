@@ -125,8 +125,8 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     text = table(["gradients", "peak, MiB", "ratio", "bytes per parameter"], rows)
     text += (
-        f"\n{records[0]['parameters']:,} parameters in bfloat16, {results['microbatches']} microbatches; weights, activations and gradients,"
-        " no optimizer.\n"
+        f"\n{records[0]['parameters']:,} parameters in bfloat16, {results['microbatches']} microbatches; weights, activations and"
+        " gradients, no optimizer.\n"
     )
     return text + origin(results["machine"])
 

@@ -145,6 +145,23 @@ def test_the_mean_of_three_equal_gradients_is_that_gradient() -> None:
     assert main.tolist() == [1.5] * 5
 
 
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_the_error_of_an_exact_sum_does_not_grow_with_the_number_of_ranks(ranks: int) -> None:
+    """What a receiver does with so many parts, in this process; beside it a ring, which rounds to bfloat16 at every hop."""
+    torch.manual_seed(ranks)
+    parts = [torch.randn(2000).bfloat16() for _ in range(ranks)]
+    true = torch.stack([part.double() for part in parts]).sum(0)
+    main, ring = torch.empty(2000), parts[0].clone()
+    install(main, parts, mode="copy", divisor=None)
+    for part in parts[1:]:
+        ring += part
+    # Sums of numbers of 8 bits within 2**-20 and 2**3 of each other are exact in float64; then rounded once to float32.
+    ulp = torch.nextafter(main.abs(), torch.tensor(torch.inf)) - main.abs()
+    assert ((main.double() - true).abs() <= 0.5001 * ulp.double()).all()
+    # A ring's hops are off by up to 2**-9 of sums of size sqrt(k): errors of random signs, which add up to about 2**-10 sqrt(ranks).
+    assert float((ring.double() - true).norm() / true.norm()) > 2**-12 * ranks**0.5
+
+
 def test_a_sum_is_never_added_to_itself() -> None:
     main = torch.ones(4)
     with pytest.raises(ValueError, match="accepted is 'copy'"):

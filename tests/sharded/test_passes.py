@@ -260,6 +260,20 @@ def test_every_strategy_agrees(case: str) -> None:
         assert equal(run(2, passes, case, strategy)[0], expected), strategy
 
 
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_models_are_compiled_whole_where_nothing_is_gathered(strategy: Strategy) -> None:
+    torch._dynamo.reset()
+    model = network()
+    stepper = FlatStepper(model, SGD, strategy=strategy, units=[Block])
+    torch.compile(model, fullgraph=True, backend="aot_eager")(data(0, 0, 0, torch.float32)).square().mean().backward()
+    other = network()
+    other(data(0, 0, 0, torch.float32)).square().mean().backward()
+    stepper.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert q.grad is not None
+        assert torch.equal(p.detach(), q.detach() - 0.5 * q.grad)
+
+
 # -- what must not be done to a model --------------------------------------------------------------------------------------------------
 
 

@@ -59,14 +59,18 @@ class ModuleHook:
         method: The method's name; it takes ``number`` and the hook's arguments.
         module: The module it is for.
         number: Of the unit.
+        compiled: Whether it has to run in compiled models, too, where it divides what is compiled in two.
     """
 
-    def __init__(self, owner: object, method: str, module: nn.Module, number: int) -> None:
+    def __init__(self, owner: object, method: str, module: nn.Module, number: int, *, compiled: bool = True) -> None:
+        self._compiled = compiled
         self._owner, self._module = weakref.ref(owner), weakref.ref(module)
         self._method, self._number = method, number
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         """Torch calls it."""
+        if not self._compiled and torch.compiler.is_compiling():
+            return
         owner = self._owner()
         if owner is not None and module is self._module():
             _untraced(getattr(owner, self._method), self._number, *arguments)

@@ -220,7 +220,9 @@ class FlatStepper:
                 on_backward=self._begin_pass,
             )
         else:
-            self._handles.append(model.register_forward_hook(ModuleHook(self, "_after_forward", model, 0)))
+            self._handles.append(
+                model.register_forward_hook(ModuleHook(self, "_after_forward", model, 0, compiled=False))
+            )
         _OWNERS[model] = weakref.ref(self)
 
     # -- making it -----------------------------------------------------------------------------------------------------------------

@@ -359,6 +359,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: small(divisor=0), ValueError, r"divisor: got 0; accepted is a finite number above zero"),
     (lambda: small(mesh="all"), TypeError, r"mesh: got 'all'; accepted are a DeviceMesh, a process group, or None"),
     (lambda: small(units=[Block]), ValueError, r"units: the model has no Block; its modules are Addend, ParameterList"),
+    (lambda: small(units=Block), TypeError, r"units: got <class 'programs.Block'>; accepted is a list of modules"),
     (lambda: small(units=["Block"]), TypeError, r"units: got 'Block'; accepted are modules"),
     (lambda: small(policy="bf16"), TypeError, r"policy: got 'bf16'; accepted are a Policy"),
     (lambda: small(policy=eb.policies.KAHAN_BF16), ValueError, r"parts\.0: Policy\.params: Kahan splits a number"),

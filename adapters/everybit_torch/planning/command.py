@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 from torch import nn
@@ -157,36 +159,39 @@ def _title(options: PlanOptions, first: Plan, units: list[type[nn.Module]]) -> s
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table()
-    for name in ("policy", "strategy"):
-        table.add_column(name, no_wrap=True)
-    sizes = ("weights", "main or\nresidual", "gradients", "state", "persistent", "transient", "peak", "sent\na step")
-    for name in ("bytes per\nparameter", *sizes):
+    """Narrow enough for a terminal of 80 columns."""
+    most = max(max(row.plan.peak_bytes, row.plan.wire_bytes) for row in rows)
+    unit, size = next((name, size) for name, size in _UNITS if most >= size or size == 1)
+    caption = f"{unit} of one rank; main, rest: main weights or residuals; extra: the most on top, for moments; sent: in a step"
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left")
+    table.add_column("", no_wrap=True)
+    heads = ("bytes/\nparam", "model", "main,\nrest", "grads", "state", "kept", "extra", "sent")
+    for name in heads:
         table.add_column(name, justify="right", no_wrap=True)
-    previous = rows[0].policy
+    previous = ""
     for row in rows:
         if row.policy != previous:
-            table.add_section()
+            table.add_row(f"[bold]{escape(row.policy)}[/bold]")
+        previous = row.policy
         found = row.plan.persistent
         beside = found.get("main parameters", 0) + found.get("compensation", 0)
         known = ("parameters", "main parameters", "compensation", "gradients")
-        state = sum(size for name, size in found.items() if name not in known)
+        state = sum(nbytes for name, nbytes in found.items() if name not in known)
+        sizes = (found["parameters"], beside, found.get("gradients", 0), state, row.plan.persistent_bytes)
+        moments = max(row.plan.transient.values())
         table.add_row(
-            row.policy if row.policy != previous or row is rows[0] else "",
             row.strategy,
             f"{row.plan.bytes_per_param:.2f}",
-            *map(_size, (found["parameters"], beside, found.get("gradients", 0), state, row.plan.persistent_bytes)),
-            *map(_size, (max(row.plan.transient.values()), row.plan.peak_bytes, row.plan.wire_bytes)),
+            *(_in(size, nbytes) for nbytes in (*sizes, moments, row.plan.wire_bytes)),
         )
-        previous = row.policy
     return table
 
 
-def _size(nbytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} B"
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
+
+
+def _in(size: int, nbytes: int) -> str:
+    return f"{nbytes / size:.2f}" if nbytes < 100 * size else f"{nbytes / size:.1f}"
 
 
 def _record(found: Plan) -> dict[str, Any]:

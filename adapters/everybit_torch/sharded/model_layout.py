@@ -92,6 +92,10 @@ def describe(
 
 
 def _find_units(model: nn.Module, units: Units | None) -> dict[str, nn.Module]:
+    if isinstance(units, (type, nn.Module, str)):
+        raise TypeError(
+            f"units: got {units!r}; accepted is a list of modules of the model, and classes of modules: units=[Block]."
+        )
     wanted = list(units or ())
     for one in wanted:
         if not (isinstance(one, nn.Module) or (isinstance(one, type) and issubclass(one, nn.Module))):

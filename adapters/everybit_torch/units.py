@@ -18,7 +18,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.optimizer import OptimizerState
-from everybit_torch.dtensors import local
+from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.gradients import UnitGradients, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
@@ -59,24 +59,32 @@ class Unit:
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
     _addresses: list[int] = field(init=False)
+    _sharded: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = [member.parameter for member in self.members]
         self.first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensors[0].device)
+        self._sharded = any(map(is_dtensor, self.parameters))
         self.note_addresses()
 
     def note_addresses(self) -> None:
         """Parameters are where they belong now."""
-        self._addresses = [local(parameter).data_ptr() for parameter in self.parameters]
+        self._addresses = self._find()
 
     def in_place(self) -> bool:
         """Whether no parameter was given other memory since. Fast: it is asked at every step."""
-        return [local(parameter).data_ptr() for parameter in self.parameters] == self._addresses
+        return self._find() == self._addresses
+
+    def _find(self) -> list[int]:
+        if self._sharded:
+            return [local(parameter).data_ptr() for parameter in self.parameters]
+        return [parameter.data_ptr() for parameter in self.parameters]
 
     def collect(self) -> list[Tensor | None]:
         """The members' gradients; None for one without."""
         if self.gradients is None:
-            return [None if (grad := parameter.grad) is None else local(grad) for parameter in self.parameters]
+            grads = [parameter.grad for parameter in self.parameters]
+            return [None if grad is None else local(grad) for grad in grads] if self._sharded else grads
         return self.gradients.collect(self.parameters)
 
     def split(self, boundaries: list[int]) -> Iterator[Unit]:

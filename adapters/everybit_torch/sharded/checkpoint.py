@@ -123,7 +123,6 @@ def save_sharded(
     _finish_pending(stepper)
 
     def write() -> Path:
-        first = group is None or dist.get_rank(group) == 0
         name: str = _from_first(lambda: _next_name(directory), group)
         place = directory / name
         with _without_word_of_one_process(group):
@@ -135,7 +134,6 @@ def save_sharded(
             _remove_old(directory, name, keep)
 
         _from_first(finish, group)
-        assert first or group is not None
         return place
 
     if asynchronous:

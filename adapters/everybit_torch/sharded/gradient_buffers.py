@@ -93,12 +93,8 @@ class GradientBuffer:
     @property
     def own(self) -> Tensor:
         """The part of the main gradient that this rank's optimizer steps."""
-        main = self.main
-        if self.sharding.state and not self.sharding.grads:
-            main = main.view(self.inner.size, -1)[self.inner.rank]
-        if self.sharding.outer == "optim":
-            main = main.view(self.outer.size, -1)[self.outer.rank]
-        return main
+        main = self._reduced
+        return main.view(self.outer.size, -1)[self.outer.rank] if self.sharding.outer == "optim" else main
 
     # -- accumulating -----------------------------------------------------------------------------------------------------------
 
@@ -181,7 +177,9 @@ class GradientBuffer:
             self.arrived = set()
         else:
             self._fill_gaps(self.main)
-            reduction = self._reduce_whole(now)
+            reduction = self._reduce_main(
+                self.main, self.inner, self.wire, now, self.what, scattered=self.sharding.state
+            )
         self.phase = "reduced"
         install = reduction.install
 
@@ -195,20 +193,29 @@ class GradientBuffer:
             reduction.after = lambda: self._reduce_outer(divisor)
         return reduction
 
-    def _reduce_whole(self, divisor: float | None) -> Reduction:
-        partial = self.main
-        if self.wire.dtype is not self.main.dtype:
-            partial = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
-            cast(partial, self.main, self.wire.prescale)
-        elif self.wire.prescale != 1.0:
-            partial.mul_(self.wire.prescale)
-        owned = partial is not self.main
-        if not self.sharding.state:
-            return all_reduce_into(
-                self.main, partial, self.inner, self.wire, divisor=divisor, owned=owned, what=self.what
-            )
+    def _reduce_main(
+        self,
+        sums: Tensor,
+        communicator: Communicator,
+        wire: Wire,
+        divisor: float | None,
+        what: str,
+        *,
+        scattered: bool,
+    ) -> Reduction:
+        """Start to reduce sums that lie in the main gradient, in place: every rank all of them, or each its part (``scattered``)."""
+        partial = sums
+        if wire.dtype is not sums.dtype:
+            partial = torch.empty(sums.numel(), dtype=wire.dtype, device=sums.device)
+            cast(partial, sums, wire.prescale)
+        elif wire.prescale != 1.0:
+            partial.mul_(wire.prescale)
+        owned = partial is not sums
+        if not scattered:
+            return all_reduce_into(sums, partial, communicator, wire, divisor=divisor, owned=owned, what=what)
+        into = sums.view(communicator.size, -1)[communicator.rank]
         return reduce_scatter_into(
-            self._reduced, partial, self.inner, self.wire, mode="copy", divisor=divisor, owned=owned, what=self.what
+            into, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what
         )
 
     def finalize(self, divisor: float) -> None:
@@ -235,22 +242,14 @@ class GradientBuffer:
 
     def _reduce_outer(self, divisor: float) -> None:
         """Copies, never adds: the running sum is this rank's own."""
-        main = partial = self._reduced
-        if self.outer_wire.dtype is not main.dtype:
-            partial = torch.empty(main.numel(), dtype=self.outer_wire.dtype, device=main.device)
-            cast(partial, main, self.outer_wire.prescale)
-        elif self.outer_wire.prescale != 1.0:
-            partial.mul_(self.outer_wire.prescale)
-        what, owned = f"{self.what}, outer dimension", partial is not main
-        if self.sharding.outer == "optim":
-            into = main.view(self.outer.size, -1)[self.outer.rank]
-            reduce_scatter_into(
-                into, partial, self.outer, self.outer_wire, mode="copy", divisor=divisor, owned=owned, what=what
-            ).finish()
-        else:
-            all_reduce_into(
-                main, partial, self.outer, self.outer_wire, divisor=divisor, owned=owned, what=what
-            ).finish()
+        self._reduce_main(
+            self._reduced,
+            self.outer,
+            self.outer_wire,
+            divisor,
+            f"{self.what}, outer dimension",
+            scattered=self.sharding.outer == "optim",
+        ).finish()
 
     def clear(self) -> None:
         """Nothing has arrived."""

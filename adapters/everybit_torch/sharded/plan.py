@@ -229,11 +229,7 @@ class _GroupPlan:
     def of(
         cls, group: Group, labelled: Mapping[str, LabelledTransform], kind: Sharding, ranks: Ranks, chunk: int
     ) -> _GroupPlan:
-        low, high = (0, group.padded) if not kind.state else group.shard(ranks.inner_rank, ranks.inner)
-        if kind.outer == "optim":
-            size = (high - low) // ranks.outer
-            low += ranks.outer_rank * size
-            high = low + size
+        low, high = kind.own_range(group.padded, ranks.inner_rank, ranks.inner, ranks.outer_rank, ranks.outer)
         if not group.requires_grad:
             nothing = Wire(group.dtype, exact=False)
             return cls(group, kind, ranks, low, high, None, group.dtype, nothing, nothing, chunk)

@@ -240,11 +240,16 @@ class ShardOptimizer(TorchOptimizer):
         """Forget the gradients of this cycle."""
         self._clear()
 
-    def show_gradients(self) -> None:
-        """Let this rank's parts of the main gradients be the gradients of its parameters: final, and free to be scaled."""
+    def show_gradients(self, of: Callable[[Slice], bool] = lambda s: True) -> None:
+        """Let this rank's parts of the main gradients be the gradients of its parameters: final, and free to be scaled.
+
+        Args:
+            of: Which parameters have one.
+        """
         for shard in self._shards:
+            own = shard.gradients.own
             for s, parameter in zip(shard.slices, shard.parameters, strict=True):
-                parameter.grad = shard.gradients.own[s.offset : s.offset + s.high - s.low]
+                parameter.grad = own[s.offset : s.offset + s.high - s.low] if of(s) else None
 
     def hide_gradients(self) -> None:
         """There are none, until the next cycle's are final."""
@@ -254,10 +259,7 @@ class ShardOptimizer(TorchOptimizer):
 
     def step_shards(self, touched: Callable[[Slice], bool]) -> None:
         """Step what this rank has of every parameter that was ``touched``, by any rank."""
-        for shard in self._shards:
-            for s, parameter in zip(shard.slices, shard.parameters, strict=True):
-                gradient = shard.gradients.own[s.offset : s.offset + s.high - s.low]
-                parameter.grad = gradient if touched(s) else None
+        self.show_gradients(touched)
         self._prepare()
         work = self._split_by_gradients(self._units)
         self._units = [unit for unit, _ in work]
@@ -306,10 +308,11 @@ class ShardOptimizer(TorchOptimizer):
     def _reduce(self, stepped: list[Unit]) -> dict[str, list[Tensor]]:
         """For each transform, what :func:`find_totals` finds. In the order of the labels, on every rank."""
         parts: dict[str, list[Part]] = {}
+        taking_part = set(map(id, stepped))
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
             assert unit.gradients is not None
-            grad = unit.gradients.buffer if any(unit is one for one in stepped) else None
+            grad = unit.gradients.buffer if id(unit) in taking_part else None
             parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))
         return {source: find_totals(members, self._axis) for source, members in parts.items()}
 

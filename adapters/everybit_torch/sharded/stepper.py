@@ -177,6 +177,7 @@ class FlatStepper:
                 self.gradients.append(gradients)
                 shard_list.append(Shard.of(weights, gradients, *self._own_range(group)))
         self._shards = shard_list
+        self._trained_names = frozenset(place.spec.name for group in self._trained for place in group.placements)
         laid_out = {place.spec.name for weights in self.weights for place in weights.group.placements}
         self._flags = [(name, p, p.requires_grad) for name, p in parameters.items()]
         self._homes = [
@@ -249,14 +250,7 @@ class FlatStepper:
 
     def _own_range(self, group: Group) -> tuple[int, int]:
         """The part of a group's buffer that this rank steps."""
-        if not self.sharding.state:
-            return 0, group.padded
-        low, high = group.shard(self.inner.rank, self.inner.size)
-        if self.sharding.outer == "optim":
-            size = (high - low) // self.outer.size
-            low += self.outer.rank * size
-            high = low + size
-        return low, high
+        return self.sharding.own_range(group.padded, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size)
 
     def _shard_communicators(self) -> tuple[Communicator, ...]:
         """Over which ranks the parts of one gradient lie; copies are counted once."""
@@ -519,10 +513,6 @@ class FlatStepper:
             self._gathering.end_backward()
         self._in_flight = None
         self._in_pass = self._failed = False
-
-    @property
-    def _trained_names(self) -> frozenset[str]:
-        return frozenset(placement.spec.name for group in self._trained for placement in group.placements)
 
     def _require_sense(self, norm: Tensor, untouched: tuple[str, ...]) -> None:
         """Refuse a step that would train nothing, or on nothing.

@@ -48,6 +48,17 @@ class Sharding:
         """Whether the model's own parameters are, and are gathered unit by unit."""
         return self.strategy == "optim_grads_params"
 
+    def own_range(self, padded: int, inner_rank: int, inner: int, outer_rank: int, outer: int) -> tuple[int, int]:
+        """Which elements of a group's buffer a rank steps."""
+        if not self.state:
+            return 0, padded
+        size = padded // inner
+        low = inner_rank * size
+        if self.outer == "optim":
+            size //= outer
+            low += outer_rank * size
+        return low, low + size
+
 
 def sharding(strategy: Strategy | int, outer: OuterStrategy = "no_shard") -> Sharding:
     """The sharding of this name, or this ZeRO stage.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.checks import problems
 from everybit.dtypes import dtype_name, require_member
-from everybit.policy import problems
 from everybit_torch.optimizer import Layout, Params, TorchOptimizer
 
 
@@ -83,7 +83,7 @@ class AnyPrecisionAdamW(TorchOptimizer):
             momentum=eb.Nearest(dtype_name(momentum_dtype, field="momentum_dtype")),
             variance=variance_format,
         )
-        found = problems(policy, {"variance": betas[1]})
+        found = problems(policy, eb.scale_by_adam(*betas).decays())
         if found and not AnyPrecisionAdamW._warned:
             AnyPrecisionAdamW._warned = True
             warnings.warn(

@@ -28,7 +28,7 @@ from everybit.schedules import (
     warmup_cosine_decay_schedule,
     warmup_stable_decay_schedule,
 )
-from everybit.transform import Axis, Context, Local, Scope, Transform
+from everybit.transform import Axis, Context, Local, Scope, SlotDecay, Transform
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.rms import scale_by_rms
@@ -50,7 +50,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Axis", "ByLabel", "Context", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Metrics", "Nearest",
-    "Optimizer", "OptimizerState", "ParamFormat", "Policy", "Schedule", "Scope", "Slot", "Split", "StateFormat", "Stochastic",
+    "Optimizer", "OptimizerState", "ParamFormat", "Policy", "Schedule", "Scope", "Slot", "SlotDecay", "Split", "StateFormat", "Stochastic",
     "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite", "apply_updates", "by_label", "chain", "clip",
     "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion",
     "masked", "named_chain", "partition", "policies", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion",

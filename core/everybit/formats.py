@@ -24,7 +24,9 @@ Parameters are public: anyone may zero or overwrite the model's tensor between t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
@@ -43,6 +45,12 @@ from everybit.dtypes import (
 from everybit.random_bits import Key
 
 Rounding = Literal["nearest", "stochastic"]
+
+HALF_UNITS: Mapping[FloatDType, float] = MappingProxyType(
+    {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+)
+"""Half a unit in the last place of 1: the largest relative error of rounding to nearest."""
+
 Parts = tuple[Tensor, ...]
 F = TypeVar("F", bound="Format")
 
@@ -66,6 +74,13 @@ class Format(Protocol):
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """The number that the parts keep, in the compute dtype."""
+        ...
+
+    def resolution(self, compute: ComputeDType) -> float:
+        """The largest change, relative to the number that is kept, that ``encode`` may undo every time: half a unit in the last place.
+
+        0 if nothing is undone on average, or if everything is kept that the compute dtype holds. Needs a resolved format.
+        """
         ...
 
 
@@ -109,6 +124,11 @@ class Nearest:
         """Exactly."""
         return rounding.widen(parts[0]).to(torch_dtype(compute))
 
+    def resolution(self, compute: ComputeDType) -> float:
+        """Half a unit in the last place of the stored dtype, if it is coarser than the compute dtype."""
+        dtype = _chosen(self.dtype, self)
+        return 0.0 if dtype in (compute, "float64") else HALF_UNITS[dtype]
+
 
 @dataclass(frozen=True, slots=True)
 class Stochastic:
@@ -139,11 +159,15 @@ class Stochastic:
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round once, at random."""
         dtype = _low(_chosen(self.dtype, self), "Stochastic")
-        return (rounding.to_stochastic(x, dtype, key.bits(x)),)
+        return (rounding.to_stochastic(x, dtype, _dither(dtype, x, key)),)
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """Exactly."""
         return rounding.widen(parts[0]).to(torch_dtype(compute))
+
+    def resolution(self, compute: ComputeDType) -> float:
+        """0: what is undone at one step is made up for at another."""
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +215,7 @@ class Kahan:
         if self.residual == "float16":
             residual = residual.clamp(-rounding.FLOAT16_MAX, rounding.FLOAT16_MAX)
         if self.residual != "float32" and self.rounding == "stochastic":
-            kept = rounding.to_stochastic(residual, self.residual, key.bits(x), finite=True)
+            kept = rounding.to_stochastic(residual, self.residual, _dither(self.residual, x, key), finite=True)
         else:
             kept = rounding.to_nearest(residual, self.residual, finite=True)
         return rounding.narrow(value, dtype), kept
@@ -204,6 +228,17 @@ class Kahan:
         # compilers ignore the signs of zeros, is not added: -0 + 0 would be 0.
         some = (residual.view(torch.int32) & 0x7FFFFFFF) != 0
         return torch.where(some & (residual.abs() <= reach), value + residual, value)
+
+    def resolution(self, compute: ComputeDType) -> float:
+        """That of value and residual together. A float16 has nothing below 2**-24, so that of small numbers only one of the two is left."""
+        value = _low(_chosen(self.value, self), "Kahan")
+        if self.residual == "float32":
+            return 0.0
+        if self.residual == "float16":
+            return HALF_UNITS[value]
+        if self.rounding == "stochastic":
+            return 0.0
+        return HALF_UNITS["bfloat16"] if value == "float16" else HALF_UNITS["bfloat16"] * 2.0**-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +294,17 @@ class Split:
         whole = (value.view(torch.int32) + (remainder if self.bits == 16 else remainder << 8)).view(torch.float32)
         return torch.where(whole != whole, value, whole)
 
+    def resolution(self, compute: ComputeDType) -> float:
+        """0 for ``Split(16)``, which is exact, and for stochastic rounding; else half a unit in the last of 24 bits."""
+        exact = self.bits == 16 or self.rounding == "stochastic"
+        return 0.0 if exact else HALF_UNITS[_low(_chosen(self.value, self), "Split")] * 2.0**-8
+
     def _drop(self, bits: Tensor, count: int, key: Key) -> Tensor:
         """Round a bit pattern to a multiple of ``2**count``; a carry into the exponent is the next binade, as it should be."""
         if count == 0:
             return bits
         if self.rounding == "stochastic":
-            return (bits + (key.bits(bits) & ((1 << count) - 1))) & -(1 << count)
+            return (bits + (key.bits16(bits) & ((1 << count) - 1))) & -(1 << count)
         return (bits + (1 << (count - 1))) & -(1 << count)
 
     def _as_integer(self, remainder: Tensor) -> Tensor:
@@ -348,6 +388,10 @@ class Master:
         rounded = main.float() if dtype == "float32" else rounding.nearest(main.float(), _low(dtype, "Master"))
         return torch.where(rounded == value, main, value.to(main.dtype))
 
+    def resolution(self, compute: ComputeDType) -> float:
+        """0: the main copy is exact."""
+        return 0.0
+
     def _narrows_float64(self, model: FloatDType) -> bool:
         return self.dtype == "float64" and model == "float32"
 
@@ -362,6 +406,11 @@ ParamFormat = Nearest | Stochastic | Kahan | Split | Master
 def bytes_of(format: Format) -> list[tuple[str, int]]:
     """(part name, bytes of one element) of a resolved format."""
     return [(name, dtype.itemsize) for name, dtype in zip(format.part_names, format.dtypes(), strict=True)]
+
+
+def _dither(dtype: LowDType, like: Tensor, key: Key) -> Tensor:
+    """Random bits to round to ``dtype`` with: 16 for bfloat16, which drops 16; 32 for float16, whose subnormals are rounded more finely."""
+    return key.bits16(like) if dtype == "bfloat16" else key.bits(like)
 
 
 def _low(dtype: FloatDType, who: str) -> LowDType:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.optimizer import Advance, Optimizer, OptimizerState
-from everybit.transform import ALONE, Context, Scope
+from everybit.transform import Context, Local, Scope
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -103,12 +103,14 @@ class Measured(Generic[S]):
         """That of the optimizer; sums over elements can be added up afterwards."""
         return self.optimizer.scope
 
-    def init(self, params: P, ctx: Context = ALONE) -> MeasuredState[S]:
+    def init(self, params: P, ctx: Context | None = None) -> MeasuredState[S]:
         """As the optimizer's."""
         leaves = tree.leaves(params)
         return MeasuredState(self.optimizer.init(params, ctx), Metrics.zero(leaves[0].device if leaves else None))
 
-    def step(self, params: P, grads: P, state: MeasuredState[S], ctx: Context = ALONE) -> tuple[P, MeasuredState[S]]:
+    def step(
+        self, params: P, grads: P, state: MeasuredState[S], ctx: Context | None = None
+    ) -> tuple[P, MeasuredState[S]]:
         """As the optimizer's, bit for bit; ``state.metrics`` tells how it went."""
         advance = self.optimizer.advance(params, grads, state.optimizer, ctx)
         metrics = measure(self.optimizer, advance, ctx)
@@ -143,11 +145,12 @@ def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
     return Measured(optimizer)
 
 
-def measure(optimizer: Optimizer[Any], advance: Advance, ctx: Context = ALONE) -> Metrics:
+def measure(optimizer: Optimizer[Any], advance: Advance, ctx: Context | None = None) -> Metrics:
     """The metrics of a step, summed over ``ctx.axis``."""
+    axis = Local if ctx is None else ctx.axis
     reached = tree.leaves(optimizer.export_fp32(advance.params, advance.state))
     total = Metrics.zero(advance.state.step.device)
-    before, updates, grads = (ctx.axis.owned(values) for values in (advance.before, advance.updates, advance.grads))
+    before, updates, grads = (axis.owned(values) for values in (advance.before, advance.updates, advance.grads))
     for x, y, u, g in zip(tree.leaves(before), reached, tree.leaves(updates), tree.leaves(grads), strict=True):
         moving = u != 0
         total = total + Metrics(
@@ -158,5 +161,5 @@ def measure(optimizer: Optimizer[Any], advance: Advance, ctx: Context = ALONE) -
             g.double().square().sum(),
         )
     return Metrics(
-        *(ctx.axis.sum(value) for value in (total.lost, total.moved, total.effective, total.intended, total.gradient))
+        *(axis.sum(value) for value in (total.lost, total.moved, total.effective, total.intended, total.gradient))
     )

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from everybit import rounding, tree
+from everybit.checks import problems, undeclared
 from everybit.combinators.chain import zero_step
+from everybit.contracts import Unwritten, require_state, separated, updated
 from everybit.dtypes import FLOAT_DTYPES, torch_dtype
 from everybit.formats import Format, Parts
-from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, problems, resolve_tree
-from everybit.random_bits import Key, stream
-from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
+from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, resolve_tree
+from everybit.random_bits import Key, Lane, require_seed, stream
+from everybit.transform import Context, Scope, Transform, decays, require_transform
 
 P = TypeVar("P")
 S = TypeVar("S")
 
-_PARAMS_STREAM = stream("params")
+Unsafe = Literal["refuse", "warn", "allow"]
+"""What to do about a policy that cannot work for a transform: refuse it, warn and go on, or go on."""
+
+# The two moments of one optimizer are rounded with the two halves of one word.
+_HALVES: dict[str, Literal[0, 1]] = {"momentum": 0, "variance": 1}
 
 
 @tree.state
@@ -62,7 +68,8 @@ class Optimizer(Generic[S]):
 
     transform: Transform[S]
     policy: AnyPolicy
-    seed: int = 0
+    seed: int | Tensor = 0
+    unsafe: Unsafe = field(default="allow", compare=False, repr=False)
 
     @property
     def scope(self) -> Scope:
@@ -71,24 +78,49 @@ class Optimizer(Generic[S]):
             return "tensor"
         return self.transform.scope
 
-    def init(self, params: P, ctx: Context = ALONE) -> OptimizerState[S]:
+    def init(self, params: P, ctx: Context | None = None) -> OptimizerState[S]:
         """The state before the first step. Works on meta tensors, for planning.
 
         Raises:
-            TypeError: A parameter that is not a floating-point tensor.
-            ValueError: A parameter that the policy cannot store; both messages name its path.
+            TypeError: A parameter that is not a floating-point tensor, or a state that a policy cannot store, because it is not registered
+                with ``@eb.state`` or has tensors outside of slots.
+            ValueError: A parameter that the policy cannot store, or a slot of which the transform does not say how slowly it moves though
+                the
+                policy needs to know. All messages name the path.
         """
         formats = resolve_tree(self.policy, params)
         step = zero_step(params)
-        layout = _Layout(params, formats, self.seed, step, ctx)
+        layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
         values = [_widened_param(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
         extra = [
             one.params.encode(x, key)[1:] for x, one, key in zip(values, formats, layout.keys("params"), strict=True)
         ]
         inner = self.transform.init(tree.replace(params, values))
-        return OptimizerState(step, tree.replace(params, extra), layout.encode_state(inner))
+        require_state(self.transform, inner, params)
+        self._require_declared(inner)
+        return separated(OptimizerState(step, tree.replace(params, extra), layout.encode_state(inner)), params)
 
-    def step(self, params: P, grads: P, state: OptimizerState[S], ctx: Context = ALONE) -> tuple[P, OptimizerState[S]]:
+    def _require_declared(self, inner: S) -> None:
+        """Ask for the decay rates of slots whose format cannot follow every rate."""
+        if self.unsafe == "allow":
+            return
+        slots: list[str] = []
+        tree.map_slots(lambda name, slot: slots.append(name), inner)
+        for policy in _policies(self.policy):
+            for name in undeclared(policy, slots, decays(self.transform)):
+                _object(
+                    f"state.{name}: {type(self.transform).__name__} does not say how slowly it moves, and {policy.field_of(name)} ="
+                    f" {policy.slot(name)} rounds it to nearest, where slow averages stop moving. Accepted is a transform that says so: def"
+                    f" decays(self): return (eb.SlotDecay({name!r}, rate),), where rate is the share that a step keeps (0.0 for what"
+                    " each step"
+                    " replaces); or a format that follows every rate, such as Stochastic('bfloat16') or Nearest('float32').",
+                    self.unsafe,
+                    stacklevel=4,
+                )
+
+    def step(
+        self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None
+    ) -> tuple[P, OptimizerState[S]]:
         """One update.
 
         Args:
@@ -107,19 +139,24 @@ class Optimizer(Generic[S]):
         advance = self.advance(params, grads, state, ctx)
         return advance.params, advance.state
 
-    def advance(self, params: P, grads: P, state: OptimizerState[S], ctx: Context = ALONE) -> Advance:
+    def advance(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> Advance:
         """As :meth:`step`, keeping what was computed on the way."""
         formats = resolve_tree(self.policy, params)
         step = state.step + 1
-        layout = _Layout(params, formats, self.seed, step, ctx)
+        layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
         values = layout.decode_params(state.extra)
         before = tree.replace(params, values)
         wide_grads = _widened(grads, params, formats)
         inner = layout.decode_state(state.inner)
 
-        updates, inner = self.transform.update(wide_grads, inner, before, ctx.at(step))
+        unwritten = Unwritten(grads=wide_grads, state=inner, params=before)
+        updates, inner = updated(self.transform, wide_grads, inner, before, (ctx or Context()).at(step))
+        unwritten.require(self.transform)
+        moves = tree.leaves(updates)
+        if len(moves) != len(values) or any(u.shape != x.shape for u, x in zip(moves, values, strict=True)):
+            tree.require_same_structure(updates, params, name="updates", reference_name="params")
 
-        after = [x + u for x, u in zip(values, tree.leaves(updates), strict=True)]
+        after = [x + u for x, u in zip(values, moves, strict=True)]
         parts = [one.params.encode(x, key) for x, one, key in zip(after, formats, layout.keys("params"), strict=True)]
         new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), layout.encode_state(inner))
         return Advance(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
@@ -130,7 +167,7 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        layout = _Layout(params, resolve_tree(self.policy, params), self.seed, state.step, ALONE)
+        layout = _Layout.of(params, resolve_tree(self.policy, params), self.seed, state.step, 0)
         return tree.replace(params, [value.clone() for value in layout.decode_params(state.extra)])
 
     def import_fp32(self, weights: P, params: P, state: OptimizerState[S] | None = None) -> tuple[P, OptimizerState[S]]:
@@ -150,7 +187,7 @@ class Optimizer(Generic[S]):
         tree.require_same_structure(weights, params, name="weights", reference_name="params")
         formats = resolve_tree(self.policy, params)
         fresh = self.init(params) if state is None else state
-        layout = _Layout(params, formats, self.seed, fresh.step, ALONE)
+        layout = _Layout.of(params, formats, self.seed, fresh.step, 0)
         wide = _widened(weights, params, formats, name="weights")
         parts = [
             one.params.encode(x, key)
@@ -167,14 +204,14 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        layout = _Layout(params, resolve_tree(self.policy, params), self.seed, state.step, ALONE)
+        layout = _Layout.of(params, resolve_tree(self.policy, params), self.seed, state.step, 0)
         weights = [value.clone() for value in layout.decode_params(state.extra)]
         inner = tree.map(torch.clone, layout.decode_state(state.inner))
         nothing = tree.replace(params, [()] * len(weights))
         return tree.replace(params, weights), OptimizerState(state.step.clone(), nothing, inner)
 
     def encode(
-        self, weights: P, state: OptimizerState[S], params: P, ctx: Context = ALONE
+        self, weights: P, state: OptimizerState[S], params: P, ctx: Context | None = None
     ) -> tuple[P, OptimizerState[S]]:
         """Store what :meth:`decode` gave, under this policy: everything is rounded once, as a step would round it.
 
@@ -191,7 +228,7 @@ class Optimizer(Generic[S]):
             ValueError: Structures, shapes or dtypes differ; the message names the path.
         """
         formats = resolve_tree(self.policy, params)
-        layout = _Layout(params, formats, self.seed, state.step, ctx)
+        layout = _Layout.of(params, formats, self.seed, state.step, _first(ctx))
         wide = _widened(weights, params, formats, name="weights")
         parts = [
             one.params.encode(x, key)
@@ -224,15 +261,17 @@ def with_policy(
     transform: Transform[S],
     policy: AnyPolicy,
     *,
-    seed: int = 0,
-    unsafe: Literal["refuse", "warn", "allow"] = "refuse",
+    seed: int | Tensor = 0,
+    unsafe: Unsafe = "refuse",
 ) -> Optimizer[S]:
     """Put ``transform`` under ``policy``.
 
     Args:
         transform: What computes updates.
         policy: How everything is stored: a :class:`Policy`, or several by :func:`by_label`.
-        seed: Of the bits that stochastic rounding draws.
+        seed: Of the bits that stochastic rounding draws: a whole number of at most 64 bits, or an int64 tensor, 0-d. Under
+            ``torch.func.vmap``
+            a tensor gives each member of a population bits of its own; a number gives all of them the same bits.
         unsafe: What to do about a policy that cannot work for this transform, such as a bfloat16 second moment rounded to nearest at
             ``b2=0.999``, which never decays: refuse it, warn and go on, or go on.
 
@@ -254,17 +293,23 @@ def with_policy(
         raise TypeError(
             f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16, or by_label(...)."
         )
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed: got {seed!r}; accepted is a whole number.")
+    require_seed(seed)
     if unsafe not in ("refuse", "warn", "allow"):
         raise ValueError(f"unsafe: got {unsafe!r}; accepted are 'refuse', 'warn', 'allow'.")
     if unsafe != "allow":
-        policies = policy.policies.values() if isinstance(policy, ByLabel) else [policy]
-        for problem in dict.fromkeys(found for one in policies for found in problems(one, second_moments(transform))):
-            if unsafe == "refuse":
-                raise ValueError(f"{problem} (unsafe='warn' runs it all the same.)")
-            warnings.warn(problem, stacklevel=2)
-    return Optimizer(transform, policy, seed)
+        for problem in dict.fromkeys(found for one in _policies(policy) for found in problems(one, decays(transform))):
+            _object(problem, unsafe, stacklevel=3)
+    return Optimizer(transform, policy, seed, unsafe)
+
+
+def _policies(policy: AnyPolicy) -> list[Policy]:
+    return list(policy.policies.values()) if isinstance(policy, ByLabel) else [policy]
+
+
+def _object(problem: str, unsafe: Unsafe, *, stacklevel: int) -> None:
+    if unsafe == "refuse":
+        raise ValueError(f"{problem} (unsafe='warn' runs it all the same.)")
+    warnings.warn(problem, stacklevel=stacklevel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,19 +318,30 @@ class _Layout:
 
     params: Any
     formats: list[Resolved]
-    seed: int
+    seed: int | Tensor
     step: Tensor
-    ctx: Context
+    first: int | Tensor
+    drawn: list[list[Tensor]]
+
+    @staticmethod
+    def of(params: object, formats: list[Resolved], seed: int | Tensor, step: Tensor, first: int | Tensor) -> _Layout:
+        """No random bits drawn yet."""
+        return _Layout(params, formats, seed, step, first, [[] for _ in formats])
 
     def keys(self, name: str) -> list[Key]:
-        """A key per leaf. Elements are numbered through the leaves of one dtype, in order, as they lie in a flat buffer."""
-        offsets: dict[torch.dtype, int] = {}
+        """A key per leaf. Elements are numbered through the leaves of one dtype, in order, as they lie in a flat buffer.
+
+        Each dtype has streams of its own, because elements of two dtypes may have one number.
+        """
+        offsets: dict[str, int] = {}
         keys = []
-        number = _PARAMS_STREAM if name == "params" else stream(name)
-        for leaf in tree.leaves(self.params):
-            offset = offsets.get(leaf.dtype, 0)
-            keys.append(Key(self.seed, self.step, number, self.ctx.first_element + offset))
-            offsets[leaf.dtype] = offset + leaf.numel()
+        half = _HALVES.get(name)
+        for leaf, one, drawn in zip(tree.leaves(self.params), self.formats, self.drawn, strict=True):
+            offset = offsets.get(one.model, 0)
+            lane = None if half is None else Lane(stream(f"moments:{one.model}"), half, drawn)
+            number = stream(f"{name}:{one.model}")
+            keys.append(Key(self.seed, self.step, number, self.first + offset, lane))
+            offsets[one.model] = offset + leaf.numel()
         return keys
 
     def decode_params(self, extra: object) -> list[Tensor]:
@@ -302,16 +358,20 @@ class _Layout:
         return values
 
     def decode_state(self, inner: S) -> S:
-        def decode(name: str, one: Resolved, key: Key, stored: Any, where: Callable[[], str]) -> Tensor:
+        def decode(leaf: Tensor, name: str, one: Resolved, key: Key, stored: Any, where: Callable[[], str]) -> Tensor:
             format = one.slot(name)
             parts: Parts = stored if isinstance(stored, tuple) else (stored,)
-            _require_parts(parts, format, None, where)
+            _require_parts(parts, format, leaf, where)
             return format.decode(parts, one.policy.compute)
 
         return self._map_slots(decode, inner)
 
     def encode_state(self, inner: S) -> S:
-        def encode(name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]) -> Any:
+        def encode(leaf: Tensor, name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]) -> Any:
+            if value.shape != leaf.shape:
+                raise ValueError(
+                    f"{where()}: got the shape {tuple(value.shape)}; accepted is that of its parameter, {tuple(leaf.shape)}."
+                )
             if value.dtype is not torch_dtype(one.policy.compute):
                 raise ValueError(f"{where()}: got {value.dtype}; accepted before encoding is {one.policy.compute}.")
             parts = one.slot(name).encode(value, key)
@@ -321,6 +381,7 @@ class _Layout:
 
     def _map_slots(self, function: Callable[..., Any], inner: S) -> S:
         seen: dict[str, int] = {}
+        leaves = tree.leaves(self.params)
 
         def one_slot(name: str, slot: Any) -> Any:
             # A name that comes twice in a chain draws two streams.
@@ -336,13 +397,17 @@ class _Layout:
                     None
                     if value is None
                     else function(
-                        name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
+                        leaf, name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
                     )
-                    for index, (value, one, key) in enumerate(zip(found, self.formats, keys, strict=True))
+                    for index, (leaf, value, one, key) in enumerate(zip(leaves, found, self.formats, keys, strict=True))
                 ],
             )
 
         return tree.map_slots(one_slot, inner)
+
+
+def _first(ctx: Context | None) -> int | Tensor:
+    return 0 if ctx is None else ctx.first_element
 
 
 def _widened_param(leaf: Tensor, one: Resolved) -> Tensor:
@@ -401,11 +466,11 @@ def _as_stored(grad: Tensor) -> Tensor:
     return grad if grad.dtype.itemsize >= 4 else grad.float()
 
 
-def _require_parts(parts: Parts, format: Format, leaf: Tensor | None, where: Callable[[], str]) -> None:
+def _require_parts(parts: Parts, format: Format, leaf: Tensor, where: Callable[[], str]) -> None:
     """Refuse stored parts that another format made, or that belong to a tensor of another shape."""
     dtypes = format.dtypes()
     ok = len(parts) == len(dtypes) and all(
-        isinstance(part, Tensor) and part.dtype is dtype and (leaf is None or part.shape == leaf.shape)
+        isinstance(part, Tensor) and part.dtype is dtype and part.shape == leaf.shape
         for part, dtype in zip(parts, dtypes, strict=True)
     )
     if not ok:

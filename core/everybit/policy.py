@@ -23,12 +23,8 @@ from everybit.dtypes import (
     require_member,
 )
 from everybit.formats import Format, Master, Nearest, ParamFormat, StateFormat, Stochastic, bytes_of
-from everybit.scalars import Hyperparameter
 
 ADAM_SLOTS = ("momentum", "variance")
-
-# Rounded to nearest, a bfloat16 running square follows its mean only if a step's decay is several units in the last place.
-SMALLEST_SAFE_DECAY = 2.0**-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +106,17 @@ class Policy:
         by_kind = {"momentum": self.momentum, "variance": self.variance}
         return by_kind.get(name, self.state)
 
+    def resolved_slot(self, name: str) -> Format:
+        """The format of the slot called ``name``, every dtype named."""
+        format = self.slot(name)
+        return format.resolved(self.compute if isinstance(format, Nearest) else "bfloat16")
+
+    def field_of(self, slot: str) -> str:
+        """The field that decides the format of a slot, for messages: ``Policy.variance``."""
+        if slot in self.slots:
+            return f"Policy.slots[{slot!r}]"
+        return f"Policy.{slot}" if slot in ("momentum", "variance") else "Policy.state"
+
     @property
     def model_dtype(self) -> FloatDType:
         """Dtype of the model's own tensors that this policy is meant for: the one it names, or bfloat16."""
@@ -158,8 +165,7 @@ class Resolved:
 
     def slot(self, name: str) -> Format:
         """The format of the slot called ``name``, every dtype named."""
-        format = self.policy.slot(name)
-        return format.resolved(self.policy.compute if isinstance(format, Nearest) else "bfloat16")
+        return self.policy.resolved_slot(name)
 
 
 def resolve(policy: Policy, model: FloatDType) -> Resolved:
@@ -261,33 +267,6 @@ def _policy_for(policy: AnyPolicy, label: str | None) -> Policy:
     return policy.policies[label]
 
 
-def problems(policy: Policy, second_moments: Mapping[str, Hyperparameter]) -> list[str]:
-    """What in ``policy`` cannot work for an optimizer with these running squares (slot -> decay rate), and what would.
-
-    Only rates that are plain numbers are judged: a tensor's value is on the device, a schedule's lies in the future.
-    """
-    found = []
-    for name, decay in second_moments.items():
-        format = policy.slot(name)
-        format = format.resolved(policy.compute if isinstance(format, Nearest) else "bfloat16")
-        field_name = (
-            f"Policy.slots[{name!r}]" if name in policy.slots else f"Policy.{name if name == 'variance' else 'state'}"
-        )
-        if format.dtypes()[0] is torch.float16:
-            found.append(
-                f"{field_name}: got {format}; a float16 square of a gradient below 2.4e-4 is zero, and the step divides by its"
-                " root. Accepted are float32, and bfloat16 as Stochastic, Kahan or Split."
-            )
-        elif format == Nearest("bfloat16") and isinstance(decay, (int, float)) and 1 - decay < SMALLEST_SAFE_DECAY:
-            found.append(
-                f"{field_name}: got {format} with decay rate {decay} (beta2); a step's decay of {1 - decay:.3g} is too few units"
-                " in the last place of bfloat16: it is rounded away, and the second moment does not fall when gradients do."
-                " Accepted are Stochastic('bfloat16'), Kahan(), Split(8) or Nearest('float32') here, or a decay rate of at most"
-                f" {1 - SMALLEST_SAFE_DECAY}."
-            )
-    return found
-
-
 def _require_format(name: str, value: object, accepted: tuple[type[Any], ...]) -> None:
     if not isinstance(value, accepted):
         listed = ", ".join(kind.__name__ for kind in accepted)
@@ -302,6 +281,6 @@ def _advice(model: FloatDType) -> str:
     if model == "float32":
         return "Accepted for float32 parameters: policies.FP32, or cast the model to bfloat16 first."
     return (
-        f"Accepted for {model} parameters: KAHAN_BF16, LEAN_BF16, EXACT_BF16, TIGHT_BF16, FLOOR_BF16, MIXED_BF16 or PURE_BF16"
-        " in everybit.policies."
+        f"Accepted for {model} parameters: LEAN_BF16, EXACT_BF16, TIGHT_BF16, FLOOR_BF16, MIXED_BF16, KAHAN_BF16 (less exact than"
+        " LEAN_BF16 at the same bytes) or PURE_BF16 in everybit.policies."
     )

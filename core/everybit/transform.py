@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from torch import Tensor
 
@@ -106,22 +106,37 @@ class Transform(Protocol[S]):
         ...
 
 
-@runtime_checkable
-class HasSecondMoments(Protocol):
-    """A transform some of whose slots are running means of squares.
+@dataclass(frozen=True, slots=True)
+class SlotDecay:
+    """How slowly a slot of a transform's state moves.
 
-    A policy asks, because those are the slots that break when their format is too coarse: a decay of ``1 - beta`` smaller than half
-    a unit in the last place is rounded away, and the mean never falls.
+    A step keeps ``rate`` of what the slot holds. What it changes is then about ``1 - rate`` of it, and a format that rounds to nearest
+    undoes changes below half a unit in the last place, at every step: the slot stops moving. So a policy asks, and refuses what cannot
+    work.
+
+    Attributes:
+        slot: Name of the state's field.
+        rate: The share that is kept, in [0, 1]: ``beta`` of a running mean, 1 for a sum. 0 for what is replaced at each step.
+        squares: Whether the slot holds squares of gradients, by whose root a step divides: a format must not lose small ones to zero.
     """
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
-        """Slot name -> decay rate (``beta2``)."""
+    slot: str
+    rate: Hyperparameter
+    squares: bool = False
+
+
+@runtime_checkable
+class DeclaresDecays(Protocol):
+    """A transform that says how slowly its slots move, and those of the transforms inside it."""
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """One entry for each slot; a slot that is named twice has to be followed at both rates."""
         ...
 
 
-def second_moments(transform: object) -> dict[str, Hyperparameter]:
-    """The running squares of a transform and of those inside it."""
-    return transform.second_moments() if isinstance(transform, HasSecondMoments) else {}
+def decays(*transforms: object) -> tuple[SlotDecay, ...]:
+    """What transforms, and those inside them, declare about their slots."""
+    return tuple(one for transform in transforms if isinstance(transform, DeclaresDecays) for one in transform.decays())
 
 
 def strictest(transforms: tuple[Transform[Any], ...]) -> Scope:
@@ -151,3 +166,7 @@ def require_transform(value: object, *, who: str) -> None:
             else ""
         )
         raise TypeError(f"{who}: got {value!r}, which has no {', '.join(missing)}; accepted are transforms.{hint}")
+    scope: object = value.scope  # type: ignore[attr-defined]
+    if scope not in get_args(Scope):
+        accepted = ", ".join(map(repr, get_args(Scope)))
+        raise TypeError(f"{who}: {type(value).__name__}.scope: got {scope!r}; accepted are {accepted}.")

@@ -80,9 +80,16 @@ def state(cls: C) -> C:
     return cls
 
 
-def is_state(node: object) -> bool:
-    """Whether ``node`` is an instance of a class registered with :func:`state`."""
-    return type(node) in _SLOTS
+def slot_fields(node: object) -> dict[str, bool] | None:
+    """The fields of an instance of a class registered with :func:`state`, and whether each is a slot; None of anything else."""
+    return _SLOTS.get(type(node))
+
+
+def same_structure(tree: object, reference: object) -> bool:
+    """Whether two trees have the same containers, keys (in any order) and holes; shapes may differ."""
+    own = optree.tree_structure(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+    expected = optree.tree_structure(reference, namespace=NAMESPACE)  # type: ignore[arg-type]
+    return own == expected or _differ_in_order_only(tree, reference, expected)
 
 
 def map(function: Callable[..., Any], tree: P, *others: Any) -> P:
@@ -190,18 +197,6 @@ def _map_slots(function: Callable[[str, Any], Any], node: Any) -> Any:
     return node
 
 
-def slot_names(node: object) -> list[str]:
-    """The names of the slots in a state, in order, repeats included."""
-    names: list[str] = []
-
-    def note(name: str, subtree: Any) -> Any:
-        names.append(name)
-        return subtree
-
-    map_slots(note, node)
-    return names
-
-
 def norm(tree: object) -> Tensor:
     """Euclidean norm over all elements, accumulated in float32 or better whatever the leaves are stored in."""
     return borders.sqrt(sum_of_squares(tree))
@@ -240,10 +235,8 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
     Raises:
         ValueError: It has not; the message names the first path that differs, what is there and what was expected.
     """
-    own = optree.tree_structure(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
-    expected = optree.tree_structure(reference, namespace=NAMESPACE)  # type: ignore[arg-type]
     # The order of a dict's keys is not part of the comparison: trees are matched by key.
-    if own != expected and not _differ_in_order_only(tree, reference, expected):
+    if not same_structure(tree, reference):
         own_paths, expected_paths = paths(tree), paths(reference)
         missing = [path for path in expected_paths if path not in own_paths]
         extra = [path for path in own_paths if path not in expected_paths]
@@ -252,7 +245,11 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
         ]
         raise ValueError(
             f"{name}: structure differs from {reference_name}: "
-            + ("; ".join(what) if what else f"containers differ: got {own}, expected {expected}")
+            + (
+                "; ".join(what)
+                if what
+                else f"containers differ: got {_structure(tree)}, expected {_structure(reference)}"
+            )
             + f". {name} must have one tensor for each of the {len(expected_paths)} in {reference_name}"
             f" (got {len(own_paths)}); give zeros where there is none."
         )
@@ -264,6 +261,10 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
             raise ValueError(
                 f"{name}{path}: shape {tuple(leaf.shape)}, but {reference_name}{path} has {tuple(other.shape)}."
             )
+
+
+def _structure(tree: object) -> str:
+    return str(optree.tree_structure(tree, namespace=NAMESPACE))  # type: ignore[arg-type]
 
 
 def _differ_in_order_only(tree: object, reference: object, expected: Any) -> bool:

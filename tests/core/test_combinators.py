@@ -67,24 +67,6 @@ def test_named_chain_is_the_chain_with_states_by_name() -> None:
     assert state.step.item() == 1
 
 
-def test_second_moments_are_found_inside_everything_and_the_slower_counts() -> None:
-    inner = eb.chain(eb.scale_by_adam(b2=0.9), eb.scale_by_rms(0.99))
-    wrapped: list[Any] = [
-        inner,
-        eb.named_chain({"x": inner}),
-        eb.masked(inner, True),
-        eb.partition({"x": inner}, "x"),
-        eb.accumulate(inner, 2),
-        eb.apply_if_finite(inner),
-    ]
-    for transform in wrapped:
-        assert transform.second_moments() == {"variance": 0.99}
-        with pytest.raises(
-            ValueError, match=r"Policy\.variance: got Nearest\(dtype='bfloat16'\) with decay rate 0\.99"
-        ):
-            eb.with_policy(transform, eb.policies.PURE_BF16)
-
-
 OPTIMIZER: Any = eb.with_policy(eb.sgd(0.1), eb.policies.FP32)
 
 

@@ -50,48 +50,6 @@ def test_wider_gradients_and_other_slots_are_counted() -> None:
     assert eb.Policy().bytes_per_param(model="float32", slots=()) == 8
 
 
-@pytest.mark.parametrize("b2", [0.999, 0.99, 0.97])
-def test_a_bfloat16_second_moment_to_nearest_is_refused_where_it_would_freeze(b2: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"Policy.variance: got Nearest\(dtype='bfloat16'\) with decay rate {b2}.*Accepted are Stoch"
-    ):
-        eb.with_policy(eb.adamw(1e-3, b2=b2), eb.policies.PURE_BF16)
-    with pytest.warns(UserWarning, match="the second moment does not fall"):
-        eb.with_policy(eb.adamw(1e-3, b2=b2), eb.policies.PURE_BF16, unsafe="warn")
-    assert eb.with_policy(eb.adamw(1e-3, b2=b2), eb.policies.PURE_BF16, unsafe="allow").seed == 0
-
-
-def test_it_is_accepted_from_two_to_the_minus_five_on() -> None:
-    eb.with_policy(eb.adamw(1e-3, b2=1 - 2.0**-5), eb.policies.PURE_BF16)
-    for variance in (eb.Stochastic(), eb.Kahan(), eb.Split(8), eb.Nearest("float32"), eb.Nearest()):
-        eb.with_policy(eb.adamw(1e-3, b2=0.9999), eb.Policy(variance=variance))
-
-
-def test_the_squares_of_a_transform_are_found_wherever_they_are() -> None:
-    adam = eb.scale_by_adam(b2=0.999)
-    hidden: list[eb.Transform[Any]] = [
-        adam,
-        eb.named_chain({"adam": adam}),
-        eb.masked(adam, {"w": True}),
-        eb.partition({"x": adam}, {"w": "x"}),
-        eb.accumulate(adam, 2),
-        eb.apply_if_finite(eb.chain(adam)),
-        eb.scale_by_rms(decay=0.99),
-    ]
-    for transform in hidden:
-        with pytest.raises(ValueError, match="decay rate"):
-            eb.with_policy(transform, eb.policies.PURE_BF16)
-    slots = eb.Policy(slots={"variance": eb.Nearest("bfloat16")})
-    with pytest.raises(ValueError, match=r"Policy.slots\['variance'\]: got Nearest"):
-        eb.with_policy(adam, slots)
-
-
-@pytest.mark.parametrize("format", [eb.Nearest("float16"), eb.Stochastic("float16"), eb.Kahan(value="float16")])
-def test_a_float16_second_moment_is_refused(format: Any) -> None:
-    with pytest.raises(ValueError, match=r"Policy.variance: got .*float16.*below 2.4e-4 is zero"):
-        eb.with_policy(eb.adam(1e-3, b2=0.9), eb.Policy(variance=format))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -103,55 +103,6 @@ def test_labels_are_a_prefix_of_the_parameters() -> None:
         opt.init({"w": torch.ones(2)})
 
 
-@pytest.mark.parametrize("b2", [0.97, 0.999, 1 - 2.0**-5 + 1e-6])
-@pytest.mark.parametrize("preset", ["PURE_BF16", "ANYPRECISION"])
-def test_a_running_square_that_would_freeze_is_refused_and_accepted_from_2_to_the_minus_5(
-    preset: str, b2: float
-) -> None:
-    policy = eb.policies.PRESETS[preset]
-    accepted = r"Accepted are Stochastic\('bfloat16'\), Kahan\(\), Split\(8\) or Nearest\('float32'\)"
-    with pytest.raises(ValueError, match=rf"Policy\.variance: got .* with decay rate {b2} .*{accepted}"):
-        eb.with_policy(eb.adamw(1e-3, b2=b2), policy)
-    eb.with_policy(eb.adamw(1e-3, b2=1 - 2.0**-5), policy)
-    # No squares, nothing to freeze.
-    eb.with_policy(eb.sgd(1e-3, momentum=b2), policy)
-    eb.with_policy(eb.lion(1e-4, b2=b2), policy)
-
-
-def test_the_boundary_of_the_refusal_is_on_the_safe_side() -> None:
-    """Once gradients are zero, a square stored at 1 - b2 = 2**-5 falls as it should to within an eighth; at 2**-9 not at all.
-
-    A decay by 2**-5 is 4 to 8 units in the last place, rounded to a whole number of them: off by half a unit of 4. A decay by 2**-9
-    is a quarter to half a unit, and the half goes to even, or to nothing in float32's last bit.
-    """
-    for rate, least, most in ((2.0**-5, 0.875, 1.125), (2.0**-9, 0.0, 0.0)):
-        policy = eb.Policy(params=eb.Nearest("float32"), variance=eb.Nearest("bfloat16"))
-        opt = eb.with_policy(eb.scale_by_adam(b2=1 - rate), policy, unsafe="allow")
-        params, state = torch.ones(1), opt.init(torch.ones(1))
-        for grad in [torch.full((1,), 1.3)] * 300 + [torch.zeros(1)] * 40:
-            before = state.inner.variance.double().clone()
-            params, state = opt.step(params, grad, state)
-            if not grad:
-                fall = float((before - state.inner.variance.double()) / (rate * before))
-                assert least <= fall <= most
-
-
-@pytest.mark.parametrize("b2", [torch.tensor(0.999), lambda step: 0.999 + 0.0 * step])
-def test_rates_that_only_the_device_or_the_future_knows_are_not_judged(b2: Any) -> None:
-    eb.with_policy(eb.adamw(1e-3, b2=b2), eb.policies.PURE_BF16)
-
-
-def test_a_warning_points_at_the_callers_line_and_allow_is_silent() -> None:
-    with pytest.warns(UserWarning, match=r"Policy\.variance: got Nearest\(dtype='bfloat16'\)") as caught:
-        warned = eb.with_policy(eb.adamw(1e-3), eb.policies.PURE_BF16, unsafe="warn")
-    assert [warning.filename for warning in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert eb.with_policy(eb.adamw(1e-3), eb.policies.PURE_BF16, unsafe="allow") == warned
-    params = torch.ones(3, dtype=BF16)
-    warned.step(params, params, warned.init(params))
-
-
 @pytest.mark.parametrize(
     "fields", [{"variance": eb.Stochastic()}, {"slots": {"ema": eb.Split()}}, {"params": eb.Master()}]
 )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.combinators.chain import zero_step
-from everybit.scalars import Hyperparameter
-from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
+from everybit.contracts import updated
+from everybit.transform import ALONE, Context, Scope, SlotDecay, Transform, decays, require_transform
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -55,9 +55,9 @@ class Accumulate:
         """That of the inner transform."""
         return self.transform.scope
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
-        """Those of the inner transform."""
-        return second_moments(self.transform)
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """Those of the inner transform, and of the mean: its last gradient changes it by ``1 / every``."""
+        return SlotDecay("gradient", 1 - 1 / self.every), *decays(self.transform)
 
     def init(self, params: P) -> AccumulateState[P]:
         """No gradients yet."""
@@ -73,7 +73,7 @@ class Accumulate:
         mean = tree.map(lambda g, a: a + (g - a) / count, updates, state.gradient)
         due = count == self.every
         step = state.step + due
-        inner_updates, inner = self.transform.update(mean, state.inner, params, ctx.at(state.step + 1))
+        inner_updates, inner = updated(self.transform, mean, state.inner, params, ctx.at(state.step + 1))
         none = tree.zeros_like(updates)
         return tree.where(due, inner_updates, none), AccumulateState(
             step, count * ~due, tree.where(due, none, mean), tree.where(due, inner, state.inner)

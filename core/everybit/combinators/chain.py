@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.scalars import Hyperparameter
-from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments, strictest
+from everybit.contracts import updated
+from everybit.transform import ALONE, Context, Scope, SlotDecay, Transform, decays, require_transform, strictest
 
 P = TypeVar("P")
 
@@ -49,9 +49,9 @@ class Chain:
         """The strictest of the parts."""
         return strictest(self.transforms)
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
+    def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the parts."""
-        return merged_second_moments(self.transforms)
+        return decays(*self.transforms)
 
     def init(self, params: P) -> ChainState:
         """Each part's state."""
@@ -63,7 +63,7 @@ class Chain:
         ctx = ctx.at(step)
         states = []
         for transform, inner in zip(self.transforms, state.states, strict=True):
-            updates, inner = transform.update(updates, inner, params, ctx)
+            updates, inner = updated(transform, updates, inner, params, ctx)
             states.append(inner)
         return updates, ChainState(step, tuple(states))
 
@@ -83,9 +83,9 @@ class NamedChain:
         """The strictest of the parts."""
         return strictest(tuple(self.transforms.values()))
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
+    def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the parts."""
-        return merged_second_moments(tuple(self.transforms.values()))
+        return decays(*self.transforms.values())
 
     def init(self, params: P) -> NamedChainState:
         """Each part's state, by its name."""
@@ -98,7 +98,7 @@ class NamedChain:
         ctx = ctx.at(step)
         states = {}
         for name, transform in self.transforms.items():
-            updates, states[name] = transform.update(updates, state.states[name], params, ctx)
+            updates, states[name] = updated(transform, updates, state.states[name], params, ctx)
         return updates, NamedChainState(step, states)
 
 
@@ -129,15 +129,3 @@ def zero_step(params: object) -> Tensor:
     """A counter at zero, where the parameters are."""
     leaves = tree.leaves(params)
     return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
-
-
-def merged_second_moments(transforms: tuple[Transform[Any], ...]) -> dict[str, Hyperparameter]:
-    """The running squares of several transforms; of two with one name, the slower decay, which is the harder to store."""
-    merged: dict[str, Hyperparameter] = {}
-    for transform in transforms:
-        for name, decay in second_moments(transform).items():
-            known = merged.get(name)
-            if isinstance(known, (int, float)) and isinstance(decay, (int, float)):
-                decay = max(known, decay)
-            merged[name] = decay
-    return merged

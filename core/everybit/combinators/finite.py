@@ -10,8 +10,8 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.combinators.chain import zero_step
-from everybit.scalars import Hyperparameter
-from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments
+from everybit.contracts import updated
+from everybit.transform import ALONE, Context, Scope, SlotDecay, Transform, decays, require_transform
 
 P = TypeVar("P")
 
@@ -54,9 +54,9 @@ class ApplyIfFinite:
         """The whole tree: one bad element stops all."""
         return "tree"
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
+    def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the inner transform."""
-        return second_moments(self.transform)
+        return decays(self.transform)
 
     def init(self, params: P) -> ApplyIfFiniteState:
         """Nothing skipped yet."""
@@ -71,7 +71,7 @@ class ApplyIfFinite:
         consecutive = torch.where(apply, 0, state.consecutive + 1)
         if self.max_consecutive is not None:
             apply = apply | (consecutive > self.max_consecutive)
-        inner_updates, inner = self.transform.update(updates, state.inner, params, ctx.at(state.step + 1))
+        inner_updates, inner = updated(self.transform, updates, state.inner, params, ctx.at(state.step + 1))
         chosen = tree.where(apply, inner_updates, tree.zeros_like(updates))
         return chosen, ApplyIfFiniteState(
             state.step + apply, state.skipped + ~apply, consecutive, tree.where(apply, inner, state.inner)

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from everybit import tree
-from everybit.combinators.chain import merged_second_moments
-from everybit.scalars import Hyperparameter
-from everybit.transform import ALONE, Context, Scope, Transform, require_transform, second_moments, strictest
+from everybit.contracts import updated
+from everybit.transform import ALONE, Context, Scope, SlotDecay, Transform, decays, require_transform, strictest
 
 P = TypeVar("P")
 
@@ -47,9 +46,9 @@ class Masked:
         """That of the inner transform, but at least whole tensors: an element does not know its leaf."""
         return "tensor" if self.transform.scope == "element" else self.transform.scope
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
+    def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the inner transform."""
-        return second_moments(self.transform)
+        return decays(self.transform)
 
     def init(self, params: P) -> MaskedState:
         """The inner state of the selected leaves."""
@@ -59,8 +58,8 @@ class Masked:
         """The inner update where selected, else what came in."""
         updates = tree.ordered_as(params, updates)
         chosen = _mask(self.mask, params)
-        inner_updates, inner = self.transform.update(
-            _select(updates, chosen), state.inner, _select(params, chosen), ctx
+        inner_updates, inner = updated(
+            self.transform, _select(updates, chosen), state.inner, _select(params, chosen), ctx
         )
         return _merge(updates, inner_updates), MaskedState(inner)
 
@@ -82,9 +81,9 @@ class Partition:
         scope = strictest(tuple(self.transforms.values()))
         return "tensor" if scope == "element" else scope
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
+    def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the parts."""
-        return merged_second_moments(tuple(self.transforms.values()))
+        return decays(*self.transforms.values())
 
     def init(self, params: P) -> PartitionState:
         """Each label's state of its leaves."""
@@ -108,8 +107,8 @@ class Partition:
         merged, states = updates, {}
         for name, transform in self.transforms.items():
             chosen = [label == name for label in labels]
-            inner_updates, states[name] = transform.update(
-                _select(updates, chosen), state.by_label[name], _select(params, chosen), ctx
+            inner_updates, states[name] = updated(
+                transform, _select(updates, chosen), state.by_label[name], _select(params, chosen), ctx
             )
             merged = _merge(merged, inner_updates)
         return merged, PartitionState(states)

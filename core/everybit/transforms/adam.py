@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from everybit import tree
 from everybit.borders import settle, sqrt
 from everybit.scalars import Hyperparameter, at, minus_power, require, require_step
-from everybit.transform import ALONE, Context, Scope
+from everybit.transform import ALONE, Context, Scope, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -57,9 +57,9 @@ class ScaleByAdam:
         require("eps", self.eps, 0.0)
         require("eps_root", self.eps_root, 0.0, schedule=False)
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
-        """``variance`` decays with ``b2``."""
-        return {"variance": self.b2}
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
+        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
 
     def init(self, params: P) -> AdamState[P]:
         """Zero moments."""

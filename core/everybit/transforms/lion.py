@@ -9,7 +9,7 @@ import torch
 
 from everybit import tree
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import ALONE, Context, Scope
+from everybit.transform import ALONE, Context, Scope, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -49,6 +49,10 @@ class ScaleByLion:
     def __post_init__(self) -> None:
         require("b1", self.b1, 0.0, 1.0, open_high=True)
         require("b2", self.b2, 0.0, 1.0, open_high=True)
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``b2``."""
+        return (SlotDecay("momentum", self.b2),)
 
     def init(self, params: P) -> LionState[P]:
         """Zero mean."""

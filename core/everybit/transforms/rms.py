@@ -10,7 +10,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.borders import sqrt
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import ALONE, Context, Scope
+from everybit.transform import ALONE, Context, Scope, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -65,9 +65,10 @@ class ScaleByRms:
         require("decay", self.decay, 0.0, 1.0, open_high=True)
         require("eps", self.eps, 0.0)
 
-    def second_moments(self) -> dict[str, Hyperparameter]:
-        """``variance`` decays with ``decay``."""
-        return {"variance": self.decay}
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``variance`` decays with ``decay``, and so does ``mean``, if there is one."""
+        variance = SlotDecay("variance", self.decay, squares=True)
+        return (variance, SlotDecay("mean", self.decay)) if self.centered else (variance,)
 
     def init(self, params: P) -> RmsState[P] | CenteredRmsState[P]:
         """Zero moments."""

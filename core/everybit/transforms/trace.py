@@ -10,7 +10,7 @@ import torch
 from everybit import tree
 from everybit.borders import settle
 from everybit.scalars import Hyperparameter, at, require, require_step
-from everybit.transform import ALONE, Context, Scope
+from everybit.transform import ALONE, Context, Scope, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -57,6 +57,10 @@ class Trace:
             raise ValueError(
                 f"dampening: got {self.dampening!r} with nesterov=True; Nesterov momentum needs dampening=0."
             )
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``decay``."""
+        return (SlotDecay("momentum", self.decay),)
 
     def init(self, params: P) -> TraceState[P]:
         """Zero momentum."""

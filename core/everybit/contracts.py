@@ -1,0 +1,167 @@
+"""What every transform has to keep to, checked where it is put to use: a mistake is named at once, and not where it is felt.
+
+The full promises are checked by :mod:`everybit.testing`. Here is what would otherwise be accepted without a word, and train wrongly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.transform import Context, Transform
+
+P = TypeVar("P")
+S = TypeVar("S")
+
+
+def updated(transform: Transform[S], updates: P, state: S, params: P, ctx: Context) -> tuple[P, S]:
+    """``transform.update(updates, state, params, ctx)``, for those who call another's transform.
+
+    Raises:
+        TypeError: What it returned is not a pair of updates and a state of the same class.
+    """
+    returned: Any = transform.update(updates, state, params, ctx)
+    if type(returned) is not tuple or len(returned) != 2:
+        raise TypeError(
+            f"{_name(transform)}.update returned a {type(returned).__name__}; accepted is a pair: return updates, state."
+        )
+    if type(returned[1]) is not type(state):
+        raise TypeError(
+            f"{_name(transform)}.update returned a {type(returned[1]).__name__} as its state; accepted is what init returned, a"
+            f" {type(state).__name__}: return updates, {type(state).__name__}(...)."
+        )
+    return returned
+
+
+def require_state(transform: Transform[Any], state: object, params: object) -> None:
+    """Refuse a state in which a policy would not find what it is to store.
+
+    Raises:
+        TypeError: Something that is neither a tensor nor registered with ``@eb.state``, or tensors outside of slots that have elements. The
+            message says where, and what to write.
+    """
+    whole = len(tree.leaves(params))
+
+    def walk(node: object, path: str) -> None:
+        where = f"{_name(transform)}.init: state{path}"
+        slots = tree.slot_fields(node)
+        if slots is not None:
+            for name, is_slot in slots.items():
+                if not is_slot:
+                    require_no_parameter_tree(getattr(node, name), f"{path}.{name}", name)
+                    walk(getattr(node, name), f"{path}.{name}")
+        elif isinstance(node, Tensor):
+            if node.ndim:
+                raise TypeError(
+                    f"{where}: got a tensor of shape {tuple(node.shape)} outside of a slot, where no policy stores it and no shard cuts it."
+                    f" Accepted there are 0-d tensors; annotate what has the shapes of the parameters as a slot: {_last(path)}: eb.Slot[P]."
+                )
+        elif isinstance(node, tuple) and hasattr(node, "_fields"):
+            raise TypeError(
+                f"{where}: got the named tuple {type(node).__name__}; accepted is a dataclass with @eb.state above"
+                " @dataclass(frozen=True, slots=True), whose slots are annotated eb.Slot[P]."
+            )
+        elif isinstance(node, (tuple, list)):
+            for index, child in enumerate(node):
+                walk(child, f"{path}[{index}]")
+        elif isinstance(node, dict):
+            for key, child in node.items():
+                walk(child, f"{path}[{key!r}]")
+        elif node is not None:
+            hint = (
+                f"; put @eb.state above the @dataclass of {type(node).__name__}"
+                if dataclasses.is_dataclass(node)
+                else ", such as torch.zeros((), dtype=torch.int64) for a counter"
+            )
+            raise TypeError(f"{where}: got {node!r}; accepted are tensors and classes registered with @eb.state{hint}.")
+
+    def require_no_parameter_tree(value: object, path: str, name: str) -> None:
+        if isinstance(value, (dict, list)) and whole and tree.same_structure(value, params):
+            raise TypeError(
+                f"{_name(transform)}.init: state{path}: got one tensor for each parameter outside of a slot, where no policy stores it"
+                " and no"
+                f" shard cuts it. Annotate it as a slot: {name}: eb.Slot[P]."
+            )
+
+    walk(state, "")
+
+
+def separated(state: S, params: object) -> S:
+    """``state`` with memory of its own for every tensor: none shares it with another, with a parameter or with itself.
+
+    A transform may give one tree of zeros to two slots, which nobody notices as long as nothing is written in place; adapters do write in
+    place.
+    """
+    seen = {_memory(leaf) for leaf in tree.leaves(params)}
+
+    def own(leaf: Tensor) -> Tensor:
+        where = _memory(leaf)
+        overlaps = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+        if where in seen or overlaps:
+            return leaf.clone(memory_format=torch.contiguous_format)
+        seen.add(where)
+        return leaf
+
+    return tree.map(own, state)
+
+
+class Unwritten:
+    """Notices tensors that are written to: ``require(...)`` raises for those whose version changed since.
+
+    Compilers and ``torch.func`` trace writes to a copy; there is nothing to notice then.
+    """
+
+    def __init__(self, **inputs: object) -> None:
+        self._inputs = inputs
+        self._versions: Sequence[int] | None = None if torch.compiler.is_compiling() else _versions(inputs)
+
+    def require(self, transform: Transform[Any]) -> None:
+        """Refuse a transform that wrote to one of the inputs.
+
+        Raises:
+            TypeError: The message names the tensor.
+        """
+        if self._versions is None:
+            return
+        now = _versions(self._inputs)
+        if now is None or list(now) == list(self._versions):
+            return
+        names = (f"{name}{path}" for name, values in self._inputs.items() for path in tree.paths(values))
+        written = next(name for name, a, b in zip(names, self._versions, now, strict=True) if a != b)
+        raise TypeError(
+            f"{_name(transform)}.update wrote to {written}, which was passed in; accepted is an update that makes new tensors:"
+            " m = decay * m + g, not m.mul_(decay).add_(g)."
+        )
+
+
+def _versions(inputs: dict[str, object]) -> Sequence[int] | None:
+    try:
+        return [leaf._version for values in inputs.values() for leaf in _tensors(values)]
+    except RuntimeError:  # inference tensors have no versions
+        return None
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    return iter(tree.leaves(values))
+
+
+def _memory(leaf: Tensor) -> int:
+    """Tells apart the memory of tensors; of those that have no storage to look at (inside ``torch.func``), the tensors themselves."""
+    try:
+        return int(leaf.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(leaf)
+
+
+def _name(transform: object) -> str:
+    return type(transform).__name__
+
+
+def _last(path: str) -> str:
+    """The name of the innermost field in a path."""
+    return path.rsplit(".", 1)[-1].split("[", 1)[0]

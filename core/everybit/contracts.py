@@ -73,12 +73,14 @@ def require_state(transform: Transform[Any], state: object, params: object) -> N
             for key, child in node.items():
                 walk(child, f"{path}[{key!r}]")
         elif node is not None:
+            unregistered = dataclasses.is_dataclass(node)
+            got = f"an instance of {type(node).__name__}" if unregistered else repr(node)
             hint = (
                 f"; put @eb.state above the @dataclass of {type(node).__name__}"
-                if dataclasses.is_dataclass(node)
+                if unregistered
                 else ", such as torch.zeros((), dtype=torch.int64) for a counter"
             )
-            raise TypeError(f"{where}: got {node!r}; accepted are tensors and classes registered with @eb.state{hint}.")
+            raise TypeError(f"{where}: got {got}; accepted are tensors and classes registered with @eb.state{hint}.")
 
     def require_no_parameter_tree(value: object, path: str, name: str) -> None:
         if isinstance(value, (dict, list)) and whole and tree.same_structure(value, params):

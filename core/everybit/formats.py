@@ -43,6 +43,7 @@ from everybit.dtypes import (
     torch_dtype,
 )
 from everybit.random_bits import Key
+from everybit.straight_through import straight_through
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -117,7 +118,7 @@ class Nearest:
         """Round once."""
         dtype = _chosen(self.dtype, self)
         if dtype in ("bfloat16", "float16"):
-            return (rounding.to_nearest(x.float(), dtype),)
+            return (straight_through(rounding.to_nearest(x.detach().float(), dtype), x),)
         return (x.to(torch_dtype(dtype)),)
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
@@ -159,7 +160,8 @@ class Stochastic:
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round once, at random."""
         dtype = _low(_chosen(self.dtype, self), "Stochastic")
-        return (rounding.to_stochastic(x, dtype, _dither(dtype, x, key)),)
+        exact = x.detach()
+        return (straight_through(rounding.to_stochastic(exact, dtype, _dither(dtype, exact, key)), x),)
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """Exactly."""
@@ -207,6 +209,7 @@ class Kahan:
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Split into what the value holds and what is left."""
         dtype = _low(_chosen(self.value, self), "Kahan")
+        whole, x = x, x.detach()  # the value alone has a derivative, or the sum of the two would have it twice
         value = rounding.nearest(x, dtype)
         # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz). Nothing is left of what is not finite,
         # or was rounded to infinity.
@@ -218,7 +221,7 @@ class Kahan:
             kept = rounding.to_stochastic(residual, self.residual, _dither(self.residual, x, key), finite=True)
         else:
             kept = rounding.to_nearest(residual, self.residual, finite=True)
-        return rounding.narrow(value, dtype), kept
+        return straight_through(rounding.narrow(value, dtype), whole), kept
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """The sum, unless the residual is more than half a unit in the last place: then somebody wrote to the value since."""
@@ -277,8 +280,12 @@ class Split:
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Cut the bits in two."""
+        value, remainder = self._cut(x.detach(), key)
+        return straight_through(value, x), remainder
+
+    def _cut(self, x: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         if _chosen(self.value, self) == "float16":
-            return self._encode_float16(x, key)
+            return self._cut_float16(x, key)
         kept = self._drop(x.view(torch.int32), 16 - self.bits, key)
         # The upper half, half-way cases away from zero: then the difference always fits.
         upper = (kept + 0x8000) & -0x10000
@@ -288,9 +295,12 @@ class Split:
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """Put the bits together; where that gives NaN and the value is not, the remainder belongs to another value."""
-        value, remainder = rounding.widen(parts[0]), parts[1].to(torch.int32)
+        value = rounding.widen(parts[0])
+        return straight_through(self._whole(value.detach(), parts[1].to(torch.int32)), value)
+
+    def _whole(self, value: Tensor, remainder: Tensor) -> Tensor:
         if _chosen(self.value, self) == "float16":
-            return self._decode_float16(value, remainder)
+            return self._whole_float16(value, remainder)
         whole = (value.view(torch.int32) + (remainder if self.bits == 16 else remainder << 8)).view(torch.float32)
         return torch.where(whole != whole, value, whole)
 
@@ -310,7 +320,7 @@ class Split:
     def _as_integer(self, remainder: Tensor) -> Tensor:
         return remainder.to(torch.int16 if self.bits == 16 else torch.int8)
 
-    def _encode_float16(self, x: Tensor, key: Key) -> Parts:
+    def _cut_float16(self, x: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         """Above 2**-14 as for bfloat16, with 13 bits cut; below, in fixed point: quanta of 2**-24, remainder in 2**-(24 + bits)."""
         unit = max(0, 13 - self.bits)
         kept = self._drop(x.view(torch.int32), unit, key)
@@ -332,7 +342,7 @@ class Split:
         value = torch.where(beyond, torch.where(x != x, x, infinite), value)
         return rounding.narrow(value, "float16"), self._as_integer(torch.where(beyond, 0, remainder))
 
-    def _decode_float16(self, value: Tensor, remainder: Tensor) -> Tensor:
+    def _whole_float16(self, value: Tensor, remainder: Tensor) -> Tensor:
         fixed = value.abs() + remainder.float() * 2.0 ** -(24 + self.bits)
         # A zero that somebody wrote may come with a negative remainder: a magnitude is never below zero.
         fixed = torch.copysign(fixed.clamp(min=0.0), value)
@@ -379,7 +389,9 @@ class Master:
     def encode(self, x: Tensor, key: Key) -> Parts:
         """The main copy is ``x``; the model's tensor is ``x`` rounded to nearest (from float64 by way of float32)."""
         value = _chosen(self.value, self)
-        return x.float() if value == "float32" else rounding.to_nearest(x.float(), _low(value, "Master")), x.clone()
+        if value == "float32":
+            return x.float(), x.clone()
+        return straight_through(rounding.to_nearest(x.detach().float(), _low(value, "Master")), x), x.clone()
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """The main copy, where it still rounds to the value."""

@@ -141,6 +141,7 @@ class Optimizer(Generic[S]):
 
     def advance(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> Advance:
         """As :meth:`step`, keeping what was computed on the way."""
+        _warn_of_growing_graphs(params)
         formats = resolve_tree(self.policy, params)
         step = state.step + 1
         layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
@@ -406,13 +407,34 @@ class _Layout:
         return tree.map_slots(one_slot, inner)
 
 
+def _warn_of_growing_graphs(params: object) -> None:
+    """A parameter of a module requires gradients, so that outside of ``no_grad`` a step becomes part of the graph of the next."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    for index, leaf in enumerate(tree.leaves(params)):
+        if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad:
+            warnings.warn(
+                f"params{tree.paths(params)[index]}: got an nn.Parameter while gradients are enabled; what a step returns then keeps"
+                " the graph of"
+                " all steps before it, and memory grows. Step inside of `with torch.no_grad():`, or pass p.detach(). To differentiate"
+                " through"
+                " steps, pass plain tensors.",
+                stacklevel=4,
+            )
+            return
+
+
 def _first(ctx: Context | None) -> int | Tensor:
     return 0 if ctx is None else ctx.first_element
 
 
 def _widened_param(leaf: Tensor, one: Resolved) -> Tensor:
-    """A parameter as stored, in the compute dtype; never the parameter itself, which a transform might keep in its state."""
-    value = leaf.detach().to(torch_dtype(one.policy.compute))
+    """A parameter as stored, in the compute dtype; never the parameter itself, which a transform might keep in its state.
+
+    A module's parameter is detached, or the state would keep a graph; a plain tensor is not: a start may be differentiated by.
+    """
+    plain = leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf
+    value = plain.to(torch_dtype(one.policy.compute))
     return value.clone() if value.dtype is leaf.dtype else value
 
 

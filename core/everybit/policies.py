@@ -18,8 +18,8 @@ below) ``TIGHT_BF16``        9  as ``LEAN_BF16`` with an int8 remainder, rounded
 ``KAHAN_BF16`` is for those who want to continue or compare with optimizers that compensate bfloat16 weights by a bfloat16 residual
 (torchdistX's AnyPrecisionAdamW, optimi), and for code that reads the residual as a number. Choose ``LEAN_BF16`` otherwise: it takes the
 same bytes, and its weights are exact float32 numbers. A residual that is rounded to nearest is off by up to 2**-17 of the weight at every
-step, always to the same side while a weight moves slowly: over 20,000 steps of decay without gradients ``KAHAN_BF16`` decays weights by 2.1 %
-too much, with a relative error of 1.7e-2 where ``LEAN_BF16`` has 5.3e-6 (weights around 0.02, a decay of 1e-5 a step).
+step, always to the same side while a weight moves slowly: over 20,000 steps of decay without gradients ``KAHAN_BF16`` decays weights by
+2.1 % too much, with a relative error of 1.7e-2 where ``LEAN_BF16`` has 5.3e-6 (weights around 0.02, a decay of 1e-5 a step).
 
 A bfloat16 moment is rounded stochastically in every preset but the last two: rounded to nearest it stops moving where a decay rate is above
 0.969, which is a refused policy, and at lower rates it is off by up to 8 % where gradients are steady.

@@ -50,7 +50,8 @@ def stuck(format: eb.Format, rate: float, target: Tensor, distance: Tensor, reac
 def test_what_is_accepted_comes_within_a_seventh_of_its_mean_and_a_sixteenth_of_its_rate_does_not(
     format: eb.StateFormat,
 ) -> None:
-    """A step moves a mean that is off by ``d`` by ``(1 - rate) d``, and it stays where that is less than half a unit of the mean, ``1 + d``.
+    """A step moves a mean that is off by ``d`` by ``(1 - rate) d``, and it stays where that is less than half a unit of the mean, ``1 +
+    d``.
 
     Float32 arithmetic takes three half units more. Targets have magnitudes at which all parts of a format are in use, but for parts of
     float16 such at which they are not.

@@ -42,6 +42,7 @@ def check_pure(build: Build) -> None:
     transform, params = build(LEARNING_RATE), example_params()
     state = transform.init(params)
     _no_shared_memory("the state from init", state, params=params)
+    _all_separate("the state from init", state)
     for step in (1, 2):
         ctx, grads = _at(step), example_grads(params, step)
         with _Unchanged("update", updates=grads, state=state, params=params):
@@ -457,6 +458,18 @@ def _no_shared_memory(what: str, out: object, **inputs: object) -> None:
         for path, leaf in zip(tree.paths(out), tree.leaves(out), strict=True):
             if leaf.numel() and _memory(leaf) in owners:
                 raise AssertionError(f"{what}, at {path or 'the tensor'}, shares memory with {owners[_memory(leaf)]}.")
+
+
+def _all_separate(what: str, values: object) -> None:
+    """Adapters write to a state in place: what shares memory would be one tensor."""
+    seen: dict[int, str] = {}
+    for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True):
+        if leaf.numel() and (first := seen.setdefault(_memory(leaf), path)) != path:
+            raise AssertionError(f"{what}, at {path}, shares memory with {first}.")
+        if any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+            raise AssertionError(
+                f"{what}, at {path}, overlaps itself (an expanded tensor); promised is memory for each element."
+            )
 
 
 def _memory(leaf: Tensor) -> int:

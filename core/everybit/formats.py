@@ -217,11 +217,18 @@ class Kahan:
         residual = torch.where(residual.abs() < torch.inf, residual, 0.0)
         if self.residual == "float16":
             residual = residual.clamp(-rounding.FLOAT16_MAX, rounding.FLOAT16_MAX)
-        if self.residual != "float32" and self.rounding == "stochastic":
-            kept = rounding.to_stochastic(residual, self.residual, _dither(self.residual, x, key), finite=True)
-        else:
-            kept = rounding.to_nearest(residual, self.residual, finite=True)
-        return straight_through(rounding.narrow(value, dtype), whole), kept
+        if self.residual != "float32":
+            kept = self._rounded(residual, self.residual, key)
+            value, residual = _canonical(value, kept, dtype, self.residual)
+        return straight_through(rounding.narrow(value, dtype), whole), rounding.narrow(
+            residual, self.residual, finite=True
+        )
+
+    def _rounded(self, residual: Tensor, dtype: LowDType, key: Key) -> Tensor:
+        """A finite residual in the precision that it is stored in, still float32."""
+        if self.rounding == "stochastic":
+            return rounding.stochastic(residual, dtype, _dither(dtype, residual, key), finite=True)
+        return rounding.nearest(residual, dtype, finite=True)
 
     def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
         """The sum, unless the residual is more than half a unit in the last place: then somebody wrote to the value since."""
@@ -242,6 +249,23 @@ class Kahan:
         if self.rounding == "stochastic":
             return 0.0
         return HALF_UNITS["bfloat16"] if value == "float16" else HALF_UNITS["bfloat16"] * 2.0**-9
+
+
+def _canonical(value: Tensor, residual: Tensor, dtype: LowDType, kept_in: LowDType) -> tuple[Tensor, Tensor]:
+    """The parts of which the first is their sum rounded to nearest: those that encoding the sum again would give.
+
+    A residual that was rounded up beyond half a unit (a float16 has no small ones) would be dropped by ``decode``, and is zero. One that
+    was rounded up to half a unit puts the sum on a tie, and beside an odd value the tie goes to the neighbour: then the neighbour is
+    stored, and the residual on its other side. Else weights would move by a unit at a step that moves nothing. Where the neighbour is
+    infinity, the residual is rounded down instead: it is a power of two, below which numbers are closer.
+    """
+    half, size = rounding.half_ulp(value, dtype), residual.abs()
+    residual = torch.where(size > half, 0.0, residual)
+    neighbour = value + 2 * residual
+    tie = (size == half) & rounding.is_odd(value, dtype)
+    finite = neighbour.abs() <= torch.finfo(torch_dtype(dtype)).max
+    residual = torch.where(tie, torch.where(finite, -residual, residual * (1 - HALF_UNITS[kept_in])), residual)
+    return torch.where(tie & finite, neighbour, value), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +350,8 @@ class Split:
         kept = self._drop(x.view(torch.int32), unit, key)
         upper = (kept + 0x1000) & -0x2000
         quanta = x.abs().clamp(max=1.0) * 2.0**24
-        whole = torch.floor(quanta + 0.5)
+        whole = torch.floor(quanta)
+        whole = whole + (quanta - whole >= 0.5).float()  # adding a half first would round the number below it up
         scale = float(1 << self.bits)
         left = (quanta - whole) * scale
         if self.bits == 8 and self.rounding == "stochastic":

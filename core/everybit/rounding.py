@@ -23,29 +23,33 @@ FLOAT16_SMALLEST_NORMAL = 2.0**-14
 DROPPED_BITS: dict[LowDType, int] = {"bfloat16": 16, "float16": 13}
 
 
-def nearest(x: Tensor, dtype: LowDType) -> Tensor:
-    """To the nearest value, ties to even (IEEE 754-2019, 4.3.1), as ``x.to(dtype)`` does."""
+def nearest(x: Tensor, dtype: LowDType, *, finite: bool = False) -> Tensor:
+    """To the nearest value, ties to even (IEEE 754-2019, 4.3.1), as ``x.to(dtype)`` does.
+
+    ``finite`` promises that no element is infinite or NaN, here as below.
+    """
     rounded = _up_to_nearest(x, dtype).bitwise_and(-(1 << DROPPED_BITS[dtype])).view(torch.float32)
     if dtype == "float16":
         # Below 2**-14 float16 is fixed point with a quantum of 2**-24; both products are exact.
         rounded = _float16_range(x, rounded, torch.round(x * 2.0**24) * 2.0**-24)
     # Infinity has no bits to drop; NaN would be carried into infinity or zero.
-    return torch.where(x != x, x, rounded)
+    return rounded if finite else torch.where(x != x, x, rounded)
 
 
-def stochastic(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
+def stochastic(x: Tensor, dtype: LowDType, bits: Tensor, *, finite: bool = False) -> Tensor:
     """Up or down with probabilities that make the expectation ``x``; a value that ``dtype`` has stays as it is.
 
     Args:
         x: float32.
         dtype: Where the values are to fit.
         bits: int32 of the same shape, uniform; see :class:`everybit.random_bits.Key`.
+        finite: No element is infinite or NaN.
     """
     rounded = _dithered(x, dtype, bits).bitwise_and(-(1 << DROPPED_BITS[dtype])).view(torch.float32)
     if dtype == "float16":
         quanta = floor_stochastic(x.abs() * 2.0**24, bits)
         rounded = _float16_range(x, rounded, torch.copysign(quanta * 2.0**-24, x))
-    return torch.where(x.abs() < torch.inf, rounded, x)
+    return rounded if finite else torch.where(x.abs() < torch.inf, rounded, x)
 
 
 def to_nearest(x: Tensor, dtype: FloatDType, *, finite: bool = False) -> Tensor:
@@ -79,10 +83,10 @@ def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
     return whole + (x - whole > uniform(bits)).float()
 
 
-def narrow(x: Tensor, dtype: FloatDType) -> Tensor:
+def narrow(x: Tensor, dtype: FloatDType, *, finite: bool = False) -> Tensor:
     """``x`` stored as ``dtype``, bit for bit (NaN as some NaN); ``x`` is float32 and holds values that ``dtype`` has."""
     if dtype == "bfloat16":
-        return upper_half(x, x.view(torch.int32))
+        return upper_half(None if finite else x, x.view(torch.int32))
     return x.to(torch_dtype(dtype))
 
 
@@ -112,6 +116,13 @@ def half_ulp(x: Tensor, dtype: LowDType) -> Tensor:
     if dtype == "bfloat16":
         return (power_of_two * 2.0**-8).clamp(min=2.0**-134)
     return (power_of_two * 2.0**-11).clamp(min=2.0**-25)
+
+
+def is_odd(x: Tensor, dtype: LowDType) -> Tensor:
+    """Where the last bit of ``x`` is set, a float32 tensor of values that ``dtype`` has: ties go to the neighbour then."""
+    if dtype == "bfloat16":
+        return (x.view(torch.int32) & 0x10000) != 0
+    return (x.to(torch.float16).view(torch.int16) & 1) != 0
 
 
 def _float16_range(x: Tensor, normal: Tensor, subnormal: Tensor) -> Tensor:

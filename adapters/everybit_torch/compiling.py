@@ -66,9 +66,17 @@ def _has_cpp_compiler() -> bool:
 def _backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {"post_grad_custom_post_pass": _HoistScalars(), **_trust_in_vectors()}
+    patches = {"post_grad_custom_post_pass": _HoistScalars(), **_as_written(), **_trust_in_vectors()}
     with vectorized.vector_bits():
         return compile_fx(graph, inputs, config_patches=patches)
+
+
+@cache
+def _as_written() -> dict[str, Any]:
+    """Arithmetic as it is written, whatever a user has set for other code: products and sums are not contracted, nor reordered."""
+    wanted = {"cpp.enable_floating_point_contract_flag": "off", "cpp.enable_unsafe_math_opt_flag": False}
+    cpp = import_module("torch._inductor.config").cpp
+    return {name: value for name, value in wanted.items() if hasattr(cpp, name.removeprefix("cpp."))}
 
 
 @cache

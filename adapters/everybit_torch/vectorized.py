@@ -47,6 +47,7 @@ def _arrange() -> list[Callable[[], None]]:
     count: Any = getattr(kernel, "arange", None)
     load: Any = getattr(kernel, "_get_vec_load_line", None)
     store: Any = getattr(kernel, "_get_store_line", None)
+    narrow: Any = getattr(cpp, "get_loop_body_lowp_fp", None)
     found = (
         isinstance(dtypes, list)
         and callable(scalar)
@@ -54,6 +55,7 @@ def _arrange() -> list[Callable[[], None]]:
         and callable(count)
         and callable(load)
         and callable(store)
+        and callable(narrow)
     )
     if not found or not all(hasattr(kernel, name) for name in ("_get_vec_type", "_get_num_vectors")):
         return []
@@ -96,11 +98,19 @@ def _arrange() -> list[Callable[[], None]]:
         )
         return code
 
+    def computed_in(body: Any) -> Any:
+        # Where 16-bit numbers are only stored, torch counts lanes by them: two registers for each number that is computed with, which do
+        # not
+        # suffice for a step.
+        dtype, computes_in_float32 = narrow(body)
+        return None if computes_in_float32 else dtype, computes_in_float32
+
     overrides.to_dtype_bitcast = staticmethod(reinterpret)  # type: ignore[union-attr]
     overrides.to_dtype = staticmethod(to_dtype)  # type: ignore[union-attr]
     kernel._get_vec_load_line = load_line  # type: ignore[union-attr]
     kernel._get_store_line = store_line  # type: ignore[union-attr]
     kernel.arange = arange  # type: ignore[union-attr]
+    cpp.get_loop_body_lowp_fp = computed_in
     dtypes.append(torch.int16)
 
     def undo() -> None:
@@ -109,6 +119,7 @@ def _arrange() -> list[Callable[[], None]]:
         kernel.arange = count  # type: ignore[union-attr]
         kernel._get_vec_load_line = load  # type: ignore[union-attr]
         kernel._get_store_line = store  # type: ignore[union-attr]
+        cpp.get_loop_body_lowp_fp = narrow
         dtypes.remove(torch.int16)
 
     return [undo]

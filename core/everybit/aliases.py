@@ -6,7 +6,7 @@ from typing import Any
 
 from everybit.combinators.chain import Chain, chain
 from everybit.combinators.masked import masked
-from everybit.scalars import Hyperparameter
+from everybit.scalars import Hyperparameter, Scalar
 from everybit.transform import Transform
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.lion import scale_by_lion
@@ -58,7 +58,7 @@ def adam(
     b1: Hyperparameter = 0.9,
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-8,
-    eps_root: float = 0.0,
+    eps_root: Hyperparameter = 0.0,
     weight_decay: Hyperparameter = 0.0,
     maximize: bool = False,
 ) -> Chain:
@@ -90,10 +90,10 @@ def adamw(
     b1: Hyperparameter = 0.9,
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-8,
-    eps_root: float = 0.0,
+    eps_root: Hyperparameter = 0.0,
     weight_decay: Hyperparameter = 1e-2,
     fully_decoupled: bool = False,
-    max_learning_rate: float | None = None,
+    max_learning_rate: Scalar | None = None,
     mask: Any = None,
     maximize: bool = False,
 ) -> Chain:

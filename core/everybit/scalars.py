@@ -57,6 +57,11 @@ def require(
         raise ValueError(f"{name}: got {value!r}; accepted is a finite number in {left}, {right}.")
 
 
+def is_zero(value: object) -> bool:
+    """Whether a value is the number zero. A tensor is not looked at: its value may be on a device."""
+    return isinstance(value, (int, float)) and value == 0
+
+
 def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
     """The value at this step: schedules are evaluated at the number of updates done before it.
 

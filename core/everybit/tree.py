@@ -198,14 +198,18 @@ def _map_slots(function: Callable[[str, Any], Any], node: Any) -> Any:
 
 
 def norm(tree: object) -> Tensor:
-    """Euclidean norm over all elements, accumulated in float32 or better whatever the leaves are stored in."""
+    """Euclidean norm over all elements: 0-d, float64; see :func:`sum_of_squares`."""
     return borders.sqrt(sum_of_squares(tree))
 
 
 def sum_of_squares(tree: object) -> Tensor:
-    """Sum of the squares of all elements, in float32 or better; zero for a tree without leaves."""
-    terms = [borders.sum_of_squares(_wide(leaf)) for leaf in leaves(tree)]
-    return borders.sum(torch.stack(terms)) if terms else torch.zeros(())
+    """Sum of the squares of all elements: 0-d, float64; zero for a tree without leaves.
+
+    Each leaf is summed in float32 or better. The result is float64 as hyperparameters are where they are tensors, so that what is computed
+    of the two does not depend on how a hyperparameter is given.
+    """
+    terms = [borders.sum_of_squares(_wide(leaf)).double() for leaf in leaves(tree)]
+    return borders.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64)
 
 
 def all_finite(tree: object) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit import testing
+from everybit.hyperparameters import numbers_only
 from everybit.testing import CHECKS, REGISTRY
 from everybit.transform import ALONE
 
@@ -272,6 +273,40 @@ class LosesTheDevice(Liar):
         return Memory(eb.tree.map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params))
 
 
+@dataclass(frozen=True)
+class BranchesOnItsRate(Liar):
+    rate: eb.Hyperparameter = 0.5
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        assert isinstance(self.rate, (int, float, Tensor))
+        return super().update(updates if self.rate > 0 else params, state, params)
+
+
+@dataclass(frozen=True)
+class DividesByASingle(Liar):
+    """A float32 number over a number is float32, and over a float64 tensor it is float64: the two round otherwise."""
+
+    rate: eb.Hyperparameter = 0.7
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        sums = [leaf.float().abs().sum() for leaf in eb.tree.leaves(updates)]
+        factor = torch.stack(sums).nansum() / self.rate  # type: ignore[operator]
+        return super().update(eb.tree.map(lambda u: (u * factor).to(u.dtype), updates), state, params)
+
+
+@dataclass(frozen=True)
+class SkipsItsZero(Liar):
+    """As a weight decay that is skipped at zero: zero times infinity is NaN where it is not."""
+
+    rate: eb.Hyperparameter = 0.1
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        if isinstance(self.rate, float) and self.rate == 0:
+            return super().update(updates, state, params)
+        decayed = eb.tree.elementwise(lambda u, p: u + self.rate * p, updates, params)
+        return super().update(decayed, state, params)
+
+
 class NaiveKahan(Liar):
     """Keeps a sum in bfloat16 with its error, by a round trip that compilers delete: the error is then zero."""
 
@@ -321,6 +356,13 @@ LIARS = [
     ("no wait", LooksFromTheHost, r"a step on meta tensors, which have no values: .*item"),
     ("resume equals continue", CountsInPython, r"resumed, against continued, after step 4"),
     ("meta init", LosesTheDevice, r"init on meta tensors allocates: aten\.zeros"),
+    (
+        "hyperparameters are data",
+        BranchesOnItsRate,
+        r"hyperparameters as tensors without values: .*that decides what is computed",
+    ),
+    ("hyperparameters are data", DividesByASingle, r"hyperparameters as tensors, against numbers, step 1"),
+    ("hyperparameters are data", SkipsItsZero, r"hyperparameters as tensors, against numbers \(zero\), step 1"),
     ("compiled equals eager", NaiveKahan, r"compiled, against eager, after step 1: at \[1\].*memory"),
 ]
 
@@ -336,6 +378,12 @@ def test_the_battery_catches(check: str, liar: type[Liar], message: str) -> None
         CHECKS[check](build)
 
 
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_number_of_a_registered_optimizer_may_be_a_tensor(name: str) -> None:
+    """Else compiled code would be made anew for each value, or not at all."""
+    assert numbers_only(REGISTRY[name](0.05)) == []
+
+
 def test_the_battery_clears_the_honest() -> None:
     for name in (
         "pure",
@@ -345,6 +393,7 @@ def test_the_battery_clears_the_honest() -> None:
         "flat equals tree",
         "resume equals continue",
         "meta init",
+        "hyperparameters are data",
     ):
         CHECKS[name](lambda lr: Liar())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.checks import MARGIN
+from everybit.transform import ALONE
 
 P = TypeVar("P")
 BF16 = torch.bfloat16
@@ -73,7 +75,10 @@ def test_what_is_accepted_comes_within_a_seventh_of_its_mean_and_a_sixteenth_of_
 def test_the_boundary_is_exact_and_said_for_every_slot(format: eb.StateFormat) -> None:
     limit = 1 - MARGIN * stored(format).resolution("float32")
     policy = eb.Policy(momentum=format, state=format)
-    for make in (lambda rate: eb.trace(rate), lambda rate: eb.scale_by_lion(b2=rate), lambda rate: eb.adamw(b1=rate)):
+    makers: list[Callable[[float], eb.Transform[Any]]] = [
+        eb.trace, lambda rate: eb.scale_by_lion(b2=rate), lambda rate: eb.adamw(b1=rate),
+    ]  # fmt: skip
+    for make in makers:
         eb.with_policy(make(limit), policy)
         with pytest.raises(
             ValueError, match=rf"Policy\.momentum: got .*'momentum' has a decay rate of .* at most {limit:.12g}\."
@@ -169,11 +174,12 @@ def test_a_gradient_of_1e_3_that_falls_to_1e_5_is_followed_or_refused() -> None:
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_a_slow_momentum_falls_when_gradients_do_under_every_preset(name: str) -> None:
     """Gradient 1 for 200 steps, then none for 700: a momentum to nearest stayed where it was, and weights ran away."""
-    make = {
+    makers: dict[str, Callable[[], eb.Transform[Any]]] = {
         "adamw": lambda: eb.adamw(1e-3, b1=0.999),
         "lion": lambda: eb.lion(1e-4, b2=0.999),
         "sgd": lambda: eb.sgd(1e-5, momentum=0.999),
-    }[name]
+    }
+    make = makers[name]
 
     def end(policy: eb.Policy, dtype: torch.dtype) -> float:
         optimizer = eb.with_policy(make(), policy)
@@ -207,7 +213,7 @@ class Undeclared:
     def init(self, params: P) -> OwnState[P]:
         return OwnState(eb.tree.zeros_like(params), eb.tree.zeros_like(params))
 
-    def update(self, updates: P, state: OwnState[Any], params: P, ctx: eb.Context) -> tuple[P, OwnState[P]]:
+    def update(self, updates: P, state: OwnState[Any], params: P, ctx: eb.Context = ALONE) -> tuple[P, OwnState[P]]:
         variance = eb.tree.elementwise(lambda g, v: 0.999 * v + 0.001 * g * g, updates, state.variance)
         return updates, OwnState(variance, updates)
 
@@ -222,7 +228,8 @@ class Declared(Undeclared):
 
 def test_a_slot_of_ones_own_is_asked_how_slowly_it_moves_where_that_matters() -> None:
     params = {"w": torch.ones(3, dtype=BF16)}
-    for transform in (Undeclared(), eb.chain(Undeclared(), eb.scale_by_learning_rate(0.1))):
+    transforms: list[eb.Transform[Any]] = [Undeclared(), eb.chain(Undeclared(), eb.scale_by_learning_rate(0.1))]
+    for transform in transforms:
         refused = eb.with_policy(transform, eb.policies.PURE_BF16)
         with pytest.raises(
             ValueError,
@@ -233,9 +240,11 @@ def test_a_slot_of_ones_own_is_asked_how_slowly_it_moves_where_that_matters() ->
             eb.with_policy(transform, eb.policies.PURE_BF16, unsafe="warn").init(params)
         for policy in (eb.policies.EXACT_BF16, eb.policies.LEAN_BF16):  # formats that follow every rate
             eb.with_policy(transform, policy).init(params)
-    eb.with_policy(Declared(), eb.policies.PURE_BF16).init(params)
+    declared: eb.Transform[Any] = Declared()
+    eb.with_policy(declared, eb.policies.PURE_BF16).init(params)
+    declared = Declared(0.999)
     with pytest.raises(ValueError, match=r"'variance' has a decay rate of 0.999"):
-        eb.with_policy(Declared(0.999), eb.policies.PURE_BF16)
+        eb.with_policy(declared, eb.policies.PURE_BF16)
 
 
 def test_what_is_suggested_is_accepted() -> None:
@@ -267,7 +276,10 @@ def test_a_warning_points_at_the_callers_line_and_allow_is_silent() -> None:
 
 def test_every_preset_but_the_two_that_round_to_nearest_takes_every_registered_optimizer() -> None:
     for name, policy in eb.policies.PRESETS.items():
-        for build in (eb.adamw, eb.lion, eb.rmsprop, lambda: eb.sgd(momentum=0.999), lambda: eb.rmsprop(centered=True)):
+        builds: list[Callable[[], eb.Transform[Any]]] = [
+            eb.adamw, eb.lion, eb.rmsprop, lambda: eb.sgd(momentum=0.999), lambda: eb.rmsprop(centered=True),
+        ]  # fmt: skip
+        for build in builds:
             if name in ("PURE_BF16", "ANYPRECISION"):
                 continue
             eb.with_policy(build(), policy)

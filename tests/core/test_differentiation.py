@@ -52,7 +52,8 @@ WHERE = torch.tensor([0.05, 0.1, 0.0], dtype=torch.float64)
 
 
 def derivative(policy: eb.Policy, dtype: torch.dtype) -> Tensor:
-    return torch.func.grad(lambda where: outcome(policy, dtype, where))(WHERE)
+    of_where: Tensor = torch.func.grad(lambda where: outcome(policy, dtype, where))(WHERE)
+    return of_where
 
 
 @pytest.mark.parametrize("name", [*SIXTEEN_BITS, *OWN])
@@ -104,7 +105,8 @@ def test_a_compiled_derivative_is_eagers() -> None:
     torch._dynamo.reset()
 
     def gradient(where: Tensor) -> Tensor:
-        return torch.func.grad(lambda w: outcome(eb.policies.LEAN_BF16, torch.bfloat16, w))(where)
+        of_where: Tensor = torch.func.grad(lambda w: outcome(eb.policies.LEAN_BF16, torch.bfloat16, w))(where)
+        return of_where
 
     compiled = torch.compile(gradient, backend="aot_eager")(WHERE)
     torch.testing.assert_close(compiled, gradient(WHERE), rtol=1e-6, atol=0)

@@ -98,10 +98,10 @@ def one_word(seed: Tensor, step: Tensor, name: Tensor, first: Tensor) -> Tensor:
         return Key(seed, step, number, first).bits(torch.empty(()))
 
     words = [
-        torch.func.vmap(lambda s, t, f, number=number: draw(s, t, f, number))(  # type: ignore[misc]
+        torch.func.vmap(lambda s, t, f, number=number: draw(s, t, f, number))(
             seed[name == number], step[name == number], first[name == number]
         )
-        for number in name.unique().tolist()
+        for number in sorted(set(name.tolist()))
     ]
     return torch.cat(words)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everybit import policies, tree
+from everybit.hyperparameters import hyperparameters, map_hyperparameters
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.policy import AnyPolicy, Policy
 from everybit.scalars import Hyperparameter
@@ -149,7 +151,8 @@ def check_differentiable(build: Build) -> None:
     """``torch.func.grad`` through several updates, by the learning rate and by the gradients, agrees with finite differences.
 
     In float64, to 1e-5 relative: central differences with a step of 1e-6 have an error of about 1e-12 by curvature, and of 1e-10 by
-    rounding.
+    rounding. And the derivative by the learning rate of stored weights is that of float32 weights, to a tenth: rounding differentiates as
+    the identity.
     """
     params = example_params(torch.float64)
     sequence = [example_grads(params, step) for step in range(4)]
@@ -178,6 +181,31 @@ def check_differentiable(build: Build) -> None:
         if not abs(found - expected) <= 1e-5 * abs(expected) + 1e-7:
             raise AssertionError(
                 f"derivative by {name}: torch.func.grad gives {found!r}, finite differences give {expected!r}."
+            )
+    _check_stored_derivative(build)
+
+
+def _check_stored_derivative(build: Build) -> None:
+    start = example_params(torch.bfloat16)
+
+    def outcome(rate: Tensor, policy: Policy, dtype: torch.dtype) -> Tensor:
+        optimizer, params = (
+            with_policy(build(rate), policy, unsafe="allow"),
+            tree.map(lambda leaf: leaf.to(dtype), start),
+        )
+        state = optimizer.init(params)
+        for step in range(3):
+            params, state = optimizer.step(params, example_grads(start, step), state)
+        weights = zip(tree.leaves(example_grads(start, 0, seed=2)), tree.leaves(params), strict=True)
+        return torch.stack([(w.float() * p.float()).sum() for w, p in weights]).sum()
+
+    rate = torch.tensor(LEARNING_RATE, dtype=torch.float64)
+    expected = float(torch.func.grad(outcome)(rate, policies.FP32, torch.float32))
+    for policy in (policies.LEAN_BF16, policies.FLOOR_BF16, policies.MIXED_BF16):
+        found = float(torch.func.grad(outcome)(rate, policy, torch.bfloat16))
+        if not abs(found - expected) <= 0.1 * abs(expected) + 1e-7:
+            raise AssertionError(
+                f"derivative by the learning rate of stored weights: torch.func.grad gives {found!r}, and {expected!r} of float32 weights."
             )
 
 
@@ -356,6 +384,53 @@ def check_resume_equals_continue(build: Build) -> None:
             assert_same_bits((other_params, other), (params, state), what)
 
 
+def check_hyperparameters_are_data(build: Build) -> None:
+    """A hyperparameter may be a 0-d tensor wherever its field accepts one: the same bits as with the number, and no look at its value.
+
+    That is how compiled steps get hyperparameters, so that another value is no other code. A transform may take a number for what it is,
+    and skip what a zero makes superfluous, as long as the tensor zero gives the same bits.
+    """
+    numbers = build(LEARNING_RATE)
+    for value in (None, 0.0):
+        # Each as it is, and each at zero, where transforms like to take another way.
+        given = numbers if value is None else _at_zero(numbers)
+        tensors = map_hyperparameters(lambda name, x: torch.as_tensor(x, dtype=torch.float64), given)
+        for dtype, policy in _STORED:
+            one, other = (with_policy(x, policy, unsafe="allow") for x in (given, tensors))
+            params = example_params(dtype)
+            params["w"][0] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0, 2.0])
+            stepped = both = (params, one.init(params))
+            grads = params
+            for step in (1, 2):
+                grads = example_grads(params, step)
+                grads["w"][0] = 0.0
+                stepped, both = one.step(stepped[0], grads, stepped[1]), other.step(both[0], grads, both[1])
+                what = f"hyperparameters as tensors, against numbers{'' if value is None else ' (zero)'}, step {step}, {dtype}"
+                assert_same_bits(both, stepped, what)
+            shadows = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), (params, grads, stepped[1]))
+            traced = map_hyperparameters(lambda name, x: torch.empty((), dtype=torch.float64, device="meta"), given)
+            try:
+                with_policy(traced, policy, unsafe="allow").step(*shadows)
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                raise AssertionError(
+                    f"hyperparameters as tensors without values: {error}; a field that decides what is computed is to be annotated with"
+                    " a number's type, not Hyperparameter."
+                ) from error
+
+
+def _at_zero(transform: Transform[Any]) -> Transform[Any]:
+    """The transform with every hyperparameter that may be zero at zero."""
+    for position in range(len(hyperparameters(transform))):
+        count = iter(range(position + 1))
+
+        def zero(name: str, value: Any, count: Any = count, position: int = position) -> Any:
+            return 0.0 if next(count, None) == position else value
+
+        with suppress(ValueError):
+            transform = map_hyperparameters(zero, transform)
+    return transform
+
+
 def check_meta_init(build: Build) -> None:
     """``init`` on meta tensors allocates nothing and tells shapes and dtypes as the real one gives them."""
     for dtype, policy in _STORED:
@@ -391,6 +466,7 @@ CHECKS: Mapping[str, Callable[[Build], None]] = MappingProxyType(
         "flat equals tree": check_flat_equals_tree,
         "scope": check_scope,
         "resume equals continue": check_resume_equals_continue,
+        "hyperparameters are data": check_hyperparameters_are_data,
         "meta init": check_meta_init,
         "no wait": check_no_wait,
     }

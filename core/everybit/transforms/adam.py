@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from everybit import tree
 from everybit.borders import settle, sqrt
-from everybit.scalars import Hyperparameter, at, minus_power, require, require_step
+from everybit.scalars import Hyperparameter, at, is_zero, minus_power, require, require_step
 from everybit.transform import ALONE, Context, Scope, SlotDecay
 from everybit.tree import Slot
 
@@ -49,13 +49,13 @@ class ScaleByAdam:
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8
-    eps_root: float = 0.0
+    eps_root: Hyperparameter = 0.0
 
     def __post_init__(self) -> None:
         require("b1", self.b1, 0.0, 1.0, open_high=True)
         require("b2", self.b2, 0.0, 1.0, open_high=True)
         require("eps", self.eps, 0.0)
-        require("eps_root", self.eps_root, 0.0, schedule=False)
+        require("eps_root", self.eps_root, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
@@ -69,14 +69,14 @@ class ScaleByAdam:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_adam")
         b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        eps = at(self.eps, step, name="eps")
+        eps, eps_root = at(self.eps, step, name="eps"), at(self.eps_root, step, name="eps_root")
         unbias_mean, unbias_square = settle(1 / minus_power(b1, step)), settle(1 / minus_power(b2, step))
 
         momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
         variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
 
         def direction(m: Any, v: Any) -> Any:
-            square = v * unbias_square if self.eps_root == 0.0 else v * unbias_square + self.eps_root
+            square = v * unbias_square if is_zero(eps_root) else v * unbias_square + eps_root
             return (m * unbias_mean) / (sqrt(square) + eps)
 
         return tree.elementwise(direction, momentum, variance), AdamState(momentum, variance)

@@ -163,6 +163,8 @@ class ClipByGlobalNorm:
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """The scaled updates; a norm that is not finite makes them NaN or zero, which ``apply_if_finite`` catches."""
         limit = at(self.limit, ctx.step, name="limit")
+        # In float64, as tree.sum_of_squares is: with a limit that is a float64 tensor a float32 norm would be compared and divided
+        # otherwise.
         norm = sqrt(ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))))
         # Compared rather than divided first: a zero norm divides nothing.
         factor = settle(torch.where(norm > limit, limit / norm, 1.0))

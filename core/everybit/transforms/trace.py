@@ -9,7 +9,7 @@ import torch
 
 from everybit import tree
 from everybit.borders import settle
-from everybit.scalars import Hyperparameter, at, require, require_step
+from everybit.scalars import Hyperparameter, at, is_zero, require, require_step
 from everybit.transform import ALONE, Context, Scope, SlotDecay
 from everybit.tree import Slot
 
@@ -70,7 +70,7 @@ class Trace:
         """Add the gradient to the decayed sum."""
         decay = at(self.decay, ctx.step, name="decay")
         dampening = at(self.dampening, ctx.step, name="dampening")
-        if isinstance(dampening, (int, float)) and dampening == 0:
+        if is_zero(dampening):
             momentum = tree.elementwise(lambda g, m: decay * m + g, updates, state.momentum)
         else:
             step = require_step(ctx.step, "trace with dampening")

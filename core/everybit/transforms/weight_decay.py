@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+import torch
+from torch import Tensor
+
 from everybit import tree
-from everybit.scalars import Hyperparameter, at, require
+from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
 from everybit.transform import ALONE, Context, Scope
 from everybit.transforms.stateless import Empty
 
@@ -39,9 +42,9 @@ class AddDecayedWeights:
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """``updates + weight_decay * params``."""
         weight_decay = at(self.weight_decay, ctx.step, name="weight_decay")
-        if isinstance(weight_decay, (int, float)) and weight_decay == 0:
+        if is_zero(weight_decay):
             return updates, state
-        return tree.elementwise(lambda u, p: u + weight_decay * p, updates, params), state
+        return tree.elementwise(lambda u, p: u + _decay(weight_decay, p, -0.0), updates, params), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class SubtractDecayedWeights:
     scope: ClassVar[Scope] = "element"
     weight_decay: Hyperparameter = 1e-4
     learning_rate: Hyperparameter | None = None
-    max_learning_rate: float | None = None
+    max_learning_rate: Scalar | None = None
 
     def __post_init__(self) -> None:
         require("weight_decay", self.weight_decay, 0.0)
@@ -75,7 +78,7 @@ class SubtractDecayedWeights:
         if self.learning_rate is not None and self.max_learning_rate is not None:
             require("learning_rate", self.learning_rate, 0.0)
             require("max_learning_rate", self.max_learning_rate, 0.0, schedule=False)
-            if self.max_learning_rate == 0:
+            if is_zero(self.max_learning_rate):
                 raise ValueError("max_learning_rate: got 0.0; accepted is a number above zero.")
 
     def init(self, params: P) -> Empty:
@@ -89,7 +92,19 @@ class SubtractDecayedWeights:
             weight_decay = weight_decay * (
                 at(self.learning_rate, ctx.step, name="learning_rate") / self.max_learning_rate
             )
-        return tree.elementwise(lambda u, p: u - weight_decay * p, updates, params), state
+        if is_zero(weight_decay):
+            return updates, state
+        return tree.elementwise(lambda u, p: u - _decay(weight_decay, p, 0.0), updates, params), state
+
+
+def _decay(weight_decay: Scalar, p: Tensor, nothing: float) -> Tensor:
+    """``weight_decay * p``, and ``nothing`` where the decay is zero: zero times an infinite weight would be NaN.
+
+    A decay that is the number zero is skipped by the caller; compiled code gets the same zero as a tensor, and has to give the same bits.
+    ``nothing`` is the zero that leaves an update its sign: -0.0 to add, 0.0 to subtract.
+    """
+    decay = weight_decay * p
+    return torch.where(weight_decay == 0, nothing, decay) if isinstance(weight_decay, Tensor) else decay
 
 
 add_decayed_weights = AddDecayedWeights

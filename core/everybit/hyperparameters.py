@@ -1,0 +1,122 @@
+"""The hyperparameters inside a transform: found, and replaced by others.
+
+Transforms are frozen dataclasses, and a field that is annotated to accept a tensor (``Hyperparameter``, ``Scalar``, ``Tensor``) is data: a
+compiled step reads it, and a scheduler may change it. A field that accepts numbers only may decide what code there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from operator import is_
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def map_hyperparameters(function: Callable[[str, float | Tensor], float | Tensor], transform: T) -> T:
+    """``transform`` with every number and 0-d tensor in a field that accepts tensors passed through ``function(name, value)``.
+
+    Transforms inside of it are looked into: in fields, tuples, lists and mappings. Schedules are left alone.
+    """
+    return _map(function, transform)  # type: ignore[no-any-return]
+
+
+def hyperparameters(transform: object) -> list[tuple[str, float | Tensor]]:
+    """Name and value of every number and 0-d tensor in a field that accepts tensors, those of transforms inside included, in order."""
+    found: list[tuple[str, float | Tensor]] = []
+
+    def note(name: str, value: float | Tensor) -> float | Tensor:
+        found.append((name, value))
+        return value
+
+    map_hyperparameters(note, transform)
+    return found
+
+
+def numbers_only(transform: object) -> list[str]:
+    """The fields that hold a float and accept no tensor, written ``Class.field``: for another value a compiler makes other code."""
+    return [
+        f"{type(node).__name__}.{field.name}"
+        for node in _nodes(transform)
+        for field in fields(node)
+        if type(getattr(node, field.name)) is float and not _accepts(node)[field.name]
+    ]
+
+
+def _map(function: Callable[[str, Any], Any], node: Any) -> Any:
+    if isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
+        parts = [_map(function, part) for part in node]
+        return node if all(map(is_, parts, node)) else type(node)(parts)
+    if isinstance(node, Mapping):
+        named = {key: _map(function, part) for key, part in node.items()}
+        return node if all(map(is_, named.values(), node.values())) else named
+    if not _is_transform(node):
+        return node
+    accepts = _accepts(node)
+    changed = {}
+    for field in fields(node):
+        value = getattr(node, field.name)
+        if not field.init:
+            continue
+        if accepts[field.name] and _is_number(value):
+            new = function(field.name, value)
+        elif isinstance(value, (tuple, list, Mapping)) or _is_transform(value):
+            new = _map(function, value)
+        else:
+            continue
+        if new is not value:
+            changed[field.name] = new
+    return replace(node, **changed) if changed else node
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    if isinstance(node, (tuple, list)):
+        for part in node:
+            yield from _nodes(part)
+    elif isinstance(node, Mapping):
+        for part in node.values():
+            yield from _nodes(part)
+    elif _is_transform(node):
+        yield node
+        for field in fields(node):
+            yield from _nodes(getattr(node, field.name))
+
+
+def _is_transform(value: object) -> bool:
+    return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "update") and hasattr(value, "init")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+
+
+def _accepts(node: object) -> dict[str, bool]:
+    return _accepts_tensors(type(node))  # type: ignore[arg-type]  # mypy takes a class's hash for its instances'
+
+
+@cache
+def _accepts_tensors(cls: Hashable) -> dict[str, bool]:
+    """For each field of a dataclass whether its annotation has a tensor in it."""
+    assert isinstance(cls, type)
+    try:
+        hints = get_type_hints(cls)
+    except NameError:
+        # Annotations inside of a function cannot be resolved; their names can be read.
+        words = ("Hyperparameter", "Scalar", "Tensor")
+        return {field.name: any(word in str(field.type) for word in words) for field in fields(cls)}
+    return {field.name: _has_tensor(hints[field.name]) for field in fields(cls)}
+
+
+def _has_tensor(hint: Any) -> bool:
+    # A schedule takes and returns tensors, and is no tensor itself.
+    if hint is Tensor:
+        return True
+    return any(_has_tensor(one) for one in get_args(hint)) and not _is_callable(hint)
+
+
+def _is_callable(hint: Any) -> bool:
+    return getattr(hint, "__origin__", None) is not None and getattr(hint.__origin__, "__name__", "") == "Callable"

@@ -109,9 +109,17 @@ class GradientSlot:
             self.version = self.view._version
         return self.arrived
 
-    def clear(self, parameter: Tensor, *, absent: bool) -> None:
-        """After the buffer was zeroed: in place again, and with ``absent`` no gradient until another arrives."""
-        self.arrived = not absent and self.arrived and parameter.grad is not None
+    def is_there(self, parameter: Tensor) -> bool:
+        """Whether there is a gradient, wherever it lies."""
+        if parameter.grad is None:
+            return False
+        if self.arrived or parameter.grad is not self.view:
+            return True
+        return self.view._version != self.version and bool(self.view.count_nonzero())
+
+    def clear(self, parameter: Tensor, *, there: bool) -> None:
+        """After the buffer was zeroed: in place again, and a gradient of zeros if it is ``there``, else none until another arrives."""
+        self.arrived = there
         self.version = self.view._version
         if parameter.grad is not self.view:
             parameter.grad = self.view
@@ -148,10 +156,13 @@ class GradientBuffer:
         return part
 
     def clear(self, parameters: list[Tensor], *, absent: bool) -> None:
-        """Zero all gradients; ``absent`` as in :meth:`GradientSlot.clear`."""
+        """Zero all gradients. With ``absent`` there are none then; else those that were there are zeros."""
+        there = [
+            not absent and slot.is_there(parameter) for parameter, slot in zip(parameters, self.slots, strict=True)
+        ]
         self.buffer.zero_()
-        for parameter, slot in zip(parameters, self.slots, strict=True):
-            slot.clear(parameter, absent=absent)
+        for parameter, slot, one in zip(parameters, self.slots, there, strict=True):
+            slot.clear(parameter, there=one)
 
     def restore(self, parameters: list[Tensor]) -> None:
         """After a copy: tensors over this buffer, and hooks, which are not copied."""

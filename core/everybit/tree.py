@@ -202,6 +202,11 @@ def slot_names(node: object) -> list[str]:
     return names
 
 
+def registered_slots() -> frozenset[str]:
+    """The names of the slots of every class that was registered with :func:`state`."""
+    return frozenset(name for marks in _SLOTS.values() for name, is_slot in marks.items() if is_slot)
+
+
 def norm(tree: object) -> Tensor:
     """Euclidean norm over all elements, accumulated in float32 or better whatever the leaves are stored in."""
     return borders.sqrt(sum_of_squares(tree))

@@ -146,10 +146,10 @@ def as_python(name: str, value: Any) -> Any:
     Raises:
         ValueError: A whole number that no float holds.
     """
-    if isinstance(value, (float, bool, str, Tensor)) or value is None:
+    if type(value) is float or value is None or isinstance(value, (bool, str, Tensor)):
         return value
-    if isinstance(value, (tuple, list)):
-        values = [as_python(name, one) for one in value]
+    if type(value) in (tuple, list):
+        values = [one if isinstance(one, (tuple, list)) else as_python(name, one) for one in value]
         return value if all(a is b for a, b in zip(values, value, strict=True)) else type(value)(values)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()

@@ -16,15 +16,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+import everybit as eb
 from everybit_torch.dtensors import local
+from everybit_torch.units import INNER, STEP, WEIGHTS
 
 UNUSED = "unused."
 """Before the name of an entry that the present hyperparameters do not need, such as SGD's momentum after ``momentum`` became 0."""
+
+KEPT = "kept."
+"""Before the name of somebody else's entry, in a state dict, where the name could be one of the optimizer's own."""
 
 _RESET = (
     "To begin anew, make a new optimizer, or load a state dict without state:"
     " optimizer.load_state_dict(optimizer.state_dict() | {'state': {}})."
 )
+
+
+def is_own_name(name: object) -> bool:
+    """Whether an optimizer of this library may call an entry so: one that it keeps in a checkpoint, of whatever transform."""
+    if not isinstance(name, str) or name.startswith((UNUSED, KEPT)):
+        return False
+    stem = name.split(".")[0].split("#")[0].split("[")[0]
+    return stem in (STEP, WEIGHTS, INNER) or stem in eb.tree.registered_slots()
 
 
 class ParameterState(dict[Any, Any]):
@@ -51,6 +64,15 @@ class ParameterState(dict[Any, Any]):
     def kept(self) -> dict[Any, Any]:
         """Everybody else's entries."""
         return {name: value for name, value in self.items() if name not in self._own}
+
+    def packed(self, own: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
+        """What a state dict holds of them: a plain dict, by names that tell whose an entry is.
+
+        Args:
+            own: In the place of the optimizer's entries; None: as they are.
+        """
+        kept = {KEPT + name if is_own_name(name) else name: value for name, value in self.kept.items()}
+        return {**(self.own if own is None else own), **kept}
 
     def publish(self, own: Mapping[str, Tensor], torch_names: Mapping[str, str]) -> None:
         """Show ``own`` as the optimizer's entries, in the place of those that were.

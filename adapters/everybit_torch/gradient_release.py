@@ -135,7 +135,7 @@ class GradientRelease:
             )
         bucket.arrived.add(id(parameter))
         if len(bucket.arrived) == bucket.expected:
-            self._step(bucket, bucket.unit)
+            self._step_bucket(bucket)
 
     def _begin(self) -> None:
         """At the first gradient of a step: everything in place, hyperparameters as they are now, units no larger than a bucket."""
@@ -166,9 +166,19 @@ class GradientRelease:
             self._optimizer._publish(part)
         return parts
 
-    def _step(self, bucket: _Bucket, unit: Unit) -> None:
+    def _step_bucket(self, bucket: _Bucket) -> None:
+        """Step what has a gradient in a bucket; parameters without are skipped, and fall behind for good."""
         bucket.stepped = True
-        grads = unit.collect()
+        parts = self._optimizer._split_by_gradients([bucket.unit])
+        for part, grads in parts:
+            if any(grad is not None for grad in grads):
+                self._step(part, grads)
+        if len(parts) > 1:
+            units = self._optimizer._units
+            at = next(number for number, unit in enumerate(units) if unit is bucket.unit)
+            units[at : at + 1] = [part for part, _ in parts]
+
+    def _step(self, unit: Unit, grads: list[Tensor | None]) -> None:
         present = [grad for grad in grads if grad is not None]
         if self._max_norm is not None:
             self._squares += [
@@ -200,17 +210,9 @@ class GradientRelease:
             )
         if any(parameter.grad is not None for group in self._optimizer.param_groups for parameter in group["params"]):
             self._begin()
-        left = [bucket for bucket in self._buckets if self._begun and not bucket.stepped]
-        for bucket in left:
-            # A bucket some of whose parameters received nothing: those are skipped, and fall behind for good.
-            parts = self._optimizer._split_by_gradients([bucket.unit])
-            for part, grads in parts:
-                if any(grad is not None for grad in grads):
-                    self._step(bucket, part)
-            if len(parts) > 1:
-                units = self._optimizer._units
-                at = next(number for number, unit in enumerate(units) if unit is bucket.unit)
-                units[at : at + 1] = [part for part, _ in parts]
+        for bucket in self._buckets if self._begun else []:
+            if not bucket.stepped:
+                self._step_bucket(bucket)
         if self._squares:
             total_square = self._squares[0]
             for square in self._squares[1:]:

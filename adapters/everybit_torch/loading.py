@@ -8,7 +8,6 @@ copied here, so that what may fail to be copied fails here, and two optimizers n
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,10 +20,11 @@ from everybit.dtypes import torch_dtype
 from everybit.policy import resolve_tree
 from everybit_torch.arguments import as_python
 from everybit_torch.dtensors import is_dtensor, local
-from everybit_torch.entries import UNUSED
+from everybit_torch.entries import KEPT, is_own_name
+from everybit_torch.memory import has_memory
 from everybit_torch.migration import shadow_state, skeleton
 from everybit_torch.placement import Placement
-from everybit_torch.units import INNER, STEP, WEIGHTS, Member, Unit, named_fields
+from everybit_torch.units import STEP, WEIGHTS, Member, Unit, named_fields
 
 if TYPE_CHECKING:
     from everybit_torch.optimizer import TorchOptimizer
@@ -183,7 +183,7 @@ def shown(value: object) -> str:
     if isinstance(value, Tensor):
         return _tensor(value)
     if value is None or isinstance(value, (bool, int, float, str)):
-        text = repr(value)
+        text = repr(value) if not isinstance(value, int) or abs(value) < 10**60 else "a very large number"
         return text if len(text) <= 60 else f"{text[:60]}..."
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
         return f"a {type(value).__name__} of {len(value)}"
@@ -248,6 +248,8 @@ def _copied(value: Any, where: str, device: torch.device | None, known: dict[int
 def _copied_tensor(value: Tensor, where: str, device: torch.device | None) -> Tensor:
     if value.device.type == "meta":
         raise ValueError(f"{where}: got {_tensor(value)}; accepted are tensors with values.")
+    if not has_memory(value):
+        raise ValueError(f"{where}: got {_tensor(value)} whose memory was freed; accepted are tensors with values.")
     try:
         with torch.no_grad():
             return value.detach().to(device=device or value.device, copy=True)
@@ -279,6 +281,9 @@ def judge_settings(optimizer: TorchOptimizer, saved: Saved) -> Settings:
                 f"{where}['param_names']: got {shown(named)}; accepted is a list of {len(group['params'])} names."
             )
         own = optimizer._groups[index]
+        for name in optimizer._names:
+            if name in new:
+                _require_same_kind(f"{where}[{name!r}]", new[name], group[name])
         try:
             new |= {name: as_python(name, new[name]) for name in optimizer._names if name in new}
             merged = {**group, **new}
@@ -294,6 +299,22 @@ def judge_settings(optimizer: TorchOptimizer, saved: Saved) -> Settings:
         settings.optimizers.append(optimizers)
     optimizer._require_scopes(settings.optimizers)
     return settings
+
+
+def _require_same_kind(where: str, value: Any, now: Any) -> None:
+    """Refuse a container for a number, a number for a pair: what makes transforms looks at values, and would show all of them."""
+    if isinstance(now, (tuple, list)):
+        fits = isinstance(value, (tuple, list)) and len(value) == len(now) and not any(map(_is_container, value))
+        accepted = f"{len(now)} numbers"
+    else:
+        fits = not _is_container(value) or _is_container(now)
+        accepted = "a number, or what the optimizer has there"
+    if not fits:
+        raise ValueError(f"{where}: got {shown(value)}; accepted is {accepted}.")
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple, set, frozenset, bytes))
 
 
 def _as_number(value: Any) -> Any:
@@ -384,7 +405,7 @@ def judge(
     """
     parameters = optimizer._parameters()
     # A parameter that others keep something for, and that was never stepped, has no entries of the optimizer's.
-    wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(_is_own_name, given)))
+    wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(is_own_name, given)))
     placement = optimizer._plan(wanted, settings.optimizers)
     optimizer._require_followable()
     expected = expectations(optimizer, settings, placement, full=full)
@@ -396,7 +417,7 @@ def judge(
         if from_torch and STEP in given:
             given = {name: given[STEP] for name, kind in kinds.items() if kind.count} | dict(given)
         mine = {name for name in given if name in kinds}
-        if mine or any(map(_is_own_name, given)):
+        if mine or any(map(is_own_name, given)):
             _require_names(position, given, kinds, full=full)
             own[id(parameter)] = {
                 name: _require(f"state_dict: parameter {position}, {name!r}", given[name], kind, parameter, full=full)
@@ -407,13 +428,15 @@ def judge(
             _require_names(position, given, kinds, full=full)
         where = f"state_dict['state'][{shown(saved.numbers[position])}]"
         kept[id(parameter)] = {
-            name: copied(value, f"{where}[{shown(name)}]", local(parameter).device)
+            name.removeprefix(KEPT) if isinstance(name, str) else name: copied(
+                value, f"{where}[{shown(name)}]", local(parameter).device
+            )
             for name, value in given.items()
             if name not in mine
         }
     elsewhere: dict[Hashable, Any] = {}
     for key, value in saved.elsewhere.items():
-        if isinstance(value, Mapping) and (strays := [name for name in value if _is_own_name(name)]):
+        if isinstance(value, Mapping) and (strays := [name for name in value if is_own_name(name)]):
             raise ValueError(
                 f"state_dict['state'][{shown(key)}]: has {names(strays)}, which is the state of a parameter, and no param group has"
                 " a parameter of that number."
@@ -423,17 +446,9 @@ def judge(
     return Loaded(settings, placement, own, kept, elsewhere)
 
 
-def _is_own_name(name: object) -> bool:
-    """Whether an optimizer of this library may call something so that it keeps."""
-    if not isinstance(name, str) or name.startswith(UNUSED):
-        return False
-    stem = name.split(".")[0].split("#")[0].split("[")[0]
-    return stem in (STEP, WEIGHTS, INNER) or stem in eb.tree.registered_slots()
-
-
 def _require_names(position: int, given: Mapping[Any, Any], kinds: Mapping[str, Kind], *, full: bool) -> None:
     needed = {name for name in kinds if not (full and name == WEIGHTS)}
-    strange = [name for name in given if name not in kinds and _is_own_name(name)]
+    strange = [name for name in given if name not in kinds and is_own_name(name)]
     if needed <= set(given) and not strange:
         return
     accepted = "in full precision" if full else "under this policy"
@@ -489,7 +504,7 @@ def require_tensor(
         and value.device.type != "meta"
         and any(value.dtype is one for one in dtypes)
         and tuple(value.shape) == shape
-        and _has_memory(local(value))
+        and has_memory(local(value))
     )
     if not fits:
         raise ValueError(f"{where}: got {shown(value)}; accepted is {accepted}")
@@ -509,17 +524,6 @@ def require_tensor(
         )
 
 
-def _has_memory(value: Tensor) -> bool:
-    """Whether a tensor's storage holds what its shape says, which a storage that was freed by ``resize_`` does not."""
-    if not value.numel():
-        return True
-    if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
-        return True
-    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    end = (int(value.storage_offset()) + reach + 1) * value.element_size()
-    return end <= value.untyped_storage().nbytes()
-
-
 def as_count(where: str, value: Any) -> int:
     """A count of steps: a whole number, as a number or in a tensor of one.
 
@@ -529,13 +533,14 @@ def as_count(where: str, value: Any) -> int:
     number: Any = value
     if isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided:
         single = (
-            value.numel() == 1 and value.device.type != "meta" and not value.is_complex() and _has_memory(local(value))
+            value.numel() == 1 and value.device.type != "meta" and not value.is_complex() and has_memory(local(value))
         )
         number = local(value).item() if single and value.dtype is not torch.bool else None
-    elif getattr(value, "shape", None) == () and hasattr(value, "item"):
+    elif not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         number = value.item()
-    whole = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
-    if not whole or number != int(number) or not 0 <= number < LARGEST_COUNT:
+    # Comparisons first: what is not in the range may be too large to be converted.
+    within = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number < LARGEST_COUNT
+    if not within or number != int(number):
         raise ValueError(
             f"{where}: got {shown(value if number is None or number is value else number)}; accepted is a count of steps, a whole number in"
             f" [0, 2**53)."

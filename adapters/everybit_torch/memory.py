@@ -65,3 +65,13 @@ def held_elsewhere(tensors: Sequence[Tensor]) -> set[int]:
             objects.append(storage)
             storages.setdefault(storage._cdata, []).append(number)
     return {number for pointer, numbers in storages.items() if count(pointer) > len(numbers) + 1 for number in numbers}
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's storage holds what its shape says; reading one whose storage was freed (``resize_(0)``) ends the process."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.layout is not torch.strided:
+        return True
+    if tensor.device.type == "meta" or not tensor.numel():
+        return True
+    end = int(tensor.storage_offset()) * tensor.element_size() + _extent(tensor)
+    return end <= tensor.untyped_storage().nbytes()

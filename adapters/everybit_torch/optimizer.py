@@ -759,10 +759,10 @@ class TorchOptimizer(torch.optim.Optimizer):
         """
         expected = [list(group["params"]) for group in self.param_groups]
         accepted = f"accepted are {list(map(len, expected))}, each of its parameter's shape"
-        try:
-            given = [list(group) for group in weights]
-        except TypeError:
-            raise ValueError(f"weights: got {loading.shown(weights)}; {accepted}.") from None
+        given = [
+            _listed(f"weights[{number}]", group, accepted)
+            for number, group in enumerate(_listed("weights", weights, accepted))
+        ]
         if list(map(len, given)) != list(map(len, expected)):
             raise ValueError(f"weights: got {list(map(len, given))} tensors by param group; {accepted}.")
         dtypes = self.export_dtypes()
@@ -803,7 +803,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             super().__repr__(),
             f"layout={self._layout!r}, flat_gradients={self._flat_gradients}, compile={self._compile}",
         ]
-        for group in self._groups:
+        for group, values in zip(self._groups, self.param_groups, strict=False):
             units = [unit for unit in self._units if unit.group == group.number]
             flat = [unit for unit in units if unit.flat]
             elsewhere = len(units) - len(flat)
@@ -822,6 +822,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             if group.waiting and units:
                 placed += f", {len(group.waiting)} frozen"
             policies = ", ".join(dict.fromkeys(map(describe, group.policies.values())))
+            if "policy" in values and any(policy != values["policy"] for policy in group.policies.values()):
+                when = "not in force" if group.known else "from the first step on"
+                policies += f" (param_groups[{group.number}]['policy'] is {describe(values['policy'])}, {when})"
             lines.append(f"param group {group.number}: {placed}; {policies}")
         return "\n".join(lines)
 
@@ -875,7 +878,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             if not isinstance(key, Tensor):
                 packed["state"][key] = dict(value) if isinstance(value, ParameterState) else value
             elif value:
-                packed["state"][numbers[id(key)]] = dict(value)
+                packed["state"][numbers[id(key)]] = value.packed()
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, packed)
             if replaced is not None:
@@ -938,7 +941,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 state[key] = loading.copied(entries, f"state[{loading.shown(key)}]")
                 continue
             # What is put aside is in the formats of this policy, which another may not have.
-            kept = {name: value for name, value in entries.kept.items() if not str(name).startswith(UNUSED)}
+            kept = {name: x for name, x in entries.packed({}).items() if not str(name).startswith(UNUSED)}
             if entry := full.get(id(key), {}) | loading.copied(kept, f"state[{numbers[id(key)]}]"):
                 state[numbers[id(key)]] = entry
         return {"state": state, "param_groups": self._packed_groups(numbers)}
@@ -1101,6 +1104,17 @@ def _require_parameters(number: int, tensors: Sequence[Any]) -> None:
             raise ValueError(
                 f"param group {number}: parameters {first} and {index} are the same tensor; accepted is each once."
             )
+
+
+def _listed(where: str, values: Any, accepted: str) -> list[Any]:
+    """What is in a list, a tuple or a generator.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if not isinstance(values, Iterable) or isinstance(values, (Tensor, Mapping, str, bytes)):
+        raise ValueError(f"{where}: got {loading.shown(values)}; {accepted}.")
+    return list(values)
 
 
 def to_device_of(x: Tensor, like: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit_torch.dtensors import like, local
 from everybit_torch.loading import Saved, names, read, shown
+from everybit_torch.memory import has_memory
 from everybit_torch.stepping import write
 from everybit_torch.units import STEP, WEIGHTS, Member, Unit, init_state
 
@@ -179,7 +180,10 @@ def from_torch(optimizer: TorchOptimizer, state_dict: object) -> Saved:
     for number, group in enumerate(saved.groups):
         for option, agrees in torchs.options.items():
             # Which implementation torch ran (foreach, fused, capturable) does not change the state.
-            if isinstance(agrees, bool) and option not in _IMPLEMENTATIONS and group.get(option, agrees) != agrees:
+            if not isinstance(agrees, bool) or option in _IMPLEMENTATIONS:
+                continue
+            given = group.get(option, agrees)
+            if not isinstance(given, (bool, int)) or given != agrees:
                 raise ValueError(
                     f"state_dict: param group {number}, {option!r}: got {shown(group[option])}; accepted by {kind} is {agrees!r}."
                 )
@@ -212,7 +216,7 @@ def from_torch(optimizer: TorchOptimizer, state_dict: object) -> Saved:
 def _widened(value: Any) -> Any:
     """In float32 at least, which is exact; what is too wide for the policy, or no plain tensor, is refused where it is judged."""
     plain = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
-    if not plain or value.device.type == "meta" or not value.is_floating_point():
+    if not plain or value.device.type == "meta" or not value.is_floating_point() or not has_memory(value):
         return value
     return value.to(torch.promote_types(value.dtype, torch.float32))
 

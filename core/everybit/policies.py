@@ -84,6 +84,7 @@ def describe(policy: object) -> str:
     """A policy in one line: the preset's name, or that of the nearest preset and what differs from it.
 
     Example:
+        >>> from everybit.policies import describe
         >>> describe(Policy(params=Split(16), momentum=Nearest("float32"), variance=Stochastic("bfloat16")))
         "LEAN_BF16 with momentum=Nearest('float32')"
     """
@@ -92,8 +93,10 @@ def describe(policy: object) -> str:
     if not isinstance(policy, Policy):
         return repr(policy)
     differences = {name: _differences(policy, preset) for name, preset in PRESETS.items()}
-    # The way a preset stores weights is what its name stands for; of equals, the first.
-    nearest = min(PRESETS, key=lambda name: (PRESETS[name].params != policy.params, len(differences[name])))
+    # The way a preset stores weights is what its name stands for; of equals, the last, which stores less.
+    nearest = min(
+        reversed(list(PRESETS)), key=lambda name: (PRESETS[name].params != policy.params, len(differences[name]))
+    )
     different = differences[nearest]
     return nearest + (f" with {', '.join(different)}" if different else "")
 

@@ -301,6 +301,9 @@ def decorate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for number, parameter in enumerate(model.parameters()):
         optimizer.state[parameter]["slow_buffer"] = parameter.detach().double() + number
         optimizer.state[parameter]["notes"] = {"count": number, "names": ["a", "b"]}
+        optimizer.state[parameter]["mean"] = torch.ones(
+            2
+        )  # as another optimizer of this library might call what it keeps
     optimizer.state["everybody"] = {"rate": torch.tensor(0.5), "steps": 3}  # type: ignore[index]
 
 
@@ -308,7 +311,7 @@ def decorations(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]
     found = []
     for parameter in model.parameters():
         entries = optimizer.state[parameter]
-        found += [entries["slow_buffer"].clone(), entries["notes"]]
+        found += [entries["slow_buffer"].clone(), entries["notes"], entries["mean"].clone()]
     return [*found, dict(optimizer.state["everybody"])]  # type: ignore[index]
 
 
@@ -546,7 +549,7 @@ def test_what_the_optimizer_keeps_is_not_taken_away_silently() -> None:
     for take in refused:
         with pytest.raises(RuntimeError, match=r"state: .*the optimizer steps with what it keeps.* To begin anew"):
             take()
-    assert set(state) == {"step", "momentum", "variance", "inner.step", "slow_buffer", "notes"}
+    assert set(state) == {"step", "momentum", "variance", "inner.step", "slow_buffer", "notes", "mean"}
     assert state.pop("notes") == {"count": 0, "names": ["a", "b"]}
     assert state.pop("nothing", 3) == 3
     assert set(table.pop("everybody")) == {"rate", "steps"}  # type: ignore[call-overload]

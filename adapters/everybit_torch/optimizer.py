@@ -840,7 +840,12 @@ class TorchOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "gradient release: an optimizer that steps by hooks cannot be copied; call remove() on its handle first."
             )
-        copied = {name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")}
+        # Schedulers put a `step` of their own into an optimizer; it is no part of torch's optimizers when they are copied, either.
+        copied = {
+            name: value
+            for name, value in self.__dict__.items()
+            if not name.startswith("_optimizer_") and name != "step"
+        }
         # What the optimizer keeps is in its units; of the state that shows it, what others keep there.
         del copied["_states"]
         copied["state"] = {

@@ -82,7 +82,8 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
     for name, value in given.items():
         if name not in parameters and _is_torchs(kind, name, value, decoupled):
             continue
-        require_own_name(kind, name, given)
+        if not takes_all:
+            require_own_name(kind, name, given)
         wanted = NAMES.get(name, (name,))
         if not takes_all and not all(one in parameters for one in wanted):
             accepted = [*_accepted(parameters)]

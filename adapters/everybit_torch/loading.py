@@ -288,7 +288,8 @@ def judge_settings(optimizer: TorchOptimizer, saved: Saved) -> Settings:
             new |= {name: as_python(name, new[name]) for name in optimizer._names if name in new}
             merged = {**group, **new}
             # A tensor's value is judged here as a number's is: loading may wait for a device, as a step may not.
-            optimizer._build(own, optimizer.factory_arguments({k: _as_number(v) for k, v in merged.items()}))
+            numbers = {name: _as_number(merged[name]) for name in optimizer._names}
+            optimizer._build(own, optimizer.factory_arguments({**merged, **numbers}))
             arguments = optimizer.factory_arguments(merged)
             optimizers = optimizer._build(own, arguments)
         except Exception as error:
@@ -318,8 +319,13 @@ def _is_container(value: Any) -> bool:
 
 
 def _as_number(value: Any) -> Any:
+    """A hyperparameter, or a pair of them, with numbers in the place of tensors."""
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_as_number, value))
+        return type(value)(_number(one) for one in value)
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
     plain = isinstance(value, Tensor) and value.ndim == 0 and value.dtype in (torch.float32, torch.float64)
     return float(value) if plain else value
 

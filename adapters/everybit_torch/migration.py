@@ -49,7 +49,9 @@ def skeleton(transform: Any) -> Any:
         return tuple(map(skeleton, transform))
     if isinstance(transform, (str, bool)) or transform is None:
         return transform
-    return type(transform) if is_dataclass(transform) or isinstance(transform, (int, float, Tensor)) else id(transform)
+    if isinstance(transform, (int, float, Tensor)):
+        return float
+    return type(transform) if is_dataclass(transform) else id(transform)
 
 
 def plan_migration(unit: Unit, optimizer: eb.Optimizer[Any]) -> Migration:

@@ -113,9 +113,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     """
 
     torch_names: ClassVar[TorchNames | None] = None
-    _decoupled: ClassVar[bool | None] = (
-        None  # what torch's argument `decoupled_weight_decay` has to be, where torch has it
-    )
+    # What torch's argument `decoupled_weight_decay` has to be, where torch's optimizer of this name has it.
+    _decoupled: ClassVar[bool | None] = None
     _step_supports_amp_scaling: bool  # torch's: whether a GradScaler leaves everything to `step`
 
     def __init__(
@@ -394,38 +393,56 @@ class TorchOptimizer(torch.optim.Optimizer):
             entries = self.state[member.parameter]
             entries.publish({name: like(member.parameter, value) for name, value in named.items()}, torch_names)
 
-    def _adopt(self, group: Group, arguments: dict[str, Any], optimizers: dict[torch.dtype, eb.Optimizer[Any]]) -> None:
-        """Step with other hyperparameters from here on; state that they need begins, and what they do not need is put aside.
+    def _follow_hyperparameters(self) -> None:
+        """Step with what the param groups hold from here on; state that it needs begins, and what it does not need is put aside.
 
         Raises:
-            ValueError: Which state is carried over cannot be told; nothing is changed.
+            TypeError: A hyperparameter that is none.
+            ValueError: A hyperparameter out of range, or one by which it cannot be told which state is carried over. Nothing is changed.
         """
-        plans: list[tuple[Unit, Migration]] = []
+        changes: list[tuple[Group, dict[str, Any], dict[torch.dtype, eb.Optimizer[Any]]]] = []
+        for group, values in zip(self._groups, self.param_groups, strict=True):
+            arguments = self.factory_arguments(values)
+            if arguments != group.arguments:
+                changes.append((group, arguments, self._build(group, arguments)))
+        plans = [plan for change in changes for plan in self._plan_migrations(*change)]
+        for group, arguments, optimizers in changes:
+            group.follow(arguments, optimizers)
+        for unit, plan in plans:
+            self._migrate(unit, plan)
+
+    def _plan_migrations(
+        self, group: Group, arguments: dict[str, Any], optimizers: dict[torch.dtype, eb.Optimizer[Any]]
+    ) -> list[tuple[Unit, Migration]]:
+        """What becomes of the state of a group's units with other hyperparameters.
+
+        Raises:
+            ValueError: It cannot be told.
+        """
         changed = {
             dtype for dtype, old in group.optimizers.items()
             if skeleton(old.transform) != skeleton(optimizers[dtype].transform)
         }  # fmt: skip
-        if changed:
-            everyone = [optimizers if one is group else one.optimizers for one in self._groups]
-            self._require_scopes(everyone)
-            for unit in self._units:
-                dtype = unit.tensors[0].dtype
-                if unit.group != group.number or dtype not in changed:
-                    continue
-                try:
-                    plan = plan_migration(unit, optimizers[dtype])
-                    self._require_can_begin(unit, plan.begun, arguments)
-                except ValueError as error:
-                    before = group.arguments
-                    names = [
-                        name for name in self._names
-                        if any(arguments[one] is not before[one] for one in NAMES.get(name, (name,)) if one in before)
-                    ]  # fmt: skip
-                    raise ValueError(f"param group {group.number}: {', '.join(names)}: {error}") from None
-                plans.append((unit, plan))
-        group.follow(arguments, optimizers)
-        for unit, plan in plans:
-            self._migrate(unit, plan)
+        if not changed:
+            return []
+        self._require_scopes([optimizers if one is group else one.optimizers for one in self._groups])
+        plans: list[tuple[Unit, Migration]] = []
+        for unit in self._units:
+            dtype = unit.tensors[0].dtype
+            if unit.group != group.number or dtype not in changed:
+                continue
+            try:
+                plan = plan_migration(unit, optimizers[dtype])
+                self._require_can_begin(unit, plan.begun, arguments)
+            except ValueError as error:
+                before = group.arguments
+                names = [
+                    name for name in self._names
+                    if any(arguments[one] is not before[one] for one in NAMES.get(name, (name,)) if one in before)
+                ]  # fmt: skip
+                raise ValueError(f"param group {group.number}: {', '.join(names)}: {error}") from None
+            plans.append((unit, plan))
+        return plans
 
     def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
         """Refuse slots that cannot begin after other steps; for subclasses.
@@ -518,12 +535,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         if self.state is not self._states:
             self._take_states()
         self._settle_policies()
+        self._follow_hyperparameters()
         self._place()
         self._follow()
-        for group, values in zip(self._groups, self.param_groups, strict=True):
-            arguments = self.factory_arguments(values)
-            if arguments != group.arguments:
-                self._adopt(group, arguments, self._build(group, arguments))
 
     def _take_states(self) -> None:
         """Take over what was assigned to ``self.state``, which is possible until parameters are placed.

@@ -1,7 +1,7 @@
 """What torch's own suites check of its optimizers (test_optim.py, test_swa_utils.py), checked here of ours, over torch's table of inputs.
 
-Written anew: the suites are not in torch's wheel, and where they compare implementations of torch's with one another, these compare with torch.
-What is refused on purpose is at the end, and listed in docs/ecosystem.md.
+Written anew: the suites are not in torch's wheel, and where they compare implementations of torch's with one another, these compare
+with torch. What is refused on purpose is at the end, and listed in docs/ecosystem.md.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def test_the_loss_goes_where_it_should_and_where_torchs_goes(
     model, optimizer = Affine(strided=strided), None
     optimizer = ours(model.parameters(), layout=layout, **copies(arguments))
     before = model.loss()
+    returned: Any = None
     for _ in range(20):
         returned = optimizer.step(closure_of(model, optimizer))
     reference, _ = primed(theirs, arguments, 20, strided=strided)
@@ -114,8 +115,14 @@ def test_the_loss_goes_where_it_should_and_where_torchs_goes(
 
 SCHEDULES: list[list[Callable[[Any], Any]]] = [
     [lambda o: schedulers.StepLR(o, gamma=0.9, step_size=10)],
-    [lambda o: schedulers.LinearLR(o, start_factor=0.4, total_iters=4), lambda o: schedulers.ExponentialLR(o, gamma=0.9)],
-    [lambda o: schedulers.ReduceLROnPlateau(o, patience=2), lambda o: schedulers.PolynomialLR(o, power=0.9, total_iters=12)],
+    [
+        lambda o: schedulers.LinearLR(o, start_factor=0.4, total_iters=4),
+        lambda o: schedulers.ExponentialLR(o, gamma=0.9),
+    ],
+    [
+        lambda o: schedulers.ReduceLROnPlateau(o, patience=2),
+        lambda o: schedulers.PolynomialLR(o, power=0.9, total_iters=12),
+    ],
 ]
 
 
@@ -177,7 +184,9 @@ def test_without_gradients_nothing_moves_and_zeros_move_only_what_decays(
 @pytest.mark.parametrize(("ours", "theirs"), [(kind, getattr(torch.optim, name)) for name, kind in OURS.items()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rate", [0.0, 1e-2])
-def test_a_learning_rate_in_a_tensor_is_the_number_in_it(ours: Any, theirs: Any, dtype: torch.dtype, rate: float) -> None:
+def test_a_learning_rate_in_a_tensor_is_the_number_in_it(
+    ours: Any, theirs: Any, dtype: torch.dtype, rate: float
+) -> None:
     results = []
     tensor = torch.tensor(rate, dtype=dtype)
     for kind, lr in ((ours, tensor), (theirs, float(tensor)), (ours, float(tensor))):
@@ -261,7 +270,15 @@ def test_an_older_state_dict_without_todays_flags_loads(ours: Any, theirs: Any, 
     model, optimizer = primed(ours, arguments)
     old = copy.deepcopy(optimizer.state_dict())
     for group in old["param_groups"]:
-        for flag in ("maximize", "foreach", "fused", "differentiable", "capturable", "fully_decoupled", "max_learning_rate"):
+        for flag in (
+            "maximize",
+            "foreach",
+            "fused",
+            "differentiable",
+            "capturable",
+            "fully_decoupled",
+            "max_learning_rate",
+        ):
             group.pop(flag, None)
     optimizer.load_state_dict(old)
     optimizer.step(closure_of(model, optimizer))
@@ -277,7 +294,8 @@ def test_names_of_parameters_are_kept_if_one_of_the_two_has_them(
     for kind in (ours, theirs):
         model = Affine()
         optimizers = [
-            kind(model.named_parameters() if named else model.parameters(), **copies(arguments)) for named in (first, second)
+            kind(model.named_parameters() if named else model.parameters(), **copies(arguments))
+            for named in (first, second)
         ]
         optimizers[0].step(closure_of(model, optimizers[0]))
         optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
@@ -434,7 +452,9 @@ def test_a_scheduler_and_its_optimizer_go_on_together_from_a_file(name: str, kin
     model, optimizer, scheduler = make()
     steps(model, optimizer, scheduler, 4)
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file
+    )
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     other, resumed, again = make()
@@ -482,8 +502,8 @@ def test_averages_follow_the_weights_as_they_follow_torchs(average: str, buffers
         model = network()
         optimizer: Any = cast(Any, kind)(model.parameters(), lr=0.1, momentum=0.9, **how)
         functions: dict[str, dict[str, Any]] = {
-            "swa": {"multi_avg_fn": get_swa_multi_avg_fn()},
-            "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+            "swa": {"multi_avg_fn": get_swa_multi_avg_fn()},  # type: ignore[no-untyped-call]
+            "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},  # type: ignore[no-untyped-call]
             "function": {"avg_fn": lambda averaged, p, count: 0.9 * averaged + 0.1 * p},
         }
         averaged = AveragedModel(model, use_buffers=buffers, **functions[average])
@@ -500,11 +520,13 @@ def test_averages_follow_the_weights_as_they_follow_torchs(average: str, buffers
         update_bn(loader, averaged.module)
         update_bn(loader, model)
         pickle.dumps(AveragedModel(model))
-        results.append([*values(averaged), *values(model), *(b.double() for b in [*averaged.buffers(), *model.buffers()])])
+        results.append(
+            [*values(averaged), *values(model), *(b.double() for b in [*averaged.buffers(), *model.buffers()])]
+        )
     close(*results)
 
 
-# -- what is refused on purpose -------------------------------------------------------------------------------------------------------------
+# -- what is refused on purpose --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", list(OURS.values()))
@@ -513,7 +535,10 @@ def test_what_is_refused_on_purpose_is_refused_with_the_reason(kind: Any) -> Non
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: kind([torch.ones(2, dtype=torch.complex64, requires_grad=True)]), r"view_as_real"),
         (lambda: kind(real, lr=torch.tensor([0.1])), r"lr: got a tensor of shape \(1,\).* 0-d"),
-        (lambda: kind(real, lr=torch.tensor(0.1, dtype=torch.float16)), r"lr: got a tensor .*a lower precision would round it"),
+        (
+            lambda: kind(real, lr=torch.tensor(0.1, dtype=torch.float16)),
+            r"lr: got a tensor .*a lower precision would round it",
+        ),
         (lambda: kind(real, foreach=True), r"foreach: got True; accepted are None and False: layout='flat'"),
         (lambda: kind(real, fused=True), r"fused: got True; accepted are None and False: compile=True"),
         (lambda: kind(real, differentiable=True), r"differentiable: got True; .*everybit.with_policy"),

@@ -128,3 +128,19 @@ def test_a_parameter_that_is_given_twice_is_refused() -> None:
         ValueError, match=r"param group 0: parameters 0 and 2 are the same tensor; accepted is each once"
     ):
         AdamW([model.matrix, model.vector, model.matrix])
+
+
+def test_an_impossible_hyperparameter_at_the_first_step_moves_no_parameter() -> None:
+    model = Awkward()
+    optimizer = AdamW([{"params": [model.matrix]}, {"params": [model.vector]}])
+    optimizer.param_groups[0]["maximize"] = True
+    optimizer.param_groups[1]["lr"] = float("nan")
+    before = [(p.data_ptr(), p.detach().clone()) for p in model.parameters()]
+    give_gradients(model, 0)
+    with pytest.raises(ValueError, match=r"AdamW, param group 1: lr: got nan"):
+        optimizer.step()
+    assert all(
+        p.data_ptr() == address and torch.equal(p, old)
+        for p, (address, old) in zip(model.parameters(), before, strict=True)
+    )
+    assert not optimizer.state

@@ -123,6 +123,9 @@ def _without(unit: Unit, leaving: set[int]) -> list[Unit]:
     parts = list(unit.split(edges)) if edges else [unit]
     for part in parts:
         if id(part.parameters[0]) in out:
+            if part.gradients is not None:
+                # Its place in a buffer of gradients is no gradient by itself.
+                part.parameters[0].grad = part.collect()[0]
             part.flat, part.gradients = False, None
             _step_where_it_lies(part, 0, part.parameters[0].detach())
     return parts

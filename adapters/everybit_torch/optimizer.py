@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
@@ -888,21 +889,33 @@ class TorchOptimizer(torch.optim.Optimizer):
         """As torch's: per parameter, in its shape; tensors have the dtypes they are stored in, and load under ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        if self.state is not self._states:
-            self._take_states()
-        self._settle_policies()
+        self._settle()
         numbers = self._numbers()
         packed: dict[str, Any] = {"state": {}, "param_groups": self._packed_groups(numbers)}
         for key, value in self.state.items():
             if not isinstance(key, Tensor):
                 packed["state"][key] = dict(value) if isinstance(value, ParameterState) else value
             elif value:
-                packed["state"][numbers[id(key)]] = value.packed()
+                packed["state"][_number(numbers, key)] = value.packed()
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, packed)
             if replaced is not None:
                 packed = replaced
         return packed
+
+    def _settle(self) -> None:
+        """Let state be what the param groups hold, so that a checkpoint fits itself.
+
+        Raises:
+            RuntimeError: ``self.state`` was given another object.
+            ValueError: A policy that cannot be carried out.
+        """
+        if self.state is not self._states:
+            self._take_states()
+        self._settle_policies()
+        # A hyperparameter that cannot be is told of where it would be used.
+        with suppress(TypeError, ValueError):
+            self._follow_hyperparameters()
 
     def _numbers(self) -> dict[int, int]:
         """What checkpoints call each parameter, by its id."""
@@ -946,7 +959,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         Beside the slots each parameter's state has its weights, as ``"param"``. :meth:`load_full_state_dict` of an optimizer with
         another policy takes it, so that a run goes on in another format.
         """
-        self._settle_policies()
+        self._settle()
         self._place()
         self._follow()
         full: dict[int, dict[Any, Any]] = {}
@@ -961,8 +974,9 @@ class TorchOptimizer(torch.optim.Optimizer):
                 continue
             # What is put aside is in the formats of this policy, which another may not have.
             kept = {name: x for name, x in entries.packed({}).items() if not str(name).startswith(UNUSED)}
-            if entry := full.get(id(key), {}) | loading.copied(kept, f"state[{numbers[id(key)]}]"):
-                state[numbers[id(key)]] = entry
+            number = _number(numbers, key)
+            if entry := full.get(id(key), {}) | loading.copied(kept, f"state[{number}]"):
+                state[number] = entry
         return {"state": state, "param_groups": self._packed_groups(numbers)}
 
     @outside_inference
@@ -1123,6 +1137,20 @@ def _require_parameters(number: int, tensors: Sequence[Any]) -> None:
             raise ValueError(
                 f"param group {number}: parameters {first} and {index} are the same tensor; accepted is each once."
             )
+
+
+def _number(numbers: Mapping[int, int], parameter: Tensor) -> int:
+    """What a checkpoint calls a parameter.
+
+    Raises:
+        ValueError: It is none of the optimizer's.
+    """
+    if id(parameter) not in numbers:
+        raise ValueError(
+            f"state: has entries for a tensor of shape {tuple(parameter.shape)} that is in no param group, which a checkpoint has no number"
+            " for; accepted are the optimizer's parameters, and keys that are no tensors."
+        )
+    return numbers[id(parameter)]
 
 
 def _listed(where: str, values: Any, accepted: str) -> list[Any]:

@@ -267,6 +267,31 @@ def test_the_bits_do_not_depend_on_strides(name: str, change: Callable[[Square],
         assert same_bits(results[0], other)
 
 
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_parameter_that_leaves_its_buffer_has_the_gradient_that_it_had(
+    change: Callable[[Square], None], missing: bool, set_to_none: bool
+) -> None:
+    """With gradients in a buffer: a place there that nothing arrived in is none."""
+    results = []
+    pairs: Any = ((SGD, {"flat_gradients": True}), (torch.optim.SGD, {"foreach": False}))
+    for kind, arguments in pairs:
+        model = Square()
+        optimizer: Any = kind(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, **arguments)
+        for step in range(5):
+            if step == 2:
+                change(model)
+                for parameter in model.parameters():
+                    parameter.grad = None
+            optimizer.zero_grad(set_to_none)
+            used = [p for name, p in model.named_parameters() if not (missing and step == 2 and name != "behind")]
+            sum((p.square().sum() for p in used), start=torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        results.append(values(model))
+    close(*results)
+
+
 @pytest.mark.parametrize("how", list(ORDERS))
 def test_a_checkpoint_of_a_model_with_other_strides_goes_on(how: str) -> None:
     def make(model: nn.Module) -> AdamW:

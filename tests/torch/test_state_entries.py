@@ -618,7 +618,9 @@ def test_a_count_may_be_saved_as_any_number(number: Any) -> None:
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("change", [{"momentum": 0.0}, {"momentum": 0.5}, {"maximize": True}])
 @pytest.mark.parametrize("before", [0.0, 0.9])
-def test_a_checkpoint_between_a_change_and_its_step_fits_itself(full: bool, change: dict[str, Any], before: float) -> None:
+def test_a_checkpoint_between_a_change_and_its_step_fits_itself(
+    full: bool, change: dict[str, Any], before: float
+) -> None:
     model, other = Awkward(), Awkward()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=before)
     train(model, optimizer, 2)
@@ -637,5 +639,7 @@ def test_entries_of_a_tensor_that_is_no_parameter_have_no_number_in_a_checkpoint
     optimizer = AdamW(Awkward().parameters())
     optimizer.state[torch.ones(2)]["slow"] = 1
     for save in (optimizer.state_dict, optimizer.full_state_dict):
-        with pytest.raises(ValueError, match=r"state: has entries for a tensor of shape \(2,\) that is in no param group"):
+        with pytest.raises(
+            ValueError, match=r"state: has entries for a tensor of shape \(2,\) that is in no param group"
+        ):
             save()

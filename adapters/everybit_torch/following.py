@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -124,8 +125,9 @@ def _without(unit: Unit, leaving: set[int]) -> list[Unit]:
     for part in parts:
         if id(part.parameters[0]) in out:
             if part.gradients is not None:
-                # Its place in a buffer of gradients is no gradient by itself.
-                part.parameters[0].grad = part.collect()[0]
+                # Its place in a buffer of gradients is no gradient by itself; and autograd expects a gradient in the parameter's order.
+                (parameter,), (grad,) = part.parameters, part.collect()
+                parameter.grad = None if grad is None else torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
             part.flat, part.gradients = False, None
             _step_where_it_lies(part, 0, part.parameters[0].detach())
     return parts

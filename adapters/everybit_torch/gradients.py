@@ -45,9 +45,12 @@ class GradientSlot:
     There is always a gradient, then, and what torch tells by None is told by whether anything was written since it was cleared. Autograd
     says so by a hook. Other writers are seen by the tensor's version, but a zero that somebody scaled, as clipping the norm of all
     gradients does, is still no gradient.
+
+    The tensor may be given other memory (``p.grad.data = ...``, which modules do when they are cast or moved); its values return to their
+    place then.
     """
 
-    __slots__ = ("__weakref__", "arrived", "version", "view")
+    __slots__ = ("__weakref__", "address", "arrived", "home", "version", "view")
 
     def __init__(self, parameter: Tensor, buffer: Tensor, start: int) -> None:
         self.arrived = False
@@ -56,8 +59,17 @@ class GradientSlot:
 
     def lie_in(self, buffer: Tensor, start: int, shape: torch.Size) -> None:
         """Make a tensor over the buffer's elements from ``start`` on."""
-        self.view = piece(buffer, start, start + shape.numel(), shape)
+        self.home = buffer[start : start + shape.numel()].view(shape)
+        self._make_view()
+
+    def _make_view(self) -> None:
+        self.view = piece(self.home.view(-1), 0, self.home.numel(), self.home.shape)
+        self.address = self.view.data_ptr()
         self.version = self.view._version
+
+    def in_place(self, grad: Tensor | None) -> bool:
+        """Whether a gradient is the tensor over the buffer. Fast: it is asked at every step."""
+        return grad is self.view and grad.data_ptr() == self.address
 
     def watch(self, parameter: Tensor) -> None:
         """Be told of the parameter's gradients."""
@@ -74,7 +86,7 @@ class GradientSlot:
 
     def __getstate__(self) -> dict[str, Any]:
         # Not the tensor: a copy of it would be memory of its own.
-        return {"shape": self.view.shape, "arrived": self.arrived}
+        return {"shape": self.home.shape, "arrived": self.arrived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.arrived = state["arrived"]
@@ -90,7 +102,7 @@ class GradientSlot:
         grad = parameter.grad
         if grad is None:
             return False
-        if grad is not self.view:
+        if not self.in_place(grad):
             if grad.layout is not torch.strided:
                 raise TypeError(
                     f"flat_gradients: got a {grad.layout} gradient for a parameter of shape {tuple(parameter.shape)}; accepted are dense"
@@ -101,9 +113,11 @@ class GradientSlot:
                     f"flat_gradients: got a {grad.dtype} gradient for a parameter of shape {tuple(parameter.shape)}, whose gradients"
                     f" are kept as {self.view.dtype}; accepted is that, or what it holds exactly."
                 )
-            self.view.copy_(grad)
+            # The tensor that was cleared is a gradient again if something was written to it, wherever it lies now.
+            self.arrived = self.arrived or grad is not self.view or bool(grad.count_nonzero())
+            self.home.copy_(grad)
+            self._make_view()
             parameter.grad = self.view
-            self.arrived = True
         elif not self.arrived and self.view._version != self.version:
             self.arrived = bool(self.view.count_nonzero())
             self.version = self.view._version
@@ -115,14 +129,22 @@ class GradientSlot:
             return False
         if self.arrived or parameter.grad is not self.view:
             return True
-        return self.view._version != self.version and bool(self.view.count_nonzero())
+        if self.view._version == self.version and self.in_place(parameter.grad):
+            return False
+        return bool(self.view.count_nonzero())
 
     def clear(self, parameter: Tensor, *, there: bool) -> None:
         """After the buffer was zeroed: in place again, and a gradient of zeros if it is ``there``, else none until another arrives."""
         self.arrived = there
-        self.version = self.view._version
-        if parameter.grad is not self.view:
+        if self.in_place(parameter.grad):
+            self.version = self.view._version
+            return
+        self._make_view()
+        if (parameter.shape, parameter.stride()) == (self.home.shape, self.home.stride()):
             parameter.grad = self.view
+        else:
+            # The parameter will leave the buffer, and autograd expects gradients in the order of their parameters.
+            parameter.grad = torch.zeros_like(parameter, dtype=self.home.dtype) if there else None
 
 
 class GradientBuffer:
@@ -145,7 +167,7 @@ class GradientBuffer:
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         """The parameters' gradients; None for one without."""
         return [
-            slot.view if (slot.arrived and p.grad is slot.view) or slot.holds_gradient(p) else None
+            slot.view if (slot.arrived and slot.in_place(p.grad)) or slot.holds_gradient(p) else None
             for slot, p in zip(self.slots, parameters, strict=True)
         ]
 

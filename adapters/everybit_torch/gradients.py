@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -133,18 +134,14 @@ class GradientSlot:
             return False
         return bool(self.view.count_nonzero())
 
-    def clear(self, parameter: Tensor, *, there: bool) -> None:
-        """After the buffer was zeroed: in place again, and a gradient of zeros if it is ``there``, else none until another arrives."""
-        self.arrived = there
-        if self.in_place(parameter.grad):
-            self.version = self.view._version
-            return
+    def put_back(self, parameter: Tensor) -> None:
+        """After the buffer was zeroed: let the parameter's gradient lie there again."""
         self._make_view()
         if (parameter.shape, parameter.stride()) == (self.home.shape, self.home.stride()):
             parameter.grad = self.view
         else:
             # The parameter will leave the buffer, and autograd expects gradients in the order of their parameters.
-            parameter.grad = torch.zeros_like(parameter, dtype=self.home.dtype) if there else None
+            parameter.grad = torch.zeros_like(parameter, dtype=self.home.dtype) if self.arrived else None
 
 
 class GradientBuffer:
@@ -166,6 +163,13 @@ class GradientBuffer:
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         """The parameters' gradients; None for one without."""
+        views = [slot.view for slot in self.slots if slot.arrived]
+        grads = [parameter.grad for parameter in parameters]
+        # Fast for what is usual, that every gradient arrived where it should.
+        if len(views) == len(grads) and all(map(is_, grads, views)):
+            addresses = [slot.address for slot in self.slots]
+            if list(map(Tensor.data_ptr, views)) == addresses:
+                return grads
         return [
             slot.view if (slot.arrived and slot.in_place(p.grad)) or slot.holds_gradient(p) else None
             for slot, p in zip(self.slots, parameters, strict=True)
@@ -179,12 +183,15 @@ class GradientBuffer:
 
     def clear(self, parameters: list[Tensor], *, absent: bool) -> None:
         """Zero all gradients. With ``absent`` there are none then; else those that were there are zeros."""
-        there = [
-            not absent and slot.is_there(parameter) for parameter, slot in zip(parameters, self.slots, strict=True)
-        ]
+        there = [not absent and slot.is_there(p) for p, slot in zip(parameters, self.slots, strict=True)]
         self.buffer.zero_()
-        for parameter, slot, one in zip(parameters, self.slots, there, strict=True):
-            slot.clear(parameter, there=one)
+        addresses = list(map(Tensor.data_ptr, [slot.view for slot in self.slots]))
+        for parameter, slot, one, address in zip(parameters, self.slots, there, addresses, strict=True):
+            slot.arrived = one
+            if parameter.grad is slot.view and address == slot.address:
+                slot.version = slot.view._version
+            else:
+                slot.put_back(parameter)
 
     def restore(self, parameters: list[Tensor]) -> None:
         """After a copy: tensors over this buffer, and hooks, which are not copied."""

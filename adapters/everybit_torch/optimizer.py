@@ -553,8 +553,11 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _split_by_gradients(self, units: list[Unit]) -> list[tuple[Unit, list[Tensor | None]]]:
         """The units with their members' gradients, cut where parameters with a gradient meet such without."""
         collected = [unit.collect() for unit in units]
-        for grads in collected:
-            if any(layout is not torch.strided for layout in {grad.layout for grad in grads if grad is not None}):
+        for unit, grads in zip(units, collected, strict=True):
+            # Those that lie in a buffer are dense.
+            if unit.gradients is None and any(
+                layout is not torch.strided for layout in {grad.layout for grad in grads if grad is not None}
+            ):
                 self._refuse_sparse()
         work: list[tuple[Unit, list[Tensor | None]]] = []
         for unit, grads in zip(units, collected, strict=True):
@@ -620,7 +623,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         return eb.tree.map(axis_of(mesh).sum, here)
 
     def _step_unit(self, unit: Unit, grads: list[Tensor | None], totals: Sequence[Tensor] = ()) -> Metrics | None:
-        present = [grad is not None for grad in grads]
+        # A flat unit was cut so that all of its parameters have gradients, or none.
+        present = [grads[0] is not None] * len(grads) if unit.flat else [grad is not None for grad in grads]
         if not any(present):
             return None
         if unit.gradients is not None:

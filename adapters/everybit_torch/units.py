@@ -31,8 +31,8 @@ STEP, WEIGHTS, INNER = "step", "param", "inner"
 _shape = attrgetter("shape")
 
 
-Places = tuple[list[int], list[torch.Size], list[tuple[int, ...]]]
-"""Addresses, shapes and strides of a unit's parameters."""
+Places = tuple[list[int], list[tuple[int, ...]], list[int] | list[torch.Size]]
+"""Addresses and strides of a unit's parameters; and their shapes, or where those follow from the strides, numbers of elements."""
 
 
 @dataclass(slots=True)
@@ -69,6 +69,7 @@ class Unit:
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
     _places: Places = field(init=False)
+    _shapes: list[torch.Size] = field(init=False)
     _sharded: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class Unit:
     def note_places(self) -> None:
         """Parameters are where they belong now."""
         self._places = self._find()
+        self._shapes = [local(parameter).shape for parameter in self.parameters]
 
     def in_place(self) -> bool:
         """Whether every parameter has the memory, shape and strides it had when it was placed. Fast: it is asked at every step."""
@@ -92,12 +94,14 @@ class Unit:
 
     def placed_shape(self, index: int) -> torch.Size:
         """The shape that member number ``index`` had when it was placed."""
-        return self._places[1][index]
+        return self._shapes[index]
 
     def _find(self) -> Places:
         tensors = [local(parameter) for parameter in self.parameters] if self._sharded else self.parameters
-        # Unbound methods: this is the fastest way through a list of tensors.
-        return list(map(Tensor.data_ptr, tensors)), list(map(_shape, tensors)), list(map(Tensor.stride, tensors))
+        # Unbound methods: this is the fastest way through a list of tensors. Shapes cost twice what numbers of elements do, and the strides
+        # of parameters in a buffer, which are dense, tell all sizes but the outermost.
+        extents = list(map(Tensor.numel, tensors)) if self.flat else list(map(_shape, tensors))
+        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors)), extents
 
     def collect(self) -> list[Tensor | None]:
         """The members' gradients; None for one without."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.checks import problems
 from everybit.dtypes import dtype_name, require_member
+from everybit_torch.arguments import TorchArguments
 from everybit_torch.optimizer import Layout, Params, TorchOptimizer
 
 
@@ -40,6 +41,9 @@ class AnyPrecisionAdamW(TorchOptimizer):
         compile: Compile the step.
         metrics: Measure each step.
         seed: Of stochastic rounding.
+        fully_decoupled: As :class:`~everybit_torch.AdamW`'s, and not torchdistX's.
+        max_learning_rate: See there.
+        torch_arguments: See there.
 
     Raises:
         TypeError: A dtype that is no floating-point format.
@@ -66,6 +70,9 @@ class AnyPrecisionAdamW(TorchOptimizer):
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
+        fully_decoupled: bool = False,
+        max_learning_rate: float | None = None,
+        **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         require_member(variance_rounding, ("nearest", "stochastic"), field="variance_rounding")
         variance = dtype_name(variance_dtype, field="variance_dtype")
@@ -92,6 +99,7 @@ class AnyPrecisionAdamW(TorchOptimizer):
                 stacklevel=2,
             )
         super().__init__(
-            params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, policy=policy, layout=layout,
-            flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe="allow",
+            params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fully_decoupled=fully_decoupled,
+            max_learning_rate=max_learning_rate, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile,
+            metrics=metrics, seed=seed, unsafe="allow", **torch_arguments,
         )  # fmt: skip

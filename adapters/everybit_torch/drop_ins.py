@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 import everybit as eb
 from everybit.policy import AnyPolicy
+from everybit.scalars import Hyperparameter
+from everybit_torch.arguments import TorchArguments
+from everybit_torch.entries import UNUSED
 from everybit_torch.optimizer import Layout, Params, TorchOptimizer
 from everybit_torch.state_dicts import TorchNames
+from everybit_torch.units import Unit
 
 _IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False}
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
+_FULLY_DECOUPLED: Mapping[str, Any] = {"fully_decoupled": False, "max_learning_rate": None}
 
 
 class AdamW(TorchOptimizer):
@@ -25,17 +30,24 @@ class AdamW(TorchOptimizer):
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added outside the root.
         weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
+        amsgrad: torch's; False.
         maximize: Ascend instead.
+        fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself instead, scaled by ``lr / max_learning_rate`` if the
+            latter is given.
+        max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
         policy: How parameters and state are stored; None for float32 and float64 models only.
         layout: See :class:`TorchOptimizer`.
         flat_gradients: See there.
         compile: Compile the step.
         metrics: Measure each step.
         seed: Of stochastic rounding.
+        torch_arguments: ``foreach``, ``fused``, ``capturable``, ``differentiable``, ``decoupled_weight_decay``, at the values by which
+            torch leaves the choice open. The other arguments of :func:`everybit.adamw` are taken, too.
 
     Raises:
-        TypeError: A parameter that is not a real floating-point tensor.
-        ValueError: A hyperparameter out of range, or a policy that cannot work.
+        TypeError: A parameter that is not a real floating-point tensor; an argument that there is not, with the one that is meant.
+        ValueError: A hyperparameter out of range, a policy that cannot work, or an argument of torch's that asks for another
+            implementation.
 
     Example:
         >>> import torch, everybit as eb
@@ -45,8 +57,12 @@ class AdamW(TorchOptimizer):
     """
 
     torch_names = TorchNames(
-        _MOMENTS, True, _IMPLEMENTATION | {"fused": None, "amsgrad": False, "decoupled_weight_decay": True}
+        _MOMENTS,
+        True,
+        _IMPLEMENTATION | {"fused": None, "amsgrad": False, "decoupled_weight_decay": True},
+        _FULLY_DECOUPLED,
     )
+    _decoupled = True
 
     def __init__(
         self,
@@ -55,18 +71,24 @@ class AdamW(TorchOptimizer):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        fully_decoupled: bool = False,
+        max_learning_rate: float | None = None,
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
+        **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
-            params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
+            params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
+            fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate,
             policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
         )  # fmt: skip
 
 
@@ -76,6 +98,7 @@ class Adam(TorchOptimizer):
     torch_names = TorchNames(
         _MOMENTS, True, _IMPLEMENTATION | {"fused": None, "amsgrad": False, "decoupled_weight_decay": False}
     )
+    _decoupled = False
 
     def __init__(
         self,
@@ -84,6 +107,7 @@ class Adam(TorchOptimizer):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
         policy: AnyPolicy | None = None,
@@ -92,11 +116,39 @@ class Adam(TorchOptimizer):
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
+        **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
-            params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
+            params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
             policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
         )  # fmt: skip
+
+
+def lion(
+    learning_rate: Hyperparameter = 1e-4,
+    *,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.99,
+    weight_decay: Hyperparameter = 0.0,
+    fully_decoupled: bool = False,
+    max_learning_rate: float | None = None,
+    maximize: bool = False,
+) -> eb.Transform[Any]:
+    """:func:`everybit.lion`, with a decay that may be fully decoupled, as :func:`everybit.adamw`'s."""
+    if not fully_decoupled:
+        if max_learning_rate is not None:
+            raise ValueError(
+                f"max_learning_rate: got {max_learning_rate!r} without fully_decoupled=True, where it has no meaning."
+            )
+        return eb.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, maximize=maximize)
+    relative = None if max_learning_rate is None else learning_rate
+    return eb.chain(
+        *((eb.scale(-1.0),) if maximize else ()),
+        eb.scale_by_lion(b1, b2),
+        eb.scale_by_learning_rate(learning_rate),
+        eb.subtract_decayed_weights(weight_decay, relative, max_learning_rate),
+    )
 
 
 class Lion(TorchOptimizer):
@@ -108,12 +160,15 @@ class Lion(TorchOptimizer):
         betas: Weight of the momentum in the direction, and its decay rate, in [0, 1).
         weight_decay: Decoupled decay; about three to ten times AdamW's.
         maximize: Ascend instead.
+        fully_decoupled: See :class:`AdamW`.
+        max_learning_rate: See there.
         policy: See :class:`AdamW`, as for all that follow.
         layout: See there.
         flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
+        torch_arguments: See there.
     """
 
     def __init__(
@@ -124,16 +179,21 @@ class Lion(TorchOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        fully_decoupled: bool = False,
+        max_learning_rate: float | None = None,
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
+        **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
-            params, eb.lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
+            params, lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
+            fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate,
             policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
         )  # fmt: skip
 
 
@@ -146,6 +206,16 @@ class _WithOptionalMomentum(TorchOptimizer):
         if isinstance(momentum, (int, float)) and not isinstance(momentum, bool) and momentum == 0:
             arguments["momentum"] = None
         return arguments
+
+    def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
+        """As torch: a momentum's first gradient is not dampened, whenever it comes. Here it is the first step whose gradient is not."""
+        dampening = arguments.get("dampening", 0.0)
+        again = all(UNUSED + "momentum" in self.state[parameter] for parameter in unit.parameters)
+        late = "momentum" in begun and not again and int(unit.state.step) > 0
+        if late and not (isinstance(dampening, (int, float)) and dampening == 0):
+            raise ValueError(
+                f"dampening: got {dampening!r} with a momentum that begins after the first step; accepted then is 0, or a new optimizer."
+            )
 
 
 class SGD(_WithOptionalMomentum):
@@ -165,6 +235,7 @@ class SGD(_WithOptionalMomentum):
         compile: See there.
         metrics: See there.
         seed: See there.
+        torch_arguments: See there.
     """
 
     torch_names = TorchNames(
@@ -187,10 +258,12 @@ class SGD(_WithOptionalMomentum):
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
+        **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
             params, eb.sgd, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
             maximize=maximize, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
         )  # fmt: skip
 
 
@@ -212,6 +285,7 @@ class RMSprop(_WithOptionalMomentum):
         compile: See there.
         metrics: See there.
         seed: See there.
+        torch_arguments: See there.
     """
 
     torch_names = TorchNames(
@@ -235,8 +309,10 @@ class RMSprop(_WithOptionalMomentum):
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
+        **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
             params, eb.rmsprop, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
             maximize=maximize, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
         )  # fmt: skip

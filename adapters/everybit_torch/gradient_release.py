@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,15 @@ from everybit_torch.units import Unit
 
 
 class _Bucket:
-    """A unit, and which of its gradients have come."""
+    """A unit, and which of its gradients have come in this step."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.expected = sum(parameter.requires_grad for parameter in unit.parameters)
+        self.begin()
+
+    def begin(self) -> None:
+        """A new step: parameters may have been frozen or unfrozen since the last."""
+        self.expected = sum(parameter.requires_grad for parameter in self.unit.parameters)
         self.arrived: set[int] = set()
         self.stepped = False
 
@@ -38,6 +43,7 @@ class GradientRelease:
     """
 
     def __init__(self, model: nn.Module, optimizer: TorchOptimizer, bucket: int, max_norm: float | None) -> None:
+        self._model = model
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._bucket_size = bucket
@@ -48,14 +54,28 @@ class GradientRelease:
         self._buckets: list[_Bucket] = []
         self._of: dict[int, _Bucket] = {}
         self._begun = False
+        self._open: set[int] = set()  # backward passes that stepped and did not come to their end
         # A GradScaler then comes to `finish`, which refuses it, rather than fail for want of gradients.
         optimizer._step_supports_amp_scaling = True
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self._arrive)
-            for group in optimizer.param_groups
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._watch()
+
+    def _watch(self) -> None:
+        """Be told of the gradients of every parameter that is trained.
+
+        Raises:
+            ValueError: One that is not the model's.
+        """
+        new = [
+            parameter
+            for group in self._optimizer.param_groups
             for parameter in group["params"]
-            if parameter.requires_grad
+            if parameter.requires_grad and id(parameter) not in self._hooks
         ]
+        if new:
+            require_parameters_of(self._model, self._optimizer)
+        for parameter in new:
+            self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._arrive)
 
     @property
     def norm(self) -> Tensor | None:
@@ -72,12 +92,19 @@ class GradientRelease:
             self._accumulating = before
 
     def remove(self) -> None:
-        """From here on ``optimizer.step()`` steps as before."""
-        for hook in self._hooks:
+        """From here on ``optimizer.step()`` steps as before. A second time it does nothing."""
+        if self._optimizer._release is not self:
+            return
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._optimizer._release = None
         del self._optimizer._step_supports_amp_scaling
+
+    def abandon(self) -> None:
+        """After a backward pass that ended in an exception: the next one begins a new step. What was stepped stays stepped."""
+        if self._open:
+            self._end()
 
     # -- during the backward pass ---------------------------------------------------------------------------------------------
 
@@ -88,28 +115,41 @@ class GradientRelease:
         assert parameter.grad is not None
         if parameter.grad.layout is not torch.strided:
             raise TypeError(f"gradient release: got a {parameter.grad.layout} gradient; accepted are dense gradients.")
+        this = torch._C._current_graph_task_id()
+        if this not in self._open:
+            # Called only if the pass raises nothing. A pass within a pass, as reentrant checkpointing makes, is one of its own.
+            self._open.add(this)
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._open.discard(this))
         self._begin()
         bucket = self._of[id(parameter)]
         if bucket.stepped:
+            if self._open - {this}:
+                raise RuntimeError(
+                    "gradient release: the backward pass before this one ended in an exception, after parameters had been stepped. They"
+                    " stay stepped; call optimizer.zero_grad(), which drops the gradients that are left, and go on."
+                )
             raise RuntimeError(
                 "gradient release: a second backward pass reached parameters that were stepped already. Call optimizer.step() after each"
                 " backward pass; for accumulation run all but the last within `with release.accumulate():`."
             )
         bucket.arrived.add(id(parameter))
         if len(bucket.arrived) == bucket.expected:
-            self._step(bucket, bucket.unit)
+            self._step_bucket(bucket)
 
     def _begin(self) -> None:
         """At the first gradient of a step: everything in place, hyperparameters as they are now, units no larger than a bucket."""
         if self._begun:
             return
         optimizer = self._optimizer
+        self._watch()
         optimizer._prepare()
-        units = [part for unit in optimizer._units for part in self._cut(unit)]
-        if len(units) != len(optimizer._units) or not self._buckets:
-            optimizer._units = units
-            self._buckets = [_Bucket(unit) for unit in units]
-            self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.unit.parameters}
+        known = {id(bucket.unit): bucket for bucket in self._buckets}
+        optimizer._units = [part for unit in optimizer._units for part in self._cut(unit)]
+        self._buckets = [known.get(id(unit)) or _Bucket(unit) for unit in optimizer._units]
+        self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.unit.parameters}
+        for bucket in self._buckets:
+            bucket.begin()
         self._begun = True
 
     def _cut(self, unit: Unit) -> list[Unit]:
@@ -126,9 +166,19 @@ class GradientRelease:
             self._optimizer._publish(part)
         return parts
 
-    def _step(self, bucket: _Bucket, unit: Unit) -> None:
+    def _step_bucket(self, bucket: _Bucket) -> None:
+        """Step what has a gradient in a bucket; parameters without are skipped, and fall behind for good."""
         bucket.stepped = True
-        grads = unit.collect()
+        parts = self._optimizer._split_by_gradients([bucket.unit])
+        for part, grads in parts:
+            if any(grad is not None for grad in grads):
+                self._step(part, grads)
+        if len(parts) > 1:
+            units = self._optimizer._units
+            at = next(number for number, unit in enumerate(units) if unit is bucket.unit)
+            units[at : at + 1] = [part for part, _ in parts]
+
+    def _step(self, unit: Unit, grads: list[Tensor | None]) -> None:
         present = [grad for grad in grads if grad is not None]
         if self._max_norm is not None:
             self._squares += [
@@ -160,17 +210,9 @@ class GradientRelease:
             )
         if any(parameter.grad is not None for group in self._optimizer.param_groups for parameter in group["params"]):
             self._begin()
-        left = [bucket for bucket in self._buckets if not bucket.stepped]
-        for bucket in left:
-            # A bucket some of whose parameters received nothing: those are skipped, and fall behind for good.
-            parts = self._optimizer._split_by_gradients([bucket.unit])
-            for part, grads in parts:
-                if any(grad is not None for grad in grads):
-                    self._step(bucket, part)
-            if len(parts) > 1:
-                at = self._optimizer._units.index(bucket.unit)
-                self._optimizer._units[at : at + 1] = [part for part, _ in parts]
-                self._buckets = []
+        for bucket in self._buckets if self._begun else []:
+            if not bucket.stepped:
+                self._step_bucket(bucket)
         if self._squares:
             total_square = self._squares[0]
             for square in self._squares[1:]:
@@ -181,11 +223,28 @@ class GradientRelease:
             for measured in self._metrics[1:]:
                 total = total + eb.tree.map(to_device_of, measured, total)
             self._optimizer._metrics = total
-        for bucket in self._buckets:
-            bucket.stepped = False
-            bucket.arrived.clear()
-            bucket.expected = sum(parameter.requires_grad for parameter in bucket.unit.parameters)
+        self._end()
+
+    def _end(self) -> None:
         self._squares, self._metrics, self._begun = [], [], False
+        self._open.clear()
+
+
+def require_parameters_of(model: nn.Module, optimizer: TorchOptimizer) -> None:
+    """Refuse an optimizer with parameters that are not the model's.
+
+    Raises:
+        ValueError: The message names them.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    strange = [
+        f"param group {number}, parameter {index}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in own
+    ]
+    if strange:
+        raise ValueError(f"optimizer: {', '.join(strange[:3])} is no parameter of the model; accepted are the model's.")
 
 
 def enable_gradient_release(
@@ -241,15 +300,7 @@ def enable_gradient_release(
             "optimizer: its transform looks at all gradients at once (scope 'tree', such as clip_by_global_norm); accepted are transforms"
             " of scope 'element' or 'tensor'. max_norm clips by the previous step's norm."
         )
-    own = {id(parameter) for parameter in model.parameters()}
-    strange = [
-        f"param group {number}, parameter {index}"
-        for number, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
-        if id(parameter) not in own
-    ]
-    if strange:
-        raise ValueError(f"optimizer: {', '.join(strange[:3])} is no parameter of the model; accepted are the model's.")
+    require_parameters_of(model, optimizer)
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError("model: holds gradients already; call optimizer.zero_grad() first.")
     release = GradientRelease(model, optimizer, bucket, max_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -45,9 +46,12 @@ class GradientSlot:
     There is always a gradient, then, and what torch tells by None is told by whether anything was written since it was cleared. Autograd
     says so by a hook. Other writers are seen by the tensor's version, but a zero that somebody scaled, as clipping the norm of all
     gradients does, is still no gradient.
+
+    The tensor may be given other memory (``p.grad.data = ...``, which modules do when they are cast or moved); its values return to their
+    place then.
     """
 
-    __slots__ = ("__weakref__", "arrived", "version", "view")
+    __slots__ = ("__weakref__", "address", "arrived", "home", "version", "view")
 
     def __init__(self, parameter: Tensor, buffer: Tensor, start: int) -> None:
         self.arrived = False
@@ -56,8 +60,17 @@ class GradientSlot:
 
     def lie_in(self, buffer: Tensor, start: int, shape: torch.Size) -> None:
         """Make a tensor over the buffer's elements from ``start`` on."""
-        self.view = piece(buffer, start, start + shape.numel(), shape)
+        self.home = buffer[start : start + shape.numel()].view(shape)
+        self._make_view()
+
+    def _make_view(self) -> None:
+        self.view = piece(self.home.view(-1), 0, self.home.numel(), self.home.shape)
+        self.address = self.view.data_ptr()
         self.version = self.view._version
+
+    def in_place(self, grad: Tensor | None) -> bool:
+        """Whether a gradient is the tensor over the buffer. Fast: it is asked at every step."""
+        return grad is self.view and grad.data_ptr() == self.address
 
     def watch(self, parameter: Tensor) -> None:
         """Be told of the parameter's gradients."""
@@ -74,7 +87,7 @@ class GradientSlot:
 
     def __getstate__(self) -> dict[str, Any]:
         # Not the tensor: a copy of it would be memory of its own.
-        return {"shape": self.view.shape, "arrived": self.arrived}
+        return {"shape": self.home.shape, "arrived": self.arrived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.arrived = state["arrived"]
@@ -90,7 +103,7 @@ class GradientSlot:
         grad = parameter.grad
         if grad is None:
             return False
-        if grad is not self.view:
+        if not self.in_place(grad):
             if grad.layout is not torch.strided:
                 raise TypeError(
                     f"flat_gradients: got a {grad.layout} gradient for a parameter of shape {tuple(parameter.shape)}; accepted are dense"
@@ -101,20 +114,34 @@ class GradientSlot:
                     f"flat_gradients: got a {grad.dtype} gradient for a parameter of shape {tuple(parameter.shape)}, whose gradients"
                     f" are kept as {self.view.dtype}; accepted is that, or what it holds exactly."
                 )
-            self.view.copy_(grad)
+            # The tensor that was cleared is a gradient again if something was written to it, wherever it lies now.
+            self.arrived = self.arrived or grad is not self.view or bool(grad.count_nonzero())
+            self.home.copy_(grad)
+            self._make_view()
             parameter.grad = self.view
-            self.arrived = True
         elif not self.arrived and self.view._version != self.version:
             self.arrived = bool(self.view.count_nonzero())
             self.version = self.view._version
         return self.arrived
 
-    def clear(self, parameter: Tensor, *, absent: bool) -> None:
-        """After the buffer was zeroed: in place again, and with ``absent`` no gradient until another arrives."""
-        self.arrived = not absent and self.arrived and parameter.grad is not None
-        self.version = self.view._version
-        if parameter.grad is not self.view:
+    def is_there(self, parameter: Tensor) -> bool:
+        """Whether there is a gradient, wherever it lies."""
+        if parameter.grad is None:
+            return False
+        if self.arrived or parameter.grad is not self.view:
+            return True
+        if self.view._version == self.version and self.in_place(parameter.grad):
+            return False
+        return bool(self.view.count_nonzero())
+
+    def put_back(self, parameter: Tensor) -> None:
+        """After the buffer was zeroed: let the parameter's gradient lie there again."""
+        self._make_view()
+        if (parameter.shape, parameter.stride()) == (self.home.shape, self.home.stride()):
             parameter.grad = self.view
+        else:
+            # The parameter will leave the buffer, and autograd expects gradients in the order of their parameters.
+            parameter.grad = torch.zeros_like(parameter, dtype=self.home.dtype) if self.arrived else None
 
 
 class GradientBuffer:
@@ -136,8 +163,15 @@ class GradientBuffer:
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         """The parameters' gradients; None for one without."""
+        views = [slot.view for slot in self.slots if slot.arrived]
+        grads = [parameter.grad for parameter in parameters]
+        # Fast for what is usual, that every gradient arrived where it should.
+        if len(views) == len(grads) and all(map(is_, grads, views)):
+            addresses = [slot.address for slot in self.slots]
+            if list(map(Tensor.data_ptr, views)) == addresses:
+                return grads
         return [
-            slot.view if (slot.arrived and p.grad is slot.view) or slot.holds_gradient(p) else None
+            slot.view if (slot.arrived and slot.in_place(p.grad)) or slot.holds_gradient(p) else None
             for slot, p in zip(self.slots, parameters, strict=True)
         ]
 
@@ -148,10 +182,16 @@ class GradientBuffer:
         return part
 
     def clear(self, parameters: list[Tensor], *, absent: bool) -> None:
-        """Zero all gradients; ``absent`` as in :meth:`GradientSlot.clear`."""
+        """Zero all gradients. With ``absent`` there are none then; else those that were there are zeros."""
+        there = [not absent and slot.is_there(p) for p, slot in zip(parameters, self.slots, strict=True)]
         self.buffer.zero_()
-        for parameter, slot in zip(parameters, self.slots, strict=True):
-            slot.clear(parameter, absent=absent)
+        addresses = list(map(Tensor.data_ptr, [slot.view for slot in self.slots]))
+        for parameter, slot, one, address in zip(parameters, self.slots, there, addresses, strict=True):
+            slot.arrived = one
+            if parameter.grad is slot.view and address == slot.address:
+                slot.version = slot.view._version
+            else:
+                slot.put_back(parameter)
 
     def restore(self, parameters: list[Tensor]) -> None:
         """After a copy: tensors over this buffer, and hooks, which are not copied."""

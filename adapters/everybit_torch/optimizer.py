@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
-from operator import is_
-from typing import Any, ClassVar, Literal, Protocol, cast, get_args, overload
+from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.dtypes import dtype_name, torch_dtype
+from everybit.dtypes import FLOAT_DTYPES, dtype_name, torch_dtype
 from everybit.metrics import Metrics
 from everybit.optimizer import state_bytes, with_policy
-from everybit.policies import native
+from everybit.policies import describe, native
 from everybit.policy import AnyPolicy, resolve_tree
-from everybit_torch import state_dicts
+from everybit_torch import loading, state_dicts
+from everybit_torch.arguments import (
+    NAMES,
+    as_python,
+    by_given_name,
+    flags_of,
+    require_factory,
+    require_known_options,
+    settled,
+)
 from everybit_torch.dtensors import axis_of, first_element, is_counted, is_dtensor, like, local, mesh_of
-from everybit_torch.gradients import GradientBuffer, gather, piece
+from everybit_torch.entries import UNUSED, ParameterState, States, state_replaced
+from everybit_torch.following import follow, require_followable
+from everybit_torch.gradients import GradientBuffer, gather
+from everybit_torch.migration import Migration, plan_migration, skeleton
+from everybit_torch.placement import Placement, Run, is_settled, moves, plan_placement
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
 from everybit_torch.stepping import Factory, Group, Part, draws_bits, find_totals, write
-from everybit_torch.transform_parts import scopes as transform_scopes
-from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state, is_shared
+from everybit_torch.units import Unit, flatten, init_state
 
 Layout = Literal["auto", "flat", "tree"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-# torch's names of hyperparameters, and the core's.
-NAMES: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2"), "alpha": ("decay",)}
+FLOATS = tuple(map(torch_dtype, FLOAT_DTYPES))
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a method with ``torch.inference_mode`` off: memory that it makes would be unusable outside for good."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 class Release(Protocol):
@@ -38,6 +68,17 @@ class Release(Protocol):
     def finish(self) -> None:
         """The step's end."""
         ...
+
+    def abandon(self) -> None:
+        """The gradients are cleared, and with them a step that an exception interrupted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scoped:
+    """The optimizers that a param group would have."""
+
+    optimizers: dict[torch.dtype, eb.Optimizer[Any]]
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -73,6 +114,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     """
 
     torch_names: ClassVar[TorchNames | None] = None
+    # What torch's argument `decoupled_weight_decay` has to be, where torch's optimizer of this name has it.
+    _decoupled: ClassVar[bool | None] = None
     _step_supports_amp_scaling: bool  # torch's: whether a GradScaler leaves everything to `step`
 
     def __init__(
@@ -93,9 +136,12 @@ class TorchOptimizer(torch.optim.Optimizer):
             raise ValueError(f"layout: got {layout!r}; accepted are 'auto', 'flat', 'tree'.")
         if flat_gradients and layout == "tree":
             raise ValueError("flat_gradients: got True with layout='tree'; accepted with it are 'auto' and 'flat'.")
+        require_factory(factory)
+        hyperparameters = settled(type(self).__name__, factory, hyperparameters, self._decoupled)
         self._factory = factory
         # torch adds keys of its own to `defaults`.
         self._names = tuple(hyperparameters)
+        self._flags = flags_of(factory)
         self._policy = policy
         self._layout = layout
         self._flat_gradients = flat_gradients
@@ -111,6 +157,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._metrics: Metrics | None = None
         self.metrics_enabled = metrics
         super().__init__(cast(Any, params), hyperparameters)
+        self.state = self._states = States()
 
     # -- groups ---------------------------------------------------------------------------------------------------------------
 
@@ -124,30 +171,26 @@ class TorchOptimizer(torch.optim.Optimizer):
         param_group = dict(param_group)
         policy = param_group.pop("policy", self._policy)
         given = param_group["params"]
+        if isinstance(given, set):
+            raise TypeError("params: got a set, whose order differs between runs; accepted are lists and generators.")
         given = [given] if isinstance(given, Tensor) else list(given)
         param_group["params"] = given
         number = len(self.param_groups)
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
-        for index, tensor in enumerate(tensors):
-            if isinstance(tensor, Tensor) and (tensor.is_complex() or not tensor.is_floating_point()):
-                raise TypeError(
-                    f"param group {number}, parameter {index}: got {tensor.dtype}; accepted are real floating-point parameters."
-                    + (" torch.view_as_real gives a real view of a complex one." if tensor.is_complex() else "")
-                )
-        places: dict[int, int] = {}
-        for index, tensor in enumerate(tensors):
-            if (first := places.setdefault(id(tensor), index)) != index:
-                raise ValueError(
-                    f"param group {number}: parameters {first} and {index} are the same tensor; accepted is each once."
-                )
-        hyperparameters = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
+        _require_parameters(number, tensors)
+        kind = type(self).__name__
+        options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
+        require_known_options(kind, self._names, options, self._decoupled)
+        param_group |= {name: as_python(name, options[name]) for name in self._names if name in options}
         policies = {dtype: self._policy_for(policy, dtype, number) for dtype in dict.fromkeys(t.dtype for t in tensors)}
         group = Group(number, self._factory, policies, self._seed)
-        arguments = self.factory_arguments(hyperparameters)
+        arguments = self.factory_arguments({**self.defaults, **param_group})
         group.follow(arguments, self._build(group, arguments))
         self._arriving = tensors
-        self._require_one_tree([*self._groups, group])
-        self._arriving = []
+        try:
+            self._require_one_tree([*self._groups, group])
+        finally:
+            self._arriving = []
         main_dtypes = _main_gradients(number, tensors, policies)
         super().add_param_group(param_group)
         self._groups.append(group)
@@ -156,12 +199,19 @@ class TorchOptimizer(torch.optim.Optimizer):
             tensor.grad_dtype = dtype
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The factory's keyword arguments for a param group: torch's names become the core's."""
+        """The factory's keyword arguments for a param group: torch's names become the core's.
+
+        Raises:
+            TypeError: A flag that is neither True nor False.
+            ValueError: A pair of another length, or a number that is not finite.
+        """
         arguments: dict[str, Any] = {}
         for name in self._names:
-            value = group[name]
+            value = as_python(name, group[name])
             targets = NAMES.get(name, (name,))
             if len(targets) == 1:
+                if name in self._flags and not isinstance(value, bool):
+                    raise TypeError(f"{type(self).__name__}: {name}: got {value!r}; accepted are True and False.")
                 arguments[targets[0]] = value
             elif not isinstance(value, (tuple, list)) or len(value) != len(targets):
                 raise ValueError(f"{name}: got {value!r}; accepted are {len(targets)} numbers.")
@@ -185,16 +235,23 @@ class TorchOptimizer(torch.optim.Optimizer):
                 for dtype, policy in group.policies.items()
             }
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{type(self).__name__}, param group {group.number}: {error}") from None
+            given = {}
+            for name in self._names:
+                values = [arguments.get(target) for target in NAMES.get(name, (name,))]
+                given[name] = values[0] if len(values) == 1 else values
+            message = by_given_name(str(error), given)
+            raise type(error)(f"{type(self).__name__}, param group {group.number}: {message}") from None
 
-    def _require_one_tree(self, groups: list[Group]) -> None:
-        scopes = {optimizer.scope for group in groups for optimizer in group.optimizers.values()}
+    def _require_one_tree(self, groups: list[Group] | list[Scoped]) -> None:
+        of_groups: list[Group | Scoped] = [*groups]
+        scopes = {optimizer.scope for group in of_groups for optimizer in group.optimizers.values()}
         if self._layout == "flat" and scopes - {"element"}:
+            scope = "tree" if "tree" in scopes else "tensor"
+            sees = "looks at all gradients at once" if scope == "tree" else "must see whole tensors"
             raise ValueError(
-                f"layout: got 'flat' for a transform of scope {', '.join(sorted(scopes - {'element'}))!s}, which must see whole tensors;"
-                " accepted are 'auto' and 'tree'."
+                f"layout: got 'flat' for a transform of scope {scope!r}, which {sees}; accepted are 'auto' and 'tree'."
             )
-        dtypes = {(index, dtype) for index, group in enumerate(groups) for dtype in group.optimizers}
+        dtypes = {(index, dtype) for index, group in enumerate(of_groups) for dtype in group.optimizers}
         sharded = self._is_sharded()
         if "tree" in scopes and len(scopes) > 1 and sharded:
             raise ValueError(
@@ -208,138 +265,222 @@ class TorchOptimizer(torch.optim.Optimizer):
                 " torch.nn.utils.clip_grad_norm_ before the step instead, or use one group."
             )
 
+    def _require_scopes(self, optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]]) -> None:
+        """Refuse optimizers that have to see more at once, or less, than those that parameters were placed for.
+
+        Raises:
+            ValueError: The message says what changed.
+        """
+        for group, new in zip(self._groups, optimizers, strict=True):
+            for dtype, old in group.optimizers.items():
+                if group.known and old.scope != new[dtype].scope:
+                    raise ValueError(
+                        f"{type(self).__name__}, param group {group.number}: its transform would be of scope {new[dtype].scope!r}, and its"
+                        f" parameters were placed for scope {old.scope!r} at the first step; make a new optimizer."
+                    )
+        self._require_one_tree([Scoped(one) for one in optimizers])
+
+    def _settle_policies(self) -> None:
+        """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed.
+
+        Raises:
+            ValueError: They are, under another policy.
+        """
+        # Not strict: groups that somebody put into the list by hand are told of where they would be stepped.
+        for number, (group, values) in enumerate(zip(self._groups, self.param_groups, strict=False)):
+            if "policy" not in values:
+                continue
+            policy = values["policy"]
+            if group.known:
+                if any(one != policy for one in group.policies.values()):
+                    now = ", ".join(dict.fromkeys(map(describe, group.policies.values())))
+                    raise ValueError(
+                        f"param group {number}: policy: got {describe(policy)}, and since the first step its parameters and state are"
+                        f" stored under {now}; accepted is a change before it. To carry the run over delete the entry, make an optimizer"
+                        " with the new policy, and give the old one's full_state_dict() to its load_full_state_dict()."
+                    )
+                del values["policy"]
+                continue
+            policies = {dtype: self._policy_for(policy, dtype, number) for dtype in group.policies}
+            new = Group(number, self._factory, policies, self._seed)
+            arguments = self.factory_arguments(values)
+            new.follow(arguments, self._build(new, arguments))
+            self._require_one_tree([*self._groups[:number], new, *self._groups[number + 1 :]])
+            wide = dict(_main_gradients(number, values["params"], policies))
+            for tensor, _ in _main_gradients(number, values["params"], group.policies):
+                if tensor not in wide:
+                    wide[tensor] = tensor.dtype
+            for tensor, dtype in wide.items():
+                tensor.grad_dtype = dtype
+            self._groups[number] = new
+            del values["policy"]
+
     # -- placing parameters ---------------------------------------------------------------------------------------------------
+
+    def _plan(
+        self, wanted: frozenset[int], optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]] | None = None
+    ) -> Placement | None:
+        """What placing will do; nothing is changed. None: nothing.
+
+        Args:
+            wanted: Parameters, by id, that get state although they are frozen.
+            optimizers: For each group, by dtype; None: its present ones.
+        """
+        if type(self)._place is not TorchOptimizer._place:
+            # A subclass whose parameters lie in memory of its own.
+            self._place(wanted=wanted)
+            return None
+        params = [values["params"] for values in self.param_groups]
+        if is_settled(self._groups, params, wanted):
+            return None
+        present = [group.optimizers for group in self._groups]
+        return plan_placement(
+            self._groups,
+            present if optimizers is None else optimizers,
+            params,
+            self._counted,
+            wanted,
+            allow_flat=self._layout != "tree",
+        )
 
     def _place(self, *, wanted: frozenset[int] = frozenset()) -> None:
         """Give every parameter that has none a unit: at the first step, so that a model may still be moved or swapped before it.
 
-        A frozen parameter has no unit and no state until it is unfrozen, or is ``wanted`` (by id).
+        A frozen parameter has no unit and no state until it is unfrozen, or is ``wanted`` (by id); one of a lazy module not until it has
+        a shape.
 
         Raises:
             RuntimeError: Parameters were cast since the optimizer was made, or taken out of a param group since the first step.
+            ValueError: Parameters that cannot be stepped where they lie.
         """
-        for group, values in zip(self._groups, self.param_groups, strict=True):
-            params = values["params"]
-            same = len(params) == len(group.known) and all(map(is_, params, group.known))
-            if same and not any(_moves(p) or id(p) in wanted for p, _ in group.waiting):
-                continue
-            known = {id(p) for p in group.known}
-            if gone := [index for index, p in enumerate(group.known) if id(p) not in {id(p) for p in params}]:
-                raise RuntimeError(
-                    f"param group {group.number}: parameters {gone} were taken out or replaced since the first step, and what the optimizer"
-                    " keeps for them would be lost. Make a new optimizer, and carry the state over with a state_dict."
-                )
-            new = [p for p in params if id(p) not in known]
-            if wrong := [p.dtype for p in new if p.dtype not in group.optimizers]:
-                raise RuntimeError(
-                    f"param group {group.number}: a parameter is {wrong[0]} now and was not when the optimizer was made. Cast the"
-                    " model first, then make its optimizer."
-                )
-            waiting = list(group.waiting)
-            for parameter in new:
-                # Elements are numbered through all parameters of a dtype, so that a parameter's random bits are its own.
-                first = self._counted.get(parameter.dtype, 0)
-                self._counted[parameter.dtype] = first + parameter.numel()
-                waiting.append((parameter, first))
-            group.known = list(params)
-            group.waiting = []
-            buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}
-            for parameter, first in waiting:
-                optimizer = group.optimizers[parameter.dtype]
-                if _moves(parameter) or id(parameter) in wanted or optimizer.scope == "tree":
-                    buckets.setdefault((parameter.dtype, parameter.device), []).append((parameter, first))
-                else:
-                    group.waiting.append((parameter, first))
-            for (dtype, _), parameters in buckets.items():
-                self._place_bucket(group, dtype, parameters)
+        plan = self._plan(wanted)
+        if plan is not None:
+            self._carry_out(plan)
+
+    def _carry_out(self, plan: Placement) -> None:
+        self._counted = plan.counted
+        for group, known, waiting, lazy in zip(self._groups, plan.known, plan.waiting, plan.uninitialized, strict=True):
+            group.known, group.waiting, group.uninitialized = known, waiting, lazy
+        for run in plan.runs:
+            self._place_run(run)
 
     def _is_sharded(self) -> bool:
         """Whether any parameter is a part of one, by FSDP2."""
         groups = [*(values["params"] for values in self.param_groups), self._arriving]
         return any(is_dtensor(parameter) for parameters in groups for parameter in parameters)
 
-    def _place_bucket(self, group: Group, dtype: torch.dtype, parameters: list[tuple[Tensor, int]]) -> None:
-        optimizer = group.optimizers[dtype]
-        flat = optimizer.scope == "element" and self._layout != "tree"
-        # A sharded parameter is stepped by itself; what a transform asks of all of them is asked of all ranks.
-        sharded = self._is_sharded()
-        if sharded and "tensor" in transform_scopes(optimizer.transform):
-            raise ValueError(
-                f"param group {group.number}: {optimizer.transform!r} must see whole tensors (scope 'tensor'); ranks hold parts of them."
-                " Accepted for sharded parameters are transforms of scope 'element' and 'tree'."
-            )
-        # Runs of neighbours that can share a buffer; what cannot is a run of its own.
-        runs: list[tuple[list[Tensor], int]] = []
-        end = -1
-        for parameter, first in parameters:
-            joins = flat and first == end and can_be_flat(parameter) and can_be_flat(runs[-1][0][-1])
-            if runs and ((optimizer.scope == "tree" and not sharded) or joins):
-                runs[-1][0].append(parameter)
-            else:
-                runs.append(([parameter], first))
-            end = first + parameter.numel()
-        for run, first in runs:
-            share = flat and can_be_flat(run[0])
-            gradients = None
-            if share:
-                if self._flat_gradients:
-                    (one,) = resolve_tree(optimizer.policy, [run[0].detach()])
-                    gradients = GradientBuffer(run, torch_dtype(one.grads_main))
-                tensors, stop = [flatten(run)], 0
-                members = [Member(p, 0, stop, stop := stop + p.numel()) for p in run]
-            else:
-                element = optimizer.scope == "element"
-                whole = [local(p).detach() for p in run]
-                tensors = [x.view(-1) if (element or sharded) and x.is_contiguous() else x for x in whole]
-                members = [Member(p, i, 0, x.numel()) for i, (p, x) in enumerate(zip(run, whole, strict=True))]
-                if draws_bits(optimizer.policy):
-                    first += first_element(run[0])
-            state = init_state(optimizer, tensors, first)
-            unit = Unit(group.number, tensors, members, state, first, flat=share, gradients=gradients)
-            self._units.append(unit)
-            self._publish(unit)
+    def _place_run(self, run: Run) -> None:
+        optimizer, first = run.optimizer, run.first
+        gradients = None
+        if run.flat:
+            if self._flat_gradients:
+                (one,) = resolve_tree(optimizer.policy, [run.parameters[0].detach()])
+                gradients = GradientBuffer(run.parameters, torch_dtype(one.grads_main))
+            tensors = [flatten(run.parameters)]
+        else:
+            tensors = run.tensors(sharded=self._is_sharded())
+            if draws_bits(optimizer.policy):
+                first += first_element(run.parameters[0])
+        state = init_state(optimizer, tensors, first)
+        unit = Unit(run.group.number, tensors, run.members(), state, first, flat=run.flat, gradients=gradients)
+        self._units.append(unit)
+        self._publish(unit)
 
     def _publish(self, unit: Unit) -> None:
-        """Show each parameter's share of the unit's state in ``self.state``, as views."""
+        """Show each parameter's share of the unit's state in ``self.state``, as views; what others keep there stays."""
+        torch_names = self.torch_names.slots if self.torch_names is not None else {}
         for member in unit.members:
             named = unit.named_state(member)
-            self.state[member.parameter] = {name: like(member.parameter, value) for name, value in named.items()}
+            entries = self.state[member.parameter]
+            entries.publish({name: like(member.parameter, value) for name, value in named.items()}, torch_names)
+
+    def _follow_hyperparameters(self) -> None:
+        """Step with what the param groups hold from here on; state that it needs begins, and what it does not need is put aside.
+
+        Raises:
+            TypeError: A hyperparameter that is none.
+            ValueError: A hyperparameter out of range, or one by which it cannot be told which state is carried over. Nothing is changed.
+        """
+        changes: list[tuple[Group, dict[str, Any], dict[torch.dtype, eb.Optimizer[Any]]]] = []
+        for group, values in zip(self._groups, self.param_groups, strict=True):
+            arguments = self.factory_arguments(values)
+            if arguments != group.arguments:
+                changes.append((group, arguments, self._build(group, arguments)))
+        plans = [plan for change in changes for plan in self._plan_migrations(*change)]
+        for group, arguments, optimizers in changes:
+            group.follow(arguments, optimizers)
+        for unit, plan in plans:
+            self._migrate(unit, plan)
+
+    def _plan_migrations(
+        self, group: Group, arguments: dict[str, Any], optimizers: dict[torch.dtype, eb.Optimizer[Any]]
+    ) -> list[tuple[Unit, Migration]]:
+        """What becomes of the state of a group's units with other hyperparameters.
+
+        Raises:
+            ValueError: It cannot be told.
+        """
+        changed = {
+            dtype for dtype, old in group.optimizers.items()
+            if skeleton(old.transform) != skeleton(optimizers[dtype].transform)
+        }  # fmt: skip
+        if not changed:
+            return []
+        self._require_scopes([optimizers if one is group else one.optimizers for one in self._groups])
+        plans: list[tuple[Unit, Migration]] = []
+        for unit in self._units:
+            dtype = unit.tensors[0].dtype
+            if unit.group != group.number or dtype not in changed:
+                continue
+            try:
+                plan = plan_migration(unit, optimizers[dtype])
+                self._require_can_begin(unit, plan.begun, arguments)
+            except ValueError as error:
+                before = group.arguments
+                names = [
+                    name for name in self._names
+                    if any(arguments[one] is not before[one] for one in NAMES.get(name, (name,)) if one in before)
+                ]  # fmt: skip
+                raise ValueError(f"param group {group.number}: {', '.join(names)}: {error}") from None
+            plans.append((unit, plan))
+        return plans
+
+    def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
+        """Refuse slots that cannot begin after other steps; for subclasses.
+
+        Raises:
+            ValueError: One cannot.
+        """
+
+    def _migrate(self, unit: Unit, plan: Migration) -> None:
+        before = [self.state[member.parameter].own for member in unit.members]
+        unit.state = plan.state
+        self._publish(unit)
+        torch_names = self.torch_names.slots if self.torch_names is not None else {}
+        for member, own in zip(unit.members, before, strict=True):
+            self.state[member.parameter].put_aside(own, plan.ended)
+            self.state[member.parameter].take_up(plan.begun, torch_names)
+
+    def _require_followable(self) -> None:
+        """Refuse parameters that were given something else than other memory since they were placed.
+
+        Raises:
+            RuntimeError: The message names the group and says what happened; nothing is changed.
+        """
+        require_followable(self._units, self._groups, self._parameters)
 
     def _follow(self) -> None:
         """See to it that what is stepped is what the model computes with.
 
         Raises:
-            RuntimeError: A parameter was moved to another dtype, device or shape since the first step.
+            RuntimeError: As :meth:`_require_followable`.
         """
-        for unit in self._units:
-            if unit.in_place():
-                continue
-            for member in unit.members:
-                tensor, parameter = unit.tensors[member.position], local(member.parameter)
-                here = tensor.data_ptr() + member.start * tensor.element_size()
-                if parameter.data_ptr() == here or parameter.numel() == 0:
-                    continue
-                size = member.stop - member.start
-                if (parameter.dtype, parameter.device, parameter.numel()) != (tensor.dtype, tensor.device, size):
-                    raise RuntimeError(
-                        f"param group {unit.group}: a parameter of shape {tuple(parameter.shape)} is {parameter.dtype} on"
-                        f" {parameter.device} now, but was {tensor.dtype} on {tensor.device} with {size} elements when"
-                        " the optimizer first stepped. Move the model first; a state_dict carries the state to a new optimizer."
-                    )
-                if unit.flat and is_shared(parameter):
-                    raise RuntimeError(
-                        f"param group {unit.group}: a parameter of shape {tuple(parameter.shape)} was moved to shared memory since the"
-                        " optimizer first stepped. Call model.share_memory() before that, or send a state_dict instead of the model."
-                    )
-                if unit.flat:
-                    # Somebody gave the parameter other memory: its values count, and it returns to its place in the buffer.
-                    place = piece(tensor, member.start, member.stop, parameter.shape)
-                    place.copy_(parameter.detach())
-                    parameter.data = place
-                else:
-                    flat = tensor.ndim == 1 and parameter.is_contiguous()
-                    unit.tensors[member.position] = parameter.detach().view(-1) if flat else parameter.detach()
-            unit.note_addresses()
+        if all(unit.in_place() for unit in self._units):
+            return
+        self._require_followable()
+        self._units, changed = follow(self._units, self._parameters())
+        for unit in changed:
+            self._publish(unit)
 
     # -- stepping -------------------------------------------------------------------------------------------------------------
 
@@ -349,6 +490,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @outside_inference
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
@@ -391,18 +533,31 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         """Everything in its place, and present hyperparameters checked and where compiled code reads them."""
+        if self.state is not self._states:
+            self._take_states()
+        self._settle_policies()
+        self._follow_hyperparameters()
         self._place()
         self._follow()
-        for group, values in zip(self._groups, self.param_groups, strict=True):
-            arguments = self.factory_arguments(values)
-            if arguments != group.arguments:
-                group.follow(arguments, self._build(group, arguments))
+
+    def _take_states(self) -> None:
+        """Take over what was assigned to ``self.state``, which is possible until parameters are placed.
+
+        Raises:
+            RuntimeError: They are.
+        """
+        if self._units:
+            raise state_replaced()
+        self.state = self._states = States(None, self.state)
 
     def _split_by_gradients(self, units: list[Unit]) -> list[tuple[Unit, list[Tensor | None]]]:
         """The units with their members' gradients, cut where parameters with a gradient meet such without."""
         collected = [unit.collect() for unit in units]
-        for grads in collected:
-            if any(layout is not torch.strided for layout in {grad.layout for grad in grads if grad is not None}):
+        for unit, grads in zip(units, collected, strict=True):
+            # Those that lie in a buffer are dense.
+            if unit.gradients is None and any(
+                layout is not torch.strided for layout in {grad.layout for grad in grads if grad is not None}
+            ):
                 self._refuse_sparse()
         work: list[tuple[Unit, list[Tensor | None]]] = []
         for unit, grads in zip(units, collected, strict=True):
@@ -426,7 +581,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 f"{type(self).__name__}.step(): no parameter has a gradient any more, and nothing was stepped. Parameters that a model was"
                 " given since (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's.",
-                stacklevel=5,  # past torch's wrappers, at the line that called step
+                stacklevel=6,  # past torch's wrappers and ours, at the line that called step
             )
 
     def _refuse_sparse(self) -> None:
@@ -468,7 +623,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         return eb.tree.map(axis_of(mesh).sum, here)
 
     def _step_unit(self, unit: Unit, grads: list[Tensor | None], totals: Sequence[Tensor] = ()) -> Metrics | None:
-        present = [grad is not None for grad in grads]
+        # A flat unit was cut so that all of its parameters have gradients, or none.
+        present = [grads[0] is not None] * len(grads) if unit.flat else [grad is not None for grad in grads]
         if not any(present):
             return None
         if unit.gradients is not None:
@@ -488,6 +644,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(unit.parameters)
         return measured
 
+    @outside_inference
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; those in a flat buffer are zeroed where they are.
@@ -495,6 +652,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: A parameter that receives no gradient after this is skipped. False: it is stepped with zeros.
         """
+        if self._release is not None:
+            self._release.abandon()
         if not self._flat_gradients:
             super().zero_grad(set_to_none)
             return
@@ -524,11 +683,14 @@ class TorchOptimizer(torch.optim.Optimizer):
             )
         return self._metrics
 
+    @outside_inference
     def bytes_table(self) -> dict[str, int]:
         """Bytes of the tensors that are allocated now, by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
 
-        Gradients that are not there at the moment are counted as they will be.
+        ``unused`` is what the present hyperparameters do not need and is kept for when they do. Gradients that are not there at the moment
+        are counted as they will be. What others keep in ``state`` is not counted.
         """
+        self._settle_policies()
         self._place()
         frozen = [parameter for group in self._groups for parameter, _ in group.waiting]
         table = {"parameter": sum(local(parameter).nbytes for parameter in frozen), "compensation": 0, "gradient": 0}
@@ -543,10 +705,19 @@ class TorchOptimizer(torch.optim.Optimizer):
                 table["gradient"] += here.numel() * main.itemsize if grad is None else local(grad).nbytes
             for name, size in state_bytes(unit.state.inner, counters=unit.state.step.nbytes).items():
                 table[name] = table.get(name, 0) + size
+        unused = [
+            local(value).nbytes
+            for entries in self.state.values() if isinstance(entries, ParameterState)
+            for name, value in entries.kept.items()
+            if isinstance(name, str) and name.startswith(UNUSED) and isinstance(value, Tensor)
+        ]  # fmt: skip
+        if unused:
+            table["unused"] = sum(unused)
         if not table["compensation"]:
             del table["compensation"]
         return table
 
+    @outside_inference
     def export_fp32(self) -> list[list[Tensor]]:
         """Every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
         self._place()
@@ -567,37 +738,27 @@ class TorchOptimizer(torch.optim.Optimizer):
                 exported[id(member.parameter)] = like(member.parameter, value)
         return [[exported[id(p)] for p in group["params"]] for group in self.param_groups]
 
+    @outside_inference
     @torch.no_grad()
     def import_fp32(self, weights: Iterable[Iterable[Tensor]]) -> None:
         """Store full-precision weights, as :meth:`export_fp32` gives them: the model's tensors are rounded, residuals hold the rest.
 
+        Args:
+            weights: For each param group, a tensor for each parameter: of its shape, and of a dtype that the policy's compute dtype holds
+                exactly.
+
         Raises:
-            ValueError: Numbers or shapes of weights differ from those of the parameters; nothing is changed.
+            ValueError: Numbers, shapes, dtypes or layouts of weights differ from what is accepted; nothing is changed.
         """
+        given = self._judge_weights(weights)
         self._place()
         self._follow()
-        given = [list(group) for group in weights]
-        expected = [list(group["params"]) for group in self.param_groups]
-        shapes = [[tuple(w.shape) for w in group] for group in given]
-        if shapes != [[tuple(p.shape) for p in group] for group in expected]:
-            raise ValueError(
-                f"weights: got {[len(group) for group in given]} tensors by param group, accepted are"
-                f" {[len(group) for group in expected]}, each of its parameter's shape."
-            )
-        by_id = {id(p): w for ps, ws in zip(expected, given, strict=True) for p, w in zip(ps, ws, strict=True)}
-        for unit in self._units:
-            for member in unit.members:
-                if local(by_id[id(member.parameter)]).numel() != local(member.parameter).numel():
-                    raise ValueError(
-                        "weights: got a whole tensor for a parameter of which this rank has a part; accepted are DTensors, as export_fp32"
-                        " gives them."
-                    )
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
             wide = []
             for position, tensor in enumerate(unit.tensors):
                 pieces = [
-                    local(by_id[id(m.parameter)]).to(tensor.device).reshape(-1)
+                    local(given[id(m.parameter)]).to(tensor.device).reshape(-1)
                     for m in unit.members
                     if m.position == position
                 ]
@@ -606,14 +767,62 @@ class TorchOptimizer(torch.optim.Optimizer):
             write((unit.tensors, unit.state), (params, state))
         for group in self._groups:
             for parameter, _ in group.waiting:
-                parameter.copy_(by_id[id(parameter)])
+                parameter.copy_(given[id(parameter)])
+
+    def _judge_weights(self, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor]:
+        """Full-precision weights by id of their parameter.
+
+        Raises:
+            ValueError: They do not fit; nothing is changed.
+            RuntimeError: Parameters that cannot be placed.
+        """
+        expected = [list(group["params"]) for group in self.param_groups]
+        accepted = f"accepted are {list(map(len, expected))}, each of its parameter's shape"
+        given = [
+            _listed(f"weights[{number}]", group, accepted)
+            for number, group in enumerate(_listed("weights", weights, accepted))
+        ]
+        if list(map(len, given)) != list(map(len, expected)):
+            raise ValueError(f"weights: got {list(map(len, given))} tensors by param group; {accepted}.")
+        dtypes = self.export_dtypes()
+        found: dict[int, Tensor] = {}
+        for number, (parameters, values) in enumerate(zip(expected, given, strict=True)):
+            for index, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+                wide = dtypes[id(parameter)]
+                held = [one for one in FLOATS if torch.promote_types(one, wide) is wide]
+                loading.require_tensor(
+                    f"weights[{number}][{index}]", value, held, tuple(parameter.shape), parameter,
+                    accepted=f"{wide}, or what it holds exactly, of shape {tuple(parameter.shape)}.",
+                )  # fmt: skip
+                found[id(parameter)] = value
+        self._settle_policies()
+        self._plan(frozenset())
+        self._require_followable()
+        return found
+
+    def export_dtypes(self) -> dict[int, torch.dtype]:
+        """By id of the parameter, the dtype in which :meth:`export_fp32` gives its weights."""
+        dtypes: dict[int, torch.dtype] = {}
+        placed = {id(p) for unit in self._units for p in unit.parameters}
+        for group, values in zip(self._groups, self.param_groups, strict=True):
+            for parameter in values["params"]:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                optimizer = group.optimizers.get(parameter.dtype)
+                if is_lazy(parameter) or optimizer is None:
+                    dtypes[id(parameter)] = wide
+                    continue
+                if id(parameter) in placed or moves(parameter) or optimizer.scope == "tree":
+                    (one,) = resolve_tree(optimizer.policy, [local(parameter).detach()])
+                    wide = torch_dtype(one.policy.compute)
+                dtypes[id(parameter)] = wide
+        return dtypes
 
     def __repr__(self) -> str:
         lines = [
             super().__repr__(),
             f"layout={self._layout!r}, flat_gradients={self._flat_gradients}, compile={self._compile}",
         ]
-        for group in self._groups:
+        for group, values in zip(self._groups, self.param_groups, strict=False):
             units = [unit for unit in self._units if unit.group == group.number]
             flat = [unit for unit in units if unit.flat]
             elsewhere = len(units) - len(flat)
@@ -631,7 +840,10 @@ class TorchOptimizer(torch.optim.Optimizer):
                 ) + ", from the first step on"
             if group.waiting and units:
                 placed += f", {len(group.waiting)} frozen"
-            policies = ", ".join(dict.fromkeys(map(str, group.policies.values())))
+            policies = ", ".join(dict.fromkeys(map(describe, group.policies.values())))
+            if "policy" in values and any(policy != values["policy"] for policy in group.policies.values()):
+                when = "not in force" if group.known else "from the first step on"
+                policies += f" (param_groups[{group.number}]['policy'] is {describe(values['policy'])}, {when})"
             lines.append(f"param group {group.number}: {placed}; {policies}")
         return "\n".join(lines)
 
@@ -647,13 +859,24 @@ class TorchOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "gradient release: an optimizer that steps by hooks cannot be copied; call remove() on its handle first."
             )
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")}
+        # Schedulers put a `step` of their own into an optimizer; it is no part of torch's optimizers when they are copied, either.
+        copied = {
+            name: value
+            for name, value in self.__dict__.items()
+            if not name.startswith("_optimizer_") and name != "step"
+        }
+        # What the optimizer keeps is in its units; of the state that shows it, what others keep there.
+        del copied["_states"]
+        copied["state"] = {
+            key: entries.kept if isinstance(entries, ParameterState) else entries for key, entries in self.state.items()
+        }
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_units" in state:
             # Parameters may have lost their place in the buffer: the next step puts them back.
-            self.state.clear()
+            self.state = self._states = States(None, state["state"])
             for unit in self._units:
                 self._publish(unit)
                 if isinstance(unit.gradients, GradientBuffer):
@@ -665,50 +888,102 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
 
+    @outside_inference
     def state_dict(self) -> dict[str, Any]:
         """As torch's: per parameter, in its shape; tensors have the dtypes they are stored in, and load under ``weights_only=True``."""
-        return super().state_dict()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._settle()
+        numbers = self._numbers()
+        packed: dict[str, Any] = {"state": {}, "param_groups": self._packed_groups(numbers)}
+        for key, value in self.state.items():
+            if not isinstance(key, Tensor):
+                packed["state"][key] = dict(value) if isinstance(value, ParameterState) else value
+            elif value:
+                packed["state"][_number(numbers, key)] = value.packed()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, packed)
+            if replaced is not None:
+                packed = replaced
+        return packed
 
+    def _settle(self) -> None:
+        """Let state be what the param groups hold, so that a checkpoint fits itself.
+
+        Raises:
+            RuntimeError: ``self.state`` was given another object.
+            ValueError: A policy that cannot be carried out.
+        """
+        if self.state is not self._states:
+            self._take_states()
+        self._settle_policies()
+        # A hyperparameter that cannot be is told of where it would be used.
+        with suppress(TypeError, ValueError):
+            self._follow_hyperparameters()
+
+    def _numbers(self) -> dict[int, int]:
+        """What checkpoints call each parameter, by its id."""
+        numbers: dict[int, int] = {}
+        for number, parameter in enumerate(self._parameters()):
+            numbers.setdefault(id(parameter), number)
+        return numbers
+
+    def _packed_groups(self, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
+        return [group | {"params": [numbers[id(p)] for p in group["params"]]} for group in self.param_groups]
+
+    @outside_inference
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint, bit for bit. Every dtype must be the policy's own: nothing is cast.
 
+        What others keep in ``state`` (wrappers' entries, keys that are no parameters) and in param groups comes back too, as copies.
+
         Raises:
-            ValueError: The checkpoint's groups, parameters, names, shapes or dtypes are not this optimizer's; nothing is changed.
+            TypeError: A hyperparameter that is not one.
+            ValueError: Something that does not fit: structure, hyperparameters, entries, dtypes, shapes, layouts, counts. The message names
+                the place, and nothing is changed.
         """
         # torch's own loader casts state to its parameter's dtype; its hooks are run here as it runs them.
-        state_dict = dict(state_dict)
+        if isinstance(state_dict, Mapping):
+            state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        given = self._given_state(state_dict)
-        for index, parameter in enumerate(self._parameters()):
-            if id(parameter) in given:
-                state_dicts.require_entries(index, given[id(parameter)], self.state[parameter])
-        self._require_one_count(given)
-        self._take_groups(state_dict["param_groups"])
-        self._take_state(given)
+        loaded = self._judge(state_dict)
+        self._take_settings(loaded)
+        self._take_state(loaded.own)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    @outside_inference
     def full_state_dict(self) -> dict[str, Any]:
         """A ``state_dict`` in full precision: what the stored bits stand for, in float32, whatever the policy.
 
         Beside the slots each parameter's state has its weights, as ``"param"``. :meth:`load_full_state_dict` of an optimizer with
         another policy takes it, so that a run goes on in another format.
         """
+        self._settle()
         self._place()
         self._follow()
-        full: dict[int, dict[str, Tensor]] = {}
+        full: dict[int, dict[Any, Any]] = {}
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
             full |= state_dicts.decoded(unit, optimizer)
-        plain = super().state_dict()
-        numbers = chain.from_iterable(group["params"] for group in plain["param_groups"])
-        state = {number: full[id(p)] for number, p in zip(numbers, self._parameters(), strict=True) if id(p) in full}
-        return {"state": state, "param_groups": plain["param_groups"]}
+        numbers = self._numbers()
+        state: dict[Any, Any] = {}
+        for key, entries in self.state.items():
+            if not isinstance(key, Tensor):
+                state[key] = loading.copied(entries, f"state[{loading.shown(key)}]")
+                continue
+            # What is put aside is in the formats of this policy, which another may not have.
+            kept = {name: x for name, x in entries.packed({}).items() if not str(name).startswith(UNUSED)}
+            number = _number(numbers, key)
+            if entry := full.get(id(key), {}) | loading.copied(kept, f"state[{number}]"):
+                state[number] = entry
+        return {"state": state, "param_groups": self._packed_groups(numbers)}
 
+    @outside_inference
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
         """Go on from a :meth:`full_state_dict`, stored under this optimizer's policy; weights of the model included, if it has them.
@@ -717,31 +992,22 @@ class TorchOptimizer(torch.optim.Optimizer):
             For the weights (``"param"``) and each slot: what rounding to this policy's formats lost.
 
         Raises:
-            ValueError: Groups, parameters, names, shapes or dtypes are not this optimizer's; nothing is changed.
+            TypeError: A hyperparameter that is not one.
+            ValueError: Something that does not fit; the message names the place, and nothing is changed.
         """
-        given = self._given_state(state_dict)
-        for index, parameter in enumerate(self._parameters()):
-            if id(parameter) in given:
-                unit = next(unit for unit in self._units if any(p is parameter for p in unit.parameters))
-                optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
-                state_dicts.require_full_entries(index, given[id(parameter)], parameter, unit, optimizer)
-        self._take_groups(state_dict["param_groups"])
-        self._cut_by_counts(given)
-        losses: dict[str, RoundingLoss] = {}
-        for unit in self._units:
-            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
-            for name, loss in state_dicts.encode(unit, optimizer, given).items():
-                losses[name] = losses[name] + loss if name in losses else loss
-        return losses
+        return self._take_full(self._judge(state_dict, full=True))
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as the ``torch.optim`` optimizer of the same name saves it, in float32; it loads there.
 
         Raises:
             TypeError: There is no such optimizer in torch.
+            ValueError: A hyperparameter that torch's does not have is in use.
         """
         return state_dicts.to_torch(self, self.full_state_dict())
 
+    @outside_inference
+    @torch.no_grad()
     def load_torch_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
         """Go on from what the ``torch.optim`` optimizer of the same name saved, under this optimizer's policy.
 
@@ -754,32 +1020,64 @@ class TorchOptimizer(torch.optim.Optimizer):
             TypeError: There is no such optimizer in torch.
             ValueError: The checkpoint is another optimizer's, or has options (``amsgrad``) that this one has not; nothing is changed.
         """
-        return self.load_full_state_dict(state_dicts.from_torch(self, state_dict))
+        self._settle_policies()
+        saved = state_dicts.from_torch(self, state_dict)
+        settings = loading.judge_settings(self, saved)
+        return self._take_full(loading.judge(self, saved, settings, full=True, from_torch=True))
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _given_state(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """A checkpoint's entries by id of our parameters, which are all placed then."""
-        counts = [len(group["params"]) for group in self.param_groups]
-        numbers = state_dicts.parameter_numbers(state_dict, counts)
-        saved = state_dict["state"]
-        parameters = self._parameters()
-        given = {id(p): saved[number] for p, number in zip(parameters, numbers, strict=True) if number in saved}
-        for index, parameter in enumerate(parameters):
-            for name, value in given.get(id(parameter), {}).items():
-                if is_dtensor(parameter) and isinstance(value, Tensor) and value.ndim and not is_dtensor(value):
-                    raise ValueError(
-                        f"state_dict: parameter {index}, {name!r}: got a whole tensor for a sharded parameter; accepted are DTensors, as"
-                        " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes of a whole state dict."
-                    )
-        self._place(wanted=frozenset(given))
-        self._follow()
-        return given
+    def _judge(self, state_dict: Mapping[str, Any], *, full: bool = False) -> loading.Loaded:
+        """A state dict, looked at from all sides; nothing is changed."""
+        if self.state is not self._states:
+            self._take_states()
+        self._settle_policies()
+        saved = loading.read(state_dict, [len(group["params"]) for group in self.param_groups])
+        return loading.judge(self, saved, loading.judge_settings(self, saved), full=full)
 
-    def _take_groups(self, saved_groups: list[dict[str, Any]]) -> None:
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    def _take_settings(self, loaded: loading.Loaded) -> None:
+        """Hyperparameters, places for parameters that get state, and what others keep: all but the optimizer's own entries."""
+        changed: set[tuple[int, torch.dtype]] = set()
+        for group, values, arguments, optimizers, new in zip(
+            self._groups,
+            self.param_groups,
+            loaded.settings.arguments,
+            loaded.settings.optimizers,
+            loaded.settings.groups,
+            strict=True,
+        ):
+            for dtype, old in group.optimizers.items():
+                if skeleton(old.transform) != skeleton(optimizers[dtype].transform):
+                    changed.add((group.number, dtype))
+            values.update(new)
+            group.follow(arguments, optimizers)
+        for unit in self._units:
+            if (unit.group, dtype := unit.tensors[0].dtype) in changed:
+                unit.state = init_state(self._groups[unit.group].optimizers[dtype], unit.tensors, unit.first)
+                self._publish(unit)
+        if loaded.placement is not None:
+            self._carry_out(loaded.placement)
+        self._follow()
+        for key in [key for key in self.state if not isinstance(key, Tensor)]:
+            del self.state[key]
+        self._states.update(loaded.elsewhere)
+        for parameter in self._parameters():
+            kept = loaded.kept.get(id(parameter), {})
+            if kept or parameter in self.state:
+                self.state[parameter].keep(kept)
+        # The first step after this that finds no gradient is told of, as if a step had gone before it.
+        self._had_gradients = self._had_gradients or bool(loaded.own)
+
+    def _take_full(self, loaded: loading.Loaded) -> dict[str, RoundingLoss]:
+        self._take_settings(loaded)
+        self._cut_by_counts(loaded.own)
+        losses: dict[str, RoundingLoss] = {}
+        for unit in self._units:
+            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            for name, loss in state_dicts.encode(unit, optimizer, loaded.own).items():
+                losses[name] = losses[name] + loss if name in losses else loss
+        return losses
 
     def _cut_by_counts(self, given: Mapping[int, Mapping[str, Any]]) -> None:
         """Cut flat units where counts of steps change."""
@@ -793,32 +1091,81 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._publish(unit)
 
     def _require_one_count(self, given: Mapping[int, Mapping[str, Any]]) -> None:
-        """Refuse counts that differ where one step sees several tensors, and counts for all of them.
+        """Refuse counts that are none, and counts that differ where one step sees several tensors, and counts for all of them.
 
         Raises:
             ValueError: They do; nothing is changed.
         """
         for unit in self._units:
-            counts = {state_dicts.counts(given.get(id(m.parameter), {}), unit.named_state(m)) for m in unit.members}
-            if not unit.flat and len(counts) > 1:
-                raise ValueError(
-                    f"state_dict: param group {unit.group}: parameters were stepped different numbers of times, {sorted(counts)}, and a"
-                    " transform that reduces over all gradients counts once for all of them."
-                )
+            entries = [given.get(id(m.parameter), {}) for m in unit.members]
+            for one in entries:
+                for name, value in one.items():
+                    if isinstance(value, Tensor) and value.dtype is torch.int64 and not value.ndim:
+                        loading.as_count(f"state_dict: param group {unit.group}, {name!r}", value)
+            if not unit.flat:
+                loading.require_one_count(unit.group, entries)
 
     def _take_state(self, given: Mapping[int, Mapping[str, Any]]) -> None:
+        """Write the optimizer's own entries, by id of the parameter; parameters without are as before their first step."""
         self._cut_by_counts(given)
         for unit in self._units:
             if any(id(parameter) not in given for parameter in unit.parameters):
                 fresh = init_state(self._groups[unit.group].optimizers[unit.tensors[0].dtype], unit.tensors, unit.first)
                 write(unit.state, fresh)
             for member in unit.members:
+                own = self.state[member.parameter].own
                 for name, value in given.get(id(member.parameter), {}).items():
-                    self.state[member.parameter][name].copy_(value)
+                    if name in own:
+                        local(own[name]).copy_(local(value))
 
 
-def _moves(parameter: Tensor) -> bool:
-    return parameter.requires_grad or parameter.grad is not None
+def _require_parameters(number: int, tensors: Sequence[Any]) -> None:
+    """Refuse what an optimizer cannot optimize.
+
+    Raises:
+        TypeError: Something that is no tensor, or no real floating-point tensor.
+        ValueError: A tensor that comes twice.
+    """
+    for index, tensor in enumerate(tensors):
+        where = f"param group {number}, parameter {index}"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{where}: got {loading.shown(tensor)}; accepted are tensors.")
+        if tensor.is_complex() or not tensor.is_floating_point():
+            raise TypeError(
+                f"{where}: got {tensor.dtype}; accepted are real floating-point parameters."
+                + (" torch.view_as_real gives a real view of a complex one." if tensor.is_complex() else "")
+            )
+    places: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        if (first := places.setdefault(id(tensor), index)) != index:
+            raise ValueError(
+                f"param group {number}: parameters {first} and {index} are the same tensor; accepted is each once."
+            )
+
+
+def _number(numbers: Mapping[int, int], parameter: Tensor) -> int:
+    """What a checkpoint calls a parameter.
+
+    Raises:
+        ValueError: It is none of the optimizer's.
+    """
+    if id(parameter) not in numbers:
+        raise ValueError(
+            f"state: has entries for a tensor of shape {tuple(parameter.shape)} that is in no param group, which a checkpoint has no number"
+            " for; accepted are the optimizer's parameters, and keys that are no tensors."
+        )
+    return numbers[id(parameter)]
+
+
+def _listed(where: str, values: Any, accepted: str) -> list[Any]:
+    """What is in a list, a tuple or a generator.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if not isinstance(values, Iterable) or isinstance(values, (Tensor, Mapping, str, bytes)):
+        raise ValueError(f"{where}: got {loading.shown(values)}; {accepted}.")
+    return list(values)
 
 
 def to_device_of(x: Tensor, like: Tensor) -> Tensor:
@@ -836,8 +1183,10 @@ def _main_gradients(
     """
     found = []
     for dtype, policy in policies.items():
+        # A lazy parameter has a dtype, and no shape that a label could be chosen by.
         same = [tensor for tensor in tensors if tensor.dtype is dtype]
-        for tensor, one in zip(same, resolve_tree(policy, [tensor.detach() for tensor in same]), strict=True):
+        shapes = [torch.empty(0, dtype=dtype) if is_lazy(tensor) else tensor.detach() for tensor in same]
+        for tensor, one in zip(same, resolve_tree(policy, shapes), strict=True):
             main = torch_dtype(one.grads_main)
             if main is dtype or is_dtensor(tensor):  # FSDP2 gives gradients their dtype
                 continue

@@ -1,26 +1,23 @@
-"""What checkpoints hold: checked before anything is changed, and carried over between policies and from and to ``torch.optim``."""
+"""What checkpoints hold, carried over between policies and from and to ``torch.optim``; :mod:`everybit_torch.loading` judges it before."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.dtypes import torch_dtype
-from everybit.policy import resolve_tree
 from everybit_torch.dtensors import like, local
+from everybit_torch.loading import Saved, names, read, shown
+from everybit_torch.memory import has_memory
 from everybit_torch.stepping import write
-from everybit_torch.units import Member, Unit, init_state, named_fields
+from everybit_torch.units import STEP, WEIGHTS, Member, Unit, init_state
 
 if TYPE_CHECKING:
     from everybit_torch.optimizer import TorchOptimizer
-
-WEIGHTS = "param"
-"""Under which a parameter's full-precision weights stand in a full state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,84 +54,13 @@ class TorchNames:
         slots: Our slot names, and torch's.
         counts: Whether it counts steps.
         options: Options of torch's param groups that ours does not have, with the values that agree with it.
+        ours: Options of our param groups that torch's does not have, with the values that agree with it.
     """
 
     slots: Mapping[str, str]
     counts: bool
     options: Mapping[str, Any]
-
-
-class _Kind(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def parameter_numbers(state_dict: Mapping[str, Any], counts: list[int]) -> list[int]:
-    """The numbers by which a checkpoint calls its parameters, group after group.
-
-    Raises:
-        ValueError: It has no ``state`` or ``param_groups``, or groups of other sizes than ``counts``.
-    """
-    absent = [key for key in ("state", "param_groups") if key not in state_dict]
-    if absent:
-        raise ValueError(
-            f"state_dict: has no {' and no '.join(map(repr, absent))}; accepted is what state_dict() returns."
-        )
-    found = [len(group["params"]) for group in state_dict["param_groups"]]
-    if found != counts:
-        raise ValueError(f"state_dict: got param groups of {found} parameters; accepted are {counts}.")
-    return [number for group in state_dict["param_groups"] for number in group["params"]]
-
-
-def require_entries(index: int, saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Refuse a parameter's saved state unless it has the names, dtypes and shapes of this optimizer's.
-
-    Raises:
-        ValueError: The message names the parameter and the entry.
-    """
-    expected = {name: _Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
-    _require(
-        index, saved, expected, "under this policy",
-        "The checkpoint was made under another policy or for another model; nothing is cast, because that would lose bits."
-        " full_state_dict() and load_full_state_dict() carry a run from one policy to another.",
-    )  # fmt: skip
-
-
-def require_full_entries(
-    index: int, saved: Mapping[str, Any], parameter: Tensor, unit: Unit, optimizer: eb.Optimizer[Any]
-) -> None:
-    """Refuse a parameter's full-precision state unless it has the names of this optimizer's slots, its shape and compute dtype.
-
-    Raises:
-        ValueError: The message names the parameter and the entry.
-    """
-    position = next(m.position for m in unit.members if m.parameter is parameter)
-    (resolved,) = resolve_tree(optimizer.policy, [unit.tensors[position]])
-    wide = _Kind(torch_dtype(resolved.policy.compute), tuple(parameter.shape))
-    expected = {
-        name: wide if is_slot else _Kind(value.dtype, tuple(value.shape))
-        for name, value, is_slot in named_fields(unit.state)
-        if name != WEIGHTS
-    }
-    if WEIGHTS in saved:
-        expected[WEIGHTS] = wide
-    _require(index, saved, expected, "in full precision", "It was made by another optimizer or for another model.")
-
-
-def _require(index: int, saved: object, expected: Mapping[str, _Kind], accepted: str, why: str) -> None:
-    if not isinstance(saved, Mapping) or set(saved) != set(expected):
-        names = sorted(saved) if isinstance(saved, Mapping) else saved
-        hint = ""
-        if isinstance(saved, Mapping) and {"exp_avg", "momentum_buffer", "square_avg"} & set(saved):
-            hint = " This is a checkpoint of torch.optim: load_torch_state_dict() takes it."
-        raise ValueError(
-            f"state_dict: parameter {index} has state {names}; accepted {accepted} is {sorted(expected)}.{hint}"
-        )
-    for name, kind in expected.items():
-        value = saved[name]
-        got = _Kind(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
-        if got != kind:
-            raise ValueError(f"state_dict: parameter {index}, {name!r}: got {got}; accepted is {kind}. {why}")
+    ours: Mapping[str, Any] = field(default_factory=dict)
 
 
 def counts(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -216,63 +142,99 @@ def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
 
 def to_torch(optimizer: TorchOptimizer, full: Mapping[str, Any]) -> dict[str, Any]:
     """A full state dict in the words of ``torch.optim``."""
-    names = _names_of(optimizer)
-    state: dict[int, dict[str, Any]] = {}
-    for number, entry in full["state"].items():
-        if int(entry["step"]) == 0:
-            continue
-        state[number] = {"step": entry["step"].to(torch.float32)} if names.counts else {}
-        state[number] |= {theirs: entry[ours] for ours, theirs in names.slots.items() if ours in entry}
-    groups = [dict(names.options) | group for group in full["param_groups"]]
-    return {"state": {number: entry for number, entry in state.items() if entry}, "param_groups": groups}
-
-
-def from_torch(optimizer: TorchOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint of ``torch.optim`` as a full state dict without weights."""
-    names = _names_of(optimizer)
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    numbers = parameter_numbers(state_dict, sizes)
-    for number, group in enumerate(state_dict["param_groups"]):
-        for option, agrees in names.options.items():
-            # Which implementation torch ran (foreach, fused, capturable) does not change the state.
-            if isinstance(agrees, bool) and option not in _IMPLEMENTATIONS and group.get(option, agrees) != agrees:
+    torchs = _names_of(optimizer)
+    groups = []
+    for number, group in enumerate(full["param_groups"]):
+        for option, agrees in torchs.ours.items():
+            if group.get(option, agrees) != agrees:
                 raise ValueError(
-                    f"state_dict: param group {number}, {option!r}: got {group[option]!r}; accepted by {type(optimizer).__name__} is"
-                    f" {agrees!r}."
+                    f"param group {number}, {option!r}: got {group[option]!r}, which torch.optim.{type(optimizer).__name__} does not have;"
+                    f" accepted for torch is {agrees!r}."
                 )
-    given = optimizer._given_state(state_dict)
-    state: dict[int, dict[str, Tensor]] = {}
-    for index, (number, parameter) in enumerate(zip(numbers, optimizer._parameters(), strict=True)):
-        entry = {name: value for name, value in given.get(id(parameter), {}).items() if value is not None}
-        if not entry:
+        groups.append(dict(torchs.options) | {name: value for name, value in group.items() if name not in torchs.ours})
+    own = {WEIGHTS}.union(*(getattr(entries, "own", {}) for entries in optimizer.state.values()))
+    state: dict[Any, Any] = {}
+    for number, entry in full["state"].items():
+        if not isinstance(entry, Mapping) or STEP not in entry:
+            state[number] = entry
             continue
-        known = {"step", *names.slots.values()} if names.counts else set(names.slots.values())
-        if strange := sorted(set(entry) - known):
+        kept = {name: value for name, value in entry.items() if name not in own}
+        if int(entry[STEP]) == 0:
+            state[number] = kept
+            continue
+        state[number] = {"step": entry[STEP].to(torch.float32)} if torchs.counts else {}
+        state[number] |= {theirs: entry[ours] for ours, theirs in torchs.slots.items() if ours in entry} | kept
+    return {"state": {number: entry for number, entry in state.items() if entry != {}}, "param_groups": groups}
+
+
+def from_torch(optimizer: TorchOptimizer, state_dict: object) -> Saved:
+    """A checkpoint of ``torch.optim`` as a full state dict without weights.
+
+    Raises:
+        TypeError: torch has no such optimizer.
+        ValueError: The checkpoint is another optimizer's, or has options that this one has not.
+    """
+    torchs = _names_of(optimizer)
+    kind = type(optimizer).__name__
+    saved = read(state_dict, [len(group["params"]) for group in optimizer.param_groups])
+    for number, group in enumerate(saved.groups):
+        for option, agrees in torchs.options.items():
+            # Which implementation torch ran (foreach, fused, capturable) does not change the state.
+            if not isinstance(agrees, bool) or option in _IMPLEMENTATIONS:
+                continue
+            given = group.get(option, agrees)
+            if not isinstance(given, (bool, int)) or given != agrees:
+                raise ValueError(
+                    f"state_dict: param group {number}, {option!r}: got {shown(group[option])}; accepted by {kind} is {agrees!r}."
+                )
+    known = {STEP, *torchs.slots.values()} if torchs.counts else set(torchs.slots.values())
+    entries: dict[int, dict[Any, Any]] = {}
+    for position, given in saved.entries.items():
+        entry = {name: value for name, value in given.items() if value is not None}
+        strange = [name for name in entry if isinstance(name, str) and name in _TORCHS_NAMES and name not in known]
+        if strange:
             raise ValueError(
-                f"state_dict: parameter {index} has state {sorted(entry)}; of these {type(optimizer).__name__} has no {strange}."
-                f" Accepted is what torch.optim.{type(optimizer).__name__} saves."
+                f"state_dict: parameter {position} has state {names(entry)}; of these {kind} has no {names(strange)}."
+                f" Accepted is what torch.optim.{kind} saves."
             )
-        step = torch.as_tensor(entry["step"] if names.counts else 1).to(torch.int64)
-        own = optimizer.state[parameter]
-        state[number] = {name: step for name, tensor in own.items() if tensor.dtype is torch.int64}
-        for ours, theirs in names.slots.items():
+        if not known & entry.keys():
+            entries[position] = entry
+            continue
+        if torchs.counts and STEP not in entry:
+            raise ValueError(
+                f"state_dict: parameter {position} has state {names(entry)}; accepted is what torch.optim.{kind} saves, which has a 'step'."
+            )
+        found = {STEP: entry[STEP] if torchs.counts else 1}
+        for ours, theirs in torchs.slots.items():
             if theirs in entry:
-                # Wider is exact; what is too wide for the policy is refused where it is loaded.
-                state[number][ours] = entry[theirs].to(torch.promote_types(entry[theirs].dtype, torch.float32))
-    groups = [
-        {key: value for key, value in group.items() if key not in names.options} for group in state_dict["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups}
+                found[ours] = _widened(entry[theirs])
+        entries[position] = found | {name: value for name, value in entry.items() if name not in known}
+    groups = [{key: value for key, value in group.items() if key not in torchs.options} for group in saved.groups]
+    return Saved(groups, saved.numbers, entries, saved.elsewhere)
+
+
+def _widened(value: Any) -> Any:
+    """In float32 at least, which is exact; what is too wide for the policy, or no plain tensor, is refused where it is judged."""
+    plain = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
+    if not plain or value.device.type == "meta" or not value.is_floating_point() or not has_memory(value):
+        return value
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 
+_TORCHS_NAMES = frozenset({
+    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "exp_inf", "eta",
+    "mu", "mu_product", "ax", "prev", "step_size",
+})  # fmt: skip
+"""What torch's optimizers call their state; anything else in it is somebody else's, and kept."""
+
 
 def _names_of(optimizer: TorchOptimizer) -> TorchNames:
-    names = optimizer.torch_names
-    if names is None:
+    found = optimizer.torch_names
+    if found is None:
         raise TypeError(
             f"{type(optimizer).__name__}: torch.optim has no optimizer that keeps the same state; accepted are everybit_torch's"
             " AdamW, Adam, SGD and RMSprop."
         )
-    return names
+    return found

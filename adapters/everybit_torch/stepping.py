@@ -44,6 +44,7 @@ class Group:
         # Parameters whose elements are numbered, and those of them that are frozen, with the number of their first element.
         self.known: list[Tensor] = []
         self.waiting: list[tuple[Tensor, int]] = []
+        self.uninitialized: list[Tensor] = []  # of lazy modules, without a shape yet
         self._arguments: dict[str, Any] = {}
         self._compiled: list[tuple[object, Callable[..., Metrics | None]]] = []
         self._tensors: dict[torch.device, dict[str, Tensor]] = {}
@@ -58,23 +59,7 @@ class Group:
         return self._arguments
 
     def follow(self, arguments: dict[str, Any], optimizers: dict[torch.dtype, eb.Optimizer[Any]]) -> None:
-        """Step with other hyperparameters from here on.
-
-        Raises:
-            ValueError: The state that is there is not what the new hyperparameters need.
-        """
-        if self.optimizers and self.constants != _constants(arguments):
-            for dtype, old in self.optimizers.items():
-                had, needs = (
-                    [name for name, _, _ in named_fields(one.init([torch.empty(1, dtype=dtype, device="meta")]))]
-                    for one in (old, optimizers[dtype])
-                )
-                if had != needs:
-                    changed = [k for k, v in arguments.items() if self._arguments.get(k) is not v]
-                    raise ValueError(
-                        f"param group {self.number}: {', '.join(changed)}: the state is {had}, and the new value would need {needs};"
-                        " make a new optimizer."
-                    )
+        """Step with other hyperparameters from here on; see to it before that the state is what they need."""
         self.optimizers = optimizers
         self._arguments = arguments
         for device in list(self._tensors):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ from everybit_torch.gradients import UnitGradients, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
+
+STEP, WEIGHTS, INNER = "step", "param", "inner"
+"""Names of entries that are no slots: the optimizer's count, what the model does not hold of the weights, a transform's counts."""
+
+_shape = attrgetter("shape")
+
+
+Places = tuple[list[int], list[tuple[int, ...]], list[int] | list[torch.Size]]
+"""Addresses and strides of a unit's parameters; and their shapes, or where those follow from the strides, numbers of elements."""
 
 
 @dataclass(slots=True)
@@ -58,27 +68,40 @@ class Unit:
     gradients: UnitGradients | None = None
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
-    _addresses: list[int] = field(init=False)
+    _places: Places = field(init=False)
+    _shapes: list[torch.Size] = field(init=False)
     _sharded: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = [member.parameter for member in self.members]
         self.first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensors[0].device)
         self._sharded = any(map(is_dtensor, self.parameters))
-        self.note_addresses()
+        self.note_places()
 
-    def note_addresses(self) -> None:
+    def note_places(self) -> None:
         """Parameters are where they belong now."""
-        self._addresses = self._find()
+        self._places = self._find()
+        self._shapes = [local(parameter).shape for parameter in self.parameters]
 
     def in_place(self) -> bool:
-        """Whether no parameter was given other memory since. Fast: it is asked at every step."""
-        return self._find() == self._addresses
+        """Whether every parameter has the memory, shape and strides it had when it was placed. Fast: it is asked at every step."""
+        return self._find() == self._places
 
-    def _find(self) -> list[int]:
-        if self._sharded:
-            return [local(parameter).data_ptr() for parameter in self.parameters]
-        return [parameter.data_ptr() for parameter in self.parameters]
+    def moved(self) -> list[int]:
+        """The numbers of the members that have not."""
+        found = zip(zip(*self._find(), strict=True), zip(*self._places, strict=True), strict=True)
+        return [index for index, (now, before) in enumerate(found) if now != before]
+
+    def placed_shape(self, index: int) -> torch.Size:
+        """The shape that member number ``index`` had when it was placed."""
+        return self._shapes[index]
+
+    def _find(self) -> Places:
+        tensors = [local(parameter) for parameter in self.parameters] if self._sharded else self.parameters
+        # Unbound methods: this is the fastest way through a list of tensors. Shapes cost twice what numbers of elements do, and the strides
+        # of parameters in a buffer, which are dense, tell all sizes but the outermost.
+        extents = list(map(Tensor.numel, tensors)) if self.flat else list(map(_shape, tensors))
+        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors)), extents
 
     def collect(self) -> list[Tensor | None]:
         """The members' gradients; None for one without."""
@@ -143,12 +166,14 @@ def map_state(
 def named_fields(state: OptimizerState[Any]) -> list[tuple[str, Any, bool]]:
     """(name, value, whether it holds one tensor per parameter) for everything in a state, names unique.
 
-    Slots go by their own names, ``param`` by that of the parts of parameters that the model does not hold; counters by their path.
+    Slots go by their own names, ``param`` by that of the parts of parameters that the model does not hold; counters by their path. A slot
+    whose name is taken, by a slot before it or by what is no slot, is numbered: ``momentum#2``, ``param#2``. Whether ``param`` is taken
+    does not depend on whether this policy has such parts, so that a slot's name is the same under every policy.
     """
-    fields: list[tuple[str, Any, bool]] = [("step", state.step, False)]
+    fields: list[tuple[str, Any, bool]] = [(STEP, state.step, False)]
     if eb.tree.leaves(state.extra):
-        fields.append(("param", state.extra, True))
-    seen: dict[str, int] = {}
+        fields.append((WEIGHTS, state.extra, True))
+    seen: dict[str, int] = dict.fromkeys((STEP, WEIGHTS, INNER), 1)
 
     def slot(name: str, subtree: Any) -> Any:
         count = seen[name] = seen.get(name, 0) + 1
@@ -158,7 +183,7 @@ def named_fields(state: OptimizerState[Any]) -> list[tuple[str, Any, bool]]:
 
     counters = eb.tree.map_slots(slot, state.inner)
     fields += [
-        (f"inner{path}", leaf, False)
+        (f"{INNER}{path}", leaf, False)
         for path, leaf in zip(eb.tree.paths(counters), eb.tree.leaves(counters), strict=True)
     ]
     return fields

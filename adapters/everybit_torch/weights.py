@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.checkpoint_file import replace_file
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.loading import require_tensor, shown
+from everybit_torch.optimizer import FLOATS, TorchOptimizer
 from everybit_torch.state_dicts import RoundingLoss, rounding_loss
 
 TIED = "everybit.tied"
@@ -31,7 +32,7 @@ def export_weights(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Ten
         ValueError: The optimizer has parameters that are not the model's.
     """
     full = _by_id(optimizer, optimizer.export_fp32())
-    named = _state(model, full)
+    named = _state(model, full.keys())
     for tensor in named.values():
         if id(tensor) not in full:
             full[id(tensor)] = tensor.detach().clone()
@@ -56,9 +57,10 @@ def import_weights(
     Raises:
         ValueError: Names, shapes or dtypes that do not fit; the message lists them, and nothing is changed.
     """
-    # Laid out first: by `export_fp32`, parameters may become views.
-    full = _by_id(optimizer, optimizer.export_fp32())
-    named = _state(model, full)
+    full = optimizer.export_dtypes()
+    named = _state(model, full.keys())
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"weights: got {shown(weights)}; accepted is a mapping from the model's names to tensors.")
     given = dict(weights)
     for name, tensor in named.items():
         if name not in given:
@@ -66,8 +68,11 @@ def import_weights(
             if tied is not None:
                 given[name] = given[tied]
     if problems := [*_problems(named, given, full)]:
-        shown = "\n  ".join(problems[:10]) + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
-        raise ValueError(f"weights: do not fit the model, and nothing was changed:\n  {shown}")
+        listed = "\n  ".join(problems[:10]) + (f"\n  and {len(problems) - 10} more" if len(problems) > 10 else "")
+        raise ValueError(f"weights: do not fit the model, and nothing was changed:\n  {listed}")
+    # The optimizer's own judgement, of what it would place and follow, comes before the first buffer is written, too.
+    found = {id(tensor): given[name] for name, tensor in named.items()}
+    optimizer._judge_weights([[found[id(p)] for p in group["params"]] for group in optimizer.param_groups])
     by_id = {id(tensor): given[name] for name, tensor in named.items()}
     with torch.no_grad():
         for name, tensor in named.items():
@@ -167,7 +172,7 @@ def _by_id(optimizer: TorchOptimizer, groups: list[list[Tensor]]) -> dict[int, T
     return {id(p): tensor for p, tensor in zip(parameters, chain.from_iterable(groups), strict=True)}
 
 
-def _state(model: nn.Module, full: Mapping[int, Tensor]) -> dict[str, Tensor]:
+def _state(model: nn.Module, own: Set[int]) -> dict[str, Tensor]:
     """The model's own tensors by name.
 
     Raises:
@@ -178,42 +183,42 @@ def _state(model: nn.Module, full: Mapping[int, Tensor]) -> dict[str, Tensor]:
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"model: {name!r} in its state_dict is a {type(value).__name__}; accepted are tensors.")
-    if strange := len(full.keys() - {id(tensor) for tensor in named.values()}):
+    if strange := len(own - {id(tensor) for tensor in named.values()}):
         raise ValueError(
             f"optimizer: {strange} of its parameters are not in the model's state_dict; accepted is the model's own optimizer."
         )
     return named
 
 
-def _problems(named: Mapping[str, Tensor], given: Mapping[str, Tensor], full: Mapping[int, Tensor]) -> Iterator[str]:
+def _problems(named: Mapping[str, Tensor], given: Mapping[str, Any], full: Mapping[int, torch.dtype]) -> Iterator[str]:
     for name in sorted(named.keys() - given.keys()):
         yield f"{name!r} is missing"
-    for name in sorted(given.keys() - named.keys()):
-        yield f"{name!r} is not in the model"
+    for key in sorted(map(shown, given.keys() - named.keys())):
+        yield f"{key} is not in the model"
     seen: dict[int, str] = {}
+    refused: set[str] = set()
     for name, tensor in named.items():
         if name not in given:
             continue
         value = given[name]
         first = seen.setdefault(id(tensor), name)
-        if not isinstance(value, Tensor) or value.shape != tensor.shape:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            yield f"{name!r}: got {got}; accepted is the shape {tuple(tensor.shape)}"
-        elif id(tensor) in full and not _holds(full[id(tensor)].dtype, value.dtype):
-            yield f"{name!r}: got {value.dtype}; accepted is {full[id(tensor)].dtype}, or what it holds exactly"
-        elif id(tensor) not in full and value.dtype is not tensor.dtype:
-            yield f"{name!r}: got {value.dtype}; accepted is {tensor.dtype}"
-        elif given[first] is not value and not _same(given[first], value):
+        wide = full.get(id(tensor))
+        held = [tensor.dtype] if wide is None else [one for one in FLOATS if torch.promote_types(one, wide) is wide]
+        what = tensor.dtype if wide is None else f"{wide}, or what it holds exactly,"
+        accepted = f"{what} of shape {tuple(tensor.shape)}"
+        try:
+            require_tensor(repr(name), value, held, tuple(tensor.shape), tensor, accepted=accepted)
+        except ValueError as error:
+            refused.add(name)
+            yield str(error)
+            continue
+        if first not in refused and given[first] is not value and not _same(given[first], value):
             yield f"{name!r} is tied to {first!r} in the model, and their values differ"
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
     """Equal, where NaN is equal to NaN."""
     return left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
-
-
-def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and torch.promote_types(wide, dtype) is wide
 
 
 class _Safetensors:

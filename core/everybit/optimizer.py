@@ -245,8 +245,8 @@ class Optimizer(Generic[S]):
         Keys: ``parameter``, ``compensation`` (parts of parameters beside the model's tensor), ``gradient``, each slot by name, and
         ``counters``.
         """
+        formats = resolve_tree(self.policy, params)
         shadow = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
-        formats = resolve_tree(self.policy, shadow)
         state = self.init(shadow)
         table = {"parameter": nbytes(shadow)}
         if extra := nbytes(state.extra):

@@ -28,11 +28,13 @@ A bfloat16 moment is rounded stochastically in every preset but the last two: ro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from types import MappingProxyType
+from typing import Any
 
 from everybit.dtypes import FloatDType
 from everybit.formats import Kahan, Master, Nearest, Split, Stochastic
-from everybit.policy import Policy
+from everybit.policy import ByLabel, Policy
 
 _BF16 = Nearest("bfloat16")
 _BF16_STOCHASTIC = Stochastic("bfloat16")
@@ -87,3 +89,46 @@ def native(model: FloatDType) -> Policy:
         " LEAN_BF16), or"
         " PURE_BF16 (8) for what plain torch does."
     )
+
+
+def describe(policy: object) -> str:
+    """A policy in one line: the preset's name, or that of the nearest preset and what differs from it.
+
+    Example:
+        >>> from everybit.policies import describe
+        >>> describe(Policy(params=Split(16), momentum=Nearest("float32"), variance=Stochastic("bfloat16")))
+        "LEAN_BF16 with momentum=Nearest('float32')"
+    """
+    if isinstance(policy, ByLabel):
+        return f"by_label({', '.join(f'{label}: {describe(one)}' for label, one in policy.policies.items())})"
+    if not isinstance(policy, Policy):
+        return repr(policy)
+    differences = {name: _differences(policy, preset) for name, preset in PRESETS.items()}
+    # The way a preset stores weights is what its name stands for; of equals, the last, which stores less.
+    nearest = min(
+        reversed(list(PRESETS)), key=lambda name: (PRESETS[name].params != policy.params, len(differences[name]))
+    )
+    different = differences[nearest]
+    return nearest + (f" with {', '.join(different)}" if different else "")
+
+
+def _differences(policy: Policy, preset: Policy) -> list[str]:
+    pairs = [(one.name, getattr(policy, one.name), getattr(preset, one.name)) for one in fields(Policy)]
+    return [f"{name}={_short(mine)}" for name, mine, theirs in pairs if mine != theirs]
+
+
+def _short(value: Any) -> str:
+    """A format, or anything else in a policy, as one would write it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_short(one)}" for key, one in value.items()) + "}"
+    if not hasattr(value, "__dataclass_fields__"):
+        return repr(value)
+    arguments = []
+    by_name = False
+    for one in fields(value):
+        if getattr(value, one.name) == one.default and one.default is not MISSING:
+            by_name = True
+            continue
+        given = repr(getattr(value, one.name))
+        arguments.append(f"{one.name}={given}" if by_name or one.kw_only else given)
+    return f"{type(value).__name__}({', '.join(arguments)})"

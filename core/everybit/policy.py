@@ -6,7 +6,7 @@ in which dtypes gradients are kept and sent. What a policy leaves open (``None``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -247,7 +247,7 @@ def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
             if not dense:
                 kind = f"a {leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
                 raise TypeError(
-                    f"{path}: got {kind}; accepted are dense floating-point tensors (None where there is none)."
+                    f"{path}: got {kind}; accepted are dense floating-point tensors (None where there is none).{_hint(leaf)}"
                 )
             try:
                 one = resolve(_policy_for(policy, label), dtype_name(leaf.dtype, field="parameter"))
@@ -256,6 +256,13 @@ def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
             known[label, leaf.dtype] = one
         resolved.append(one)
     return resolved
+
+
+def _hint(leaf: object) -> str:
+    """What to write for something that holds a model's parameters, and is no tree of them."""
+    if isinstance(leaf, (Iterator, str, torch.nn.Module)):
+        return " The parameters of a model, as a tree: dict(model.named_parameters())."
+    return ""
 
 
 def _policy_for(policy: AnyPolicy, label: str | None) -> Policy:

@@ -197,6 +197,11 @@ def _map_slots(function: Callable[[str, Any], Any], node: Any) -> Any:
     return node
 
 
+def registered_slots() -> frozenset[str]:
+    """The names of the slots of every class that was registered with :func:`state`."""
+    return frozenset(name for marks in _SLOTS.values() for name, is_slot in marks.items() if is_slot)
+
+
 def norm(tree: object) -> Tensor:
     """Euclidean norm over all elements: 0-d, float64; see :func:`sum_of_squares`."""
     return borders.sqrt(sum_of_squares(tree))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, TorchOptimizer
+from everybit_torch import SGD, AdamW, RMSprop, TorchOptimizer
 
 pytestmark = [
     # Schedulers that are made of schedulers warn about themselves.
@@ -74,6 +74,9 @@ def run(network: nn.Linear, optimizer: torch.optim.Optimizer, scheduler: Any, st
 PAIRS: list[tuple[type[TorchOptimizer], type[torch.optim.Optimizer], dict[str, Any]]] = [
     (AdamW, torch.optim.AdamW, {"lr": 1e-2}),
     (SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    # Without momentum, which some schedulers then bring.
+    (SGD, torch.optim.SGD, {"lr": 1e-2}),
+    (RMSprop, torch.optim.RMSprop, {"lr": 1e-2}),
 ]
 
 

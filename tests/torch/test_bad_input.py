@@ -15,12 +15,12 @@ from everybit_torch import SGD, AdamW, RMSprop
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": float("nan")}, r"learning_rate: got nan; accepted is a finite number in \[0, inf\)"),
-        ({"lr": float("inf")}, r"learning_rate: got inf"),
-        ({"lr": -1.0}, r"learning_rate: got -1.0"),
+        ({"lr": float("nan")}, r"AdamW, param group 0: lr: got nan; accepted is a finite number in \[0, inf\)"),
+        ({"lr": float("inf")}, r"lr: got inf"),
+        ({"lr": -1.0}, r"lr: got -1.0"),
         ({"eps": -1e-8}, r"eps: got -1e-08"),
-        ({"betas": (1.0, 0.9)}, r"b1: got 1.0; accepted is a finite number in \[0, 1\)"),
-        ({"betas": (0.9, -0.1)}, r"b2: got -0.1"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\]: got 1.0; accepted is a finite number in \[0, 1\)"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\]: got -0.1"),
         ({"betas": (0.9,)}, r"betas: got \(0.9,\); accepted are 2 numbers"),
         ({"weight_decay": -0.1}, r"weight_decay: got -0.1"),
         ({"layout": "round"}, r"layout: got 'round'; accepted are 'auto', 'flat', 'tree'"),
@@ -37,9 +37,9 @@ def test_impossible_arguments_are_refused_by_name(arguments: dict[str, Any], mes
 
 
 def test_things_of_the_wrong_kind_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"learning_rate: got '0.1'; accepted are a number"):
+    with pytest.raises(TypeError, match=r"lr: got '0.1'; accepted are a number"):
         AdamW(Awkward().parameters(), lr="0.1")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"learning_rate: got a tensor of shape \(\) and torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"lr: got a tensor of shape \(\) and torch.bfloat16"):
         AdamW(Awkward().parameters(), lr=torch.tensor(0.1, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match=r"policy: got 'KAHAN_BF16'; accepted are a Policy"):
         AdamW(Awkward().parameters(), policy="KAHAN_BF16")  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_a_learning_rate_that_becomes_nan_is_refused_before_anything_changes() -
     optimizer.param_groups[0]["lr"] = float("nan")
     give_gradients(model, 5)
     before = values(model)
-    with pytest.raises(ValueError, match=r"AdamW, param group 0: learning_rate: got nan"):
+    with pytest.raises(ValueError, match=r"AdamW, param group 0: lr: got nan"):
         optimizer.step()
     assert same_bits(before, values(model))
 
@@ -112,7 +112,7 @@ def test_a_global_norm_over_several_groups_is_refused() -> None:
 
 
 def test_rmsprop_alpha_goes_by_torchs_name() -> None:
-    with pytest.raises(ValueError, match=r"decay: got 1.5"):
+    with pytest.raises(ValueError, match=r"RMSprop, param group 0: alpha: got 1.5"):
         RMSprop(Awkward().parameters(), alpha=1.5)
 
 
@@ -128,3 +128,19 @@ def test_a_parameter_that_is_given_twice_is_refused() -> None:
         ValueError, match=r"param group 0: parameters 0 and 2 are the same tensor; accepted is each once"
     ):
         AdamW([model.matrix, model.vector, model.matrix])
+
+
+def test_an_impossible_hyperparameter_at_the_first_step_moves_no_parameter() -> None:
+    model = Awkward()
+    optimizer = AdamW([{"params": [model.matrix]}, {"params": [model.vector]}])
+    optimizer.param_groups[0]["maximize"] = True
+    optimizer.param_groups[1]["lr"] = float("nan")
+    before = [(p.data_ptr(), p.detach().clone()) for p in model.parameters()]
+    give_gradients(model, 0)
+    with pytest.raises(ValueError, match=r"AdamW, param group 1: lr: got nan"):
+        optimizer.step()
+    assert all(
+        p.data_ptr() == address and torch.equal(p, old)
+        for p, (address, old) in zip(model.parameters(), before, strict=True)
+    )
+    assert not optimizer.state

@@ -141,3 +141,22 @@ def test_a_copys_gradients_are_as_wide_as_the_originals() -> None:
     twin.step()
     assert other.weight.grad is not None
     assert other.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_an_optimizer_with_a_scheduler_is_copied(how: str) -> None:
+    """A scheduler puts a ``step`` of its own into its optimizer, which pickle does not take."""
+    model = Awkward()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    train(model, optimizer, 1)
+    scheduler.step()
+    together = (model, optimizer, scheduler)
+    other, twin, again = copy.deepcopy(together) if how == "deepcopy" else pickle.loads(pickle.dumps(together))
+    assert again.optimizer is twin
+    for network, one, schedule in (together, (other, twin, again)):
+        train(network, one, 1, start=1)
+        schedule.step()
+        train(network, one, 1, start=2)
+    assert twin.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 2.5e-3
+    assert same_bits(values(model), values(other))

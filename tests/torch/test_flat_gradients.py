@@ -239,3 +239,96 @@ def test_a_parameter_does_not_keep_an_optimizers_buffer_alive() -> None:
     del optimizer, unit
     gc.collect()
     assert buffer() is None
+
+
+@pytest.mark.parametrize(
+    "how", ["load_state_dict", "load_full_state_dict", "bytes_table", "import_fp32", "full_state_dict", "nothing"]
+)
+@pytest.mark.parametrize("written", ["by autograd", "by hand", "by the model"])
+def test_a_zero_that_was_asked_for_is_a_gradient_however_parameters_were_placed(how: str, written: str) -> None:
+    """What places parameters before the first step comes between the first gradients and their buffer."""
+    model, reference = Awkward(torch.float64), Awkward(torch.float64)
+    mine = AdamW(model.parameters(), lr=0.1, weight_decay=0.1, flat_gradients=True)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        for network in (model, reference):
+            if step == 0 and written == "by autograd":
+                backward(network, step, without="vector")
+            elif step == 0:
+                for name, parameter in network.named_parameters():
+                    parameter.grad = None if name == "vector" else torch.ones_like(parameter)
+        if step == 0 and how != "nothing":
+            use = getattr(mine, how)
+            if how in ("bytes_table", "full_state_dict"):
+                use()
+            else:
+                use({
+                    "load_state_dict": mine.state_dict, "load_full_state_dict": mine.full_state_dict, "import_fp32": mine.export_fp32,
+                }[how]())  # fmt: skip
+        for network, optimizer in ((model, mine), (reference, theirs)):
+            if written == "by the model":
+                network.zero_grad(set_to_none=False)
+            else:
+                optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+    for a, b in zip(values(model), values(reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_was_written_into_the_buffer_counts_when_it_is_zeroed_there() -> None:
+    model, reference = Awkward(torch.float64), Awkward(torch.float64)
+    mine = AdamW(model.parameters(), lr=0.1, weight_decay=0.1, flat_gradients=True)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        for network, optimizer in ((model, mine), (reference, theirs)):
+            optimizer.zero_grad()
+            if step == 0:
+                backward(network, step)
+            else:
+                for parameter in network.parameters():
+                    if parameter.grad is None:
+                        parameter.grad = torch.ones_like(parameter)
+                    else:
+                        parameter.grad.fill_(1.0)
+                optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+    for a, b in zip(values(model), values(reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("when", ["before the pass", "after it"])
+@pytest.mark.parametrize("what", ["the gradient's data", "the module's dtype and back", "the module's memory format"])
+def test_a_gradient_that_was_given_other_memory_is_the_one_that_is_stepped_with(
+    what: str, when: str, set_to_none: bool
+) -> None:
+    """Modules move gradients by ``grad.data = ...``, as people do who scale them."""
+
+    def move(model: nn.Module) -> None:
+        if what == "the module's memory format":
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        elif what == "the module's dtype and back":
+            model.float().double()
+        else:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data * 0.5
+
+    results = []
+    pairs: Any = ((SGD, {"flat_gradients": True}), (torch.optim.SGD, {"foreach": False}))
+    for kind, arguments in pairs:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)).double()
+        inputs = torch.randn(4, 2, 4, 4, dtype=torch.float64)
+        optimizer: Any = kind(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1, **arguments)
+        for step in range(5):
+            optimizer.zero_grad(set_to_none)
+            if step == 2 and when == "before the pass":
+                move(model)
+            model(inputs).square().mean().backward()
+            if step == 2 and when == "after it":
+                move(model)
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

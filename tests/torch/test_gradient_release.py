@@ -302,3 +302,173 @@ def test_an_optimizer_of_another_algorithm() -> None:
             optimizer.zero_grad()
         results.append(everything(model, optimizer))
     assert same_bits(*results)
+
+
+# -- parameters that come, and passes that do not end -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+@pytest.mark.parametrize("bucket", [1, 60, 1 << 22])
+@pytest.mark.parametrize("name", ["FP32", "FLOOR_BF16"])
+def test_what_is_unfrozen_frozen_or_added_later_is_trained_as_in_the_plain_run(
+    name: str, layout: Any, bucket: int
+) -> None:
+    results = []
+    for released in (False, True):
+        model = Network(torch.float32 if name == "FP32" else torch.bfloat16)
+        policy = eb.policies.PRESETS[name]
+        own = [p for part in (model.first, model.middle) for p in part.parameters()]
+        optimizer = AdamW(own, lr=1e-2, betas=(0.9, 0.95), policy=policy, layout=layout)
+        model.middle.weight.requires_grad_(False)
+        if released:
+            enable_gradient_release(model, optimizer, bucket=bucket)
+        for step in range(8):
+            if step == 2:
+                model.middle.weight.requires_grad_(True)
+            if step == 3:
+                optimizer.add_param_group({"params": [model.last.weight], "lr": 5e-3})
+            if step == 4:
+                optimizer.param_groups[0]["params"].append(model.scale)
+            if step == 5:
+                model.first.bias.requires_grad_(False)
+            if step == 6:
+                model.first.bias.requires_grad_(True)
+                model.first.weight.requires_grad_(False)
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = None
+            loss_of(model, step, without_middle=step == 7).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if released:
+                assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)
+
+
+def test_when_all_that_is_trained_is_new_it_is_trained() -> None:
+    model, optimizer = make("FP32")
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is model.scale)
+    enable_gradient_release(model, optimizer)
+    model.scale.requires_grad_(False)
+    model.last.weight.requires_grad_(True)
+    before = model.last.weight.detach().clone()
+    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert not torch.equal(before, model.last.weight)
+
+
+def test_a_parameter_that_is_no_part_of_the_model_is_refused_when_it_is_added_later() -> None:
+    model, optimizer = make("FP32")
+    enable_gradient_release(model, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match=r"param group 1, parameter 0 is no parameter of the model"):
+        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("bucket", [1, 60, 1 << 22])
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+def test_a_bucket_of_which_some_received_nothing_is_cut_wherever_it_stands(layout: Any, bucket: int) -> None:
+    results = []
+    for released in (False, True):
+        model, optimizer = make("LEAN_BF16", layout=layout)
+        if released:
+            enable_gradient_release(model, optimizer, bucket=bucket)
+        for step in range(5):
+            model.zero_grad()
+            loss = model.middle.weight.float().square().sum() * (step + 1)
+            if step % 2:
+                loss = loss + model.last.weight.float().square().sum() + model.first.bias.float().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)
+
+
+class BrokenError(RuntimeError):
+    pass
+
+
+def break_at(parameter: Tensor) -> Any:
+    def fail(gradient: Tensor) -> None:
+        raise BrokenError
+
+    return parameter.register_hook(fail)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("bucket", [1, 60])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_after_an_exception_in_the_backward_pass_zero_grad_begins_a_new_step(
+    bucket: int, max_norm: float | None
+) -> None:
+    """What was stepped before it stays stepped: the run goes on as one that was given these weights and this state."""
+    model, optimizer = make("LEAN_BF16")
+    release = enable_gradient_release(model, optimizer, bucket=bucket, max_norm=max_norm)
+    for step in range(2):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    before = values(model)
+    hook = break_at(model.first.weight)
+    with pytest.raises(BrokenError):
+        loss_of(model, 2).backward()  # type: ignore[no-untyped-call]
+    hook.remove()
+    assert not same_bits(before, values(model))  # the last layers were stepped
+    stepped = values(model)
+    with pytest.raises(
+        RuntimeError, match=r"the backward pass before this one ended in an exception.*call optimizer.zero_grad\(\)"
+    ):
+        loss_of(model, 3).backward()  # type: ignore[no-untyped-call]
+    assert same_bits(stepped, values(model))
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    release.remove()
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    enable_gradient_release(model, optimizer, bucket=bucket)
+    enable_gradient_release(twin_model, twin, bucket=bucket)
+    for step in range(3, 5):
+        for network, one in ((model, optimizer), (twin_model, twin)):
+            loss_of(network, step).backward()  # type: ignore[no-untyped-call]
+            one.step()
+    assert same_bits(everything(model, optimizer), everything(twin_model, twin))
+
+
+def test_zero_grad_between_a_pass_and_its_step_does_not_hide_that_the_step_was_forgotten() -> None:
+    model, optimizer = make("FP32")
+    enable_gradient_release(model, optimizer)
+    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"a second backward pass reached parameters that were stepped already"):
+        loss_of(model, 1).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_activations_make_passes_within_the_pass(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    results = []
+    for released in (False, True):
+        model, optimizer = make("KAHAN_BF16")
+        if released:
+            enable_gradient_release(model, optimizer, bucket=1)
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+            hidden = checkpoint(
+                lambda x, m=model: torch.tanh(m.middle(torch.tanh(m.first(x)))), x, use_reentrant=reentrant
+            )
+            model.last(hidden).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    assert same_bits(*results)
+
+
+def test_removing_twice_is_removing_once() -> None:
+    model, optimizer = make("FP32")
+    release = enable_gradient_release(model, optimizer)
+    release.remove()
+    release.remove()
+    again = enable_gradient_release(model, optimizer)
+    release.remove()  # not the one that is in force
+    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    again.remove()

@@ -199,13 +199,14 @@ def test_what_does_not_fit_is_listed_and_nothing_changes() -> None:
     wrong["strange"] = torch.ones(())
     with pytest.raises(ValueError, match="nothing was changed") as caught:
         import_weights(model, optimizer, wrong)
+    floats = "torch.float32, or what it holds exactly, of shape (4,)"
     assert sorted(str(caught.value).splitlines()[1:]) == sorted(
         [
             "  'frozen' is missing",
             "  'strange' is not in the model",
-            "  'norm.weight': got (5,); accepted is the shape (4,)",
-            "  'norm.bias': got torch.float64; accepted is torch.float32, or what it holds exactly",
-            "  'table': got torch.float32; accepted is torch.int64",
+            f"  'norm.weight': got a tensor, torch.float32 of shape (5,); accepted is {floats}",
+            f"  'norm.bias': got a tensor, torch.float64 of shape (4,); accepted is {floats}",
+            "  'table': got a tensor, torch.float32 of shape (3,); accepted is torch.int64 of shape (3,)",
             "  'head.weight' is tied to 'embedding.weight' in the model, and their values differ",
         ]
     )

@@ -1,0 +1,218 @@
+"""The arguments of a torch optimizer: torch's names and the core's, what only torch has, and how mistakes in them are called."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import numbers
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+import everybit as eb
+
+# torch's names of hyperparameters, and the core's.
+NAMES: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2"), "alpha": ("decay",)}
+
+
+class TorchArguments(TypedDict, total=False):
+    """Arguments of torch's optimizers that choose among its implementations; accepted at the values that choose none."""
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+    decoupled_weight_decay: bool
+
+
+_NO_CHOICE = (None, False)
+
+# Argument -> values that change nothing here, and what to use in the place of others.
+_TORCH_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "foreach": (_NO_CHOICE, "layout='flat', which is the default, steps all parameters of a group at once, and compile=True in one loop"),
+    "fused": (_NO_CHOICE, "compile=True makes the step one loop"),
+    "amsgrad": ((False,), "there is no AMSGrad here; torch.optim.AdamW(amsgrad=True) is it"),
+    "capturable": ((False,), "a step here never waits for the device, with no option; compile=True compiles it"),
+    "differentiable": (
+        (False,),
+        "everybit.with_policy(...) gives an optimizer whose step is a pure function, which torch.func differentiates",
+    ),
+}  # fmt: skip
+
+
+def require_factory(factory: object) -> None:
+    """Refuse what is no function from hyperparameters to a transform.
+
+    Raises:
+        TypeError: The message says what to write.
+    """
+    if isinstance(factory, type) or (callable(factory) and not isinstance(factory, eb.Optimizer)):
+        return
+    made = all(hasattr(factory, name) for name in ("scope", "init", "update")) or isinstance(factory, eb.Optimizer)
+    got = f"the {type(factory).__name__} that such a function has made" if made else repr(factory)
+    raise TypeError(
+        f"factory: got {got}; accepted is a function from hyperparameters to a transform, which is called again when a param group's"
+        " hyperparameters change: TorchOptimizer(params, everybit.adamw, lr=1e-3), not TorchOptimizer(params, everybit.adamw(1e-3))."
+    )
+
+
+def flags_of(factory: Callable[..., Any]) -> frozenset[str]:
+    """The arguments of a factory that are True or False by default."""
+    return frozenset(name for name, one in _parameters(factory).items() if isinstance(one.default, bool))
+
+
+def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], decoupled: bool | None) -> dict[str, Any]:
+    """The hyperparameters among the arguments of an optimizer's constructor.
+
+    Args:
+        kind: The optimizer's name, for messages.
+        factory: Which has to take them.
+        given: By name.
+        decoupled: Whether the optimizer's weight decay is decoupled, where torch has an argument for that; else None.
+
+    Raises:
+        TypeError: An argument that the factory does not have, or that goes by another name.
+        ValueError: An argument of torch's that has no meaning here, at a value that would have one.
+    """
+    parameters = _parameters(factory)
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in parameters and _is_torchs(kind, name, value, decoupled):
+            continue
+        if not takes_all:
+            require_own_name(kind, name, given)
+        wanted = NAMES.get(name, (name,))
+        if not takes_all and not all(one in parameters for one in wanted):
+            accepted = [*_accepted(parameters)]
+            close = difflib.get_close_matches(name, accepted, n=1)
+            raise TypeError(
+                f"{kind}: {name}: {_name(factory)} has no such argument{f', did you mean {close[0]!r}?' if close else ';'} accepted are"
+                f" {', '.join(accepted)}."
+            )
+        kept[name] = as_python(name, value)
+    return kept
+
+
+def require_known_options(kind: str, names: tuple[str, ...], group: Mapping[str, Any], decoupled: bool | None) -> None:
+    """Refuse entries of a param group that look like hyperparameters and are none of this optimizer's; other keys are the user's.
+
+    Raises:
+        TypeError: A hyperparameter under the core's name.
+        ValueError: An argument of torch's that has no meaning here, at a value that would have one.
+    """
+    for name, value in group.items():
+        if name not in names and not _is_torchs(kind, name, value, decoupled):
+            require_own_name(kind, name, dict.fromkeys(names) | {name: value})
+
+
+def require_own_name(kind: str, name: str, given: Mapping[str, Any]) -> None:
+    """Refuse the core's name of a hyperparameter where torch's is meant.
+
+    Raises:
+        TypeError: The message says which.
+    """
+    for torchs, cores in NAMES.items():
+        if name in cores and (torchs in given or name == "learning_rate"):
+            shown = torchs if len(cores) == 1 else f"{torchs}=({', '.join(cores)})"
+            why = ", which schedulers change" if torchs == "lr" else ""
+            raise TypeError(f"{kind}: {name}: got {given[name]!r}; accepted is {shown}, torch's name for it{why}.")
+
+
+def _is_torchs(kind: str, name: str, value: Any, decoupled: bool | None) -> bool:
+    """Whether an argument is one of torch's that may be left out.
+
+    Raises:
+        ValueError: It asks for something.
+    """
+    if name == "decoupled_weight_decay" and decoupled is not None:
+        neutral: tuple[Any, ...] = (decoupled,)
+        advice = "AdamW is Adam with decoupled decay, and Adam has the L2 penalty"
+    elif name in _TORCH_ONLY:
+        neutral, advice = _TORCH_ONLY[name]
+    else:
+        return False
+    if not any(value is one for one in neutral):
+        raise ValueError(
+            f"{kind}: {name}: got {value!r}; accepted {'is' if len(neutral) == 1 else 'are'} {' and '.join(map(repr, neutral))}: {advice}."
+        )
+    return True
+
+
+def as_python(name: str, value: Any) -> Any:
+    """A hyperparameter with numpy's scalars, and other numbers that are not Python's own, as Python's.
+
+    Raises:
+        ValueError: A whole number that no float holds.
+    """
+    if type(value) is float or value is None or isinstance(value, (bool, str, Tensor)):
+        return value
+    if type(value) in (tuple, list):
+        values = [one if isinstance(one, (tuple, list)) else as_python(name, one) for one in value]
+        return value if all(a is b for a, b in zip(values, value, strict=True)) else type(value)(values)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    elif isinstance(value, numbers.Real) and not isinstance(value, int):
+        value = float(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        try:
+            float(value)
+        except OverflowError:
+            raise ValueError(
+                f"{name}: got a whole number of {value.bit_length()} bits; accepted is a finite number."
+            ) from None
+    return value
+
+
+def by_given_name(message: str, given: Mapping[str, Any]) -> str:
+    """A transform's complaint about one of its fields, under the name of the argument that the user gave.
+
+    A field is called as it is in the transform, ``decay`` in the momentum of SGD. It is the user's argument of that name, or the one whose
+    value the message quotes.
+    """
+    match = re.match(r"(\w+): got (.*)", message, re.DOTALL)
+    if match is None:
+        return message
+    field, rest = match.groups()
+    spelled = [*_spelled(given)]
+    exact = [(theirs, value) for theirs, ours, value in spelled if ours == field]
+    quoted = [theirs for theirs, _, value in spelled if re.match(re.escape(repr(value)) + r"(?![\w.])", rest)]
+    if len(exact) == 1 and (not quoted or exact[0][0] in quoted):
+        name = exact[0][0]
+    elif len(quoted) == 1:
+        name = quoted[0]
+    else:
+        name = exact[0][0] if len(exact) == 1 else field
+    return f"{name}: got {rest}"
+
+
+def _spelled(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(what the user wrote, the factory's argument, its value) for each hyperparameter."""
+    for name, value in given.items():
+        targets = NAMES.get(name, (name,))
+        if len(targets) == 1:
+            yield name, targets[0], value
+        elif isinstance(value, (tuple, list)) and len(value) == len(targets):
+            for index, (target, one) in enumerate(zip(targets, value, strict=True)):
+                yield f"{name}[{index}]", target, one
+
+
+def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # written in C, say
+        return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _accepted(parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
+    """The arguments of a factory, under torch's names."""
+    ours = {
+        core: torchs for torchs, cores in NAMES.items() for core in cores if all(one in parameters for one in cores)
+    }
+    yield from dict.fromkeys(ours.get(name, name) for name in parameters)
+
+
+def _name(factory: object) -> str:
+    return getattr(factory, "__name__", None) or repr(factory)

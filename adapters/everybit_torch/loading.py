@@ -1,0 +1,580 @@
+"""The one judge in front of everything that loads: a state dict is looked at as a whole, and refused before anything is changed.
+
+What is judged: the structure, the hyperparameters (by making the transform that they describe), and for each parameter the entries that
+this transform keeps under the policy, with their dtypes, shapes, layouts and devices, and counts of steps. Everything that is kept is
+copied here, so that what may fail to be copied fails here, and two optimizers never share a tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.dtypes import torch_dtype
+from everybit.policy import resolve_tree
+from everybit_torch.arguments import as_python
+from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.entries import KEPT, is_own_name
+from everybit_torch.memory import has_memory
+from everybit_torch.migration import shadow_state, skeleton
+from everybit_torch.placement import Placement
+from everybit_torch.units import STEP, WEIGHTS, Member, Unit, named_fields
+
+if TYPE_CHECKING:
+    from everybit_torch.optimizer import TorchOptimizer
+
+LARGEST_COUNT = 2**53
+"""Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here
+and not every one beyond; at a million steps a second it takes 285 years to come to it."""
+
+DEEPEST = 32
+"""How deep containers may be nested in what others keep in a state dict. Copying and pickling it recurses, and Python ends a recursion
+after about a thousand calls, of which each level takes several."""
+
+_FROM_ELSEWHERE = (
+    "The checkpoint was made under another policy or for another model; nothing is cast, because that would lose bits."
+    " full_state_dict() and load_full_state_dict() carry a run from one policy to another."
+)
+_TORCHS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"})
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an entry has to be.
+
+    Attributes:
+        dtype: Exactly.
+        shape: Of the whole tensor, if it is sharded.
+        count: Whether it is a count of steps.
+        positive: Whether it holds running squares, none of which is negative.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    count: bool = False
+    positive: bool = False
+
+    def __str__(self) -> str:
+        return "a count of steps" if self.count else f"{self.dtype} of shape {self.shape}"
+
+
+@dataclass(slots=True)
+class Settings:
+    """What becomes of the param groups.
+
+    Attributes:
+        groups: For each, the entries to put into its dict.
+        arguments: For each, the factory's arguments.
+        optimizers: For each, by dtype.
+    """
+
+    groups: list[dict[Any, Any]] = field(default_factory=list)
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+    optimizers: list[dict[torch.dtype, eb.Optimizer[Any]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A state dict that fits.
+
+    Attributes:
+        settings: Of the param groups.
+        placement: Of the parameters that get state by it.
+        own: By id of the parameter, what the optimizer keeps for it; parameters without are as before their first step.
+        kept: By id of the parameter, what others keep for it.
+        elsewhere: What others keep under keys that are no parameters.
+    """
+
+    settings: Settings
+    placement: Placement | None
+    own: dict[int, dict[str, Tensor]]
+    kept: dict[int, dict[Any, Any]]
+    elsewhere: dict[Hashable, Any]
+
+
+class Saved(NamedTuple):
+    """A state dict whose structure is right.
+
+    Attributes:
+        groups: Its param groups.
+        numbers: What it calls each parameter, in order.
+        entries: By position of the parameter, what is saved for it.
+        elsewhere: What is saved under other keys.
+    """
+
+    groups: Sequence[Mapping[Any, Any]]
+    numbers: list[Any]
+    entries: Mapping[int, Mapping[Any, Any]]
+    elsewhere: dict[Hashable, Any]
+
+
+# -- structure ----------------------------------------------------------------------------------------------------------------
+
+
+def read(state_dict: object, sizes: Sequence[int]) -> Saved:
+    """Look at a state dict's structure.
+
+    Args:
+        state_dict: Anything.
+        sizes: Of the optimizer's param groups.
+
+    Raises:
+        ValueError: It is no state dict of an optimizer with groups of these sizes; the message says where it differs.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"state_dict: got {shown(state_dict)}; accepted is what state_dict() returns.")
+    if absent := [key for key in ("state", "param_groups") if key not in state_dict]:
+        raise ValueError(
+            f"state_dict: has no {' and no '.join(map(repr, absent))}; accepted is what state_dict() returns."
+        )
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state_dict['state']: got {shown(state)}; accepted is a mapping from parameter numbers.")
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f"state_dict['param_groups']: got {shown(groups)}; accepted is a list of param groups.")
+    numbers: list[Any] = []
+    for index, group in enumerate(groups):
+        where = f"state_dict['param_groups'][{index}]"
+        if not isinstance(group, Mapping):
+            raise ValueError(f"{where}: got {shown(group)}; accepted is a mapping.")
+        if not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"{where}['params']: got {shown(group.get('params'))}; accepted is a list of numbers.")
+        for number in group["params"]:
+            if not _is_hashable(number) or isinstance(number, (Tensor, float)):
+                raise ValueError(f"{where}['params']: got {shown(number)}; accepted are numbers of parameters.")
+        numbers += group["params"]
+    found = [len(group["params"]) for group in groups]
+    if found != list(sizes):
+        raise ValueError(f"state_dict: got param groups of {found} parameters; accepted are {list(sizes)}.")
+    if len(set(numbers)) != len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise ValueError(
+            f"state_dict['param_groups']: parameter {shown(twice)} is in them twice; accepted is each once."
+        )
+    known = set(numbers)
+    entries: dict[int, Mapping[Any, Any]] = {}
+    for position, number in enumerate(numbers):
+        if number not in state:
+            continue
+        if not isinstance(state[number], Mapping):
+            raise ValueError(
+                f"state_dict: parameter {position} has state {shown(state[number])}; accepted is a mapping."
+            )
+        entries[position] = state[number]
+    return Saved(list(groups), numbers, entries, {key: value for key, value in state.items() if key not in known})
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except (TypeError, RecursionError):
+        return False
+    return True
+
+
+def shown(value: object) -> str:
+    """A value in a message: what kind it is, and itself if it is short."""
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        text = repr(value) if not isinstance(value, int) or abs(value) < 10**60 else "a very large number"
+        return text if len(text) <= 60 else f"{text[:60]}..."
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _tensor(value: Tensor) -> str:
+    if value.is_nested:
+        return "a nested tensor"
+    kind = "" if value.layout is torch.strided else f"{value.layout} "
+    place = " on meta" if value.device.type == "meta" else ""
+    return f"a {kind}tensor, {value.dtype} of shape {tuple(value.shape)}{place}"
+
+
+def names(keys: Iterable[object]) -> str:
+    """Keys in a message, in an order, whatever they are."""
+    listed = sorted(map(shown, keys))
+    return f"[{', '.join(listed[:12])}{', ...' if len(listed) > 12 else ''}]"
+
+
+# -- what is copied -----------------------------------------------------------------------------------------------------------
+
+
+def copied(value: Any, where: str, device: torch.device | None = None) -> Any:
+    """A copy that shares nothing; tensors on ``device``, in their own dtypes.
+
+    Raises:
+        ValueError: It cannot be copied; the message begins with ``where``.
+    """
+    return _copied(value, where, device, {}, 0)
+
+
+def _copied(value: Any, where: str, device: torch.device | None, known: dict[int, Any], depth: int) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    # What is referred to twice is copied once, as deepcopy does, so that few containers cannot unfold into many.
+    if id(value) in known:
+        if known[id(value)] is known:
+            raise ValueError(f"{where}: contains itself; accepted are values that do not.")
+        return known[id(value)]
+    if depth > DEEPEST:
+        raise ValueError(f"{where}: is nested more than {DEEPEST} deep; accepted is less.")
+    known[id(value)] = known
+    new: Any
+    if isinstance(value, Tensor):
+        new = _copied_tensor(value, where, device)
+    elif isinstance(value, dict):
+        new = {key: _copied(one, f"{where}[{shown(key)}]", device, known, depth + 1) for key, one in value.items()}
+    elif type(value) in (list, tuple, set, frozenset):
+        new = type(value)(
+            _copied(one, f"{where}[{index}]", device, known, depth + 1) for index, one in enumerate(value)
+        )
+    else:
+        try:
+            new = copy.deepcopy(value)
+        except Exception as error:
+            raise ValueError(f"{where}: got {shown(value)}, which cannot be copied: {type(error).__name__}") from None
+    known[id(value)] = new
+    return new
+
+
+def _copied_tensor(value: Tensor, where: str, device: torch.device | None) -> Tensor:
+    if value.device.type == "meta":
+        raise ValueError(f"{where}: got {_tensor(value)}; accepted are tensors with values.")
+    if not has_memory(value):
+        raise ValueError(f"{where}: got {_tensor(value)} whose memory was freed; accepted are tensors with values.")
+    try:
+        with torch.no_grad():
+            return value.detach().to(device=device or value.device, copy=True)
+    except Exception as error:
+        raise ValueError(f"{where}: got {_tensor(value)}, which cannot be copied: {error}") from None
+
+
+# -- hyperparameters ----------------------------------------------------------------------------------------------------------
+
+
+def judge_settings(optimizer: TorchOptimizer, saved: Saved) -> Settings:
+    """The param groups as they will be, and their optimizers; what is missing is as it is now.
+
+    Raises:
+        TypeError: A hyperparameter of another kind.
+        ValueError: A hyperparameter out of range, or that the policy refuses; the message names group and hyperparameter.
+    """
+    settings = Settings()
+    for index, (group, given) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
+        where = f"state_dict['param_groups'][{index}]"
+        new = {
+            key: copied(value, f"{where}[{shown(key)}]")
+            for key, value in given.items()
+            if key not in ("params", "policy")
+        }
+        named = new.get("param_names", [])
+        if not isinstance(named, list) or (named and len(named) != len(group["params"])):
+            raise ValueError(
+                f"{where}['param_names']: got {shown(named)}; accepted is a list of {len(group['params'])} names."
+            )
+        own = optimizer._groups[index]
+        for name in optimizer._names:
+            if name in new:
+                _require_same_kind(f"{where}[{name!r}]", new[name], group[name])
+        try:
+            new |= {name: as_python(name, new[name]) for name in optimizer._names if name in new}
+            merged = {**group, **new}
+            # A tensor's value is judged here as a number's is: loading may wait for a device, as a step may not.
+            numbers = {name: _as_number(merged[name]) for name in optimizer._names}
+            optimizer._build(own, optimizer.factory_arguments({**merged, **numbers}))
+            arguments = optimizer.factory_arguments(merged)
+            optimizers = optimizer._build(own, arguments)
+        except Exception as error:
+            kind = type(error) if type(error) in (TypeError, ValueError) else ValueError
+            raise kind(f"{where}: {error}") from None
+        settings.groups.append(new)
+        settings.arguments.append(arguments)
+        settings.optimizers.append(optimizers)
+    optimizer._require_scopes(settings.optimizers)
+    return settings
+
+
+def _require_same_kind(where: str, value: Any, now: Any) -> None:
+    """Refuse a container for a number, a number for a pair: what makes transforms looks at values, and would show all of them."""
+    if isinstance(now, (tuple, list)):
+        fits = isinstance(value, (tuple, list)) and len(value) == len(now) and not any(map(_is_container, value))
+        accepted = f"{len(now)} numbers"
+    else:
+        fits = not _is_container(value) or _is_container(now)
+        accepted = "a number, or what the optimizer has there"
+    if not fits:
+        raise ValueError(f"{where}: got {shown(value)}; accepted is {accepted}.")
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple, set, frozenset, bytes))
+
+
+def _as_number(value: Any) -> Any:
+    """A hyperparameter, or a pair of them, with numbers in the place of tensors."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_number(one) for one in value)
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    plain = isinstance(value, Tensor) and value.ndim == 0 and value.dtype in (torch.float32, torch.float64)
+    return float(value) if plain else value
+
+
+# -- what is expected ---------------------------------------------------------------------------------------------------------
+
+
+def expectations(
+    optimizer: TorchOptimizer, settings: Settings, placement: Placement | None, *, full: bool
+) -> dict[int, dict[str, Kind]]:
+    """By id of the parameter, what the optimizer will keep for it, for every parameter that has a unit or gets one.
+
+    Args:
+        optimizer: As it is.
+        settings: As its param groups will be.
+        placement: Of parameters that have no unit yet.
+        full: In full precision: what the stored numbers stand for, and the weights.
+    """
+    sharded = optimizer._is_sharded()
+    units = []
+    for unit in optimizer._units:
+        dtype = unit.tensors[0].dtype
+        old = optimizer._groups[unit.group].optimizers[dtype]
+        new = settings.optimizers[unit.group][dtype]
+        same = skeleton(old.transform) == skeleton(new.transform)
+        state = unit.state if same else shadow_state(unit.tensors, new, unit.first)
+        units.append((Unit(unit.group, unit.tensors, unit.members, state, unit.first, unit.flat), new))
+    for run in placement.runs if placement is not None else []:
+        new = settings.optimizers[run.group.number][run.parameters[0].dtype]
+        tensors = run.shadow(sharded=sharded)
+        state = new.init(tensors, eb.Context(first_element=run.first))
+        units.append((Unit(run.group.number, tensors, run.members(), state, run.first, run.flat), new))
+    return {
+        id(member.parameter): _kinds(unit, member, new, full=full) for unit, new in units for member in unit.members
+    }
+
+
+def _kinds(unit: Unit, member: Member, optimizer: eb.Optimizer[Any], *, full: bool) -> dict[str, Kind]:
+    slots = {name for name, _, is_slot in named_fields(unit.state) if is_slot}
+    (resolved,) = resolve_tree(optimizer.policy, [unit.tensors[member.position]])
+    wide = torch_dtype(resolved.policy.compute)
+    kinds: dict[str, Kind] = {}
+    for name, value in unit.named_state(member).items():
+        slot = name.split(".")[0]
+        shape = _whole_shape(member.parameter, value)
+        is_slot = slot in slots
+        # Of several parts the first is the number, rounded.
+        positive = name.split("#")[0] == "variance"
+        if not is_slot:
+            kinds[name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
+        elif not full:
+            kinds[name] = Kind(value.dtype, shape, positive=positive)
+        elif name == slot and slot != WEIGHTS:
+            kinds[name] = Kind(wide, shape, positive=positive)
+    if full:
+        kinds[WEIGHTS] = Kind(wide, tuple(member.parameter.shape))
+    return kinds
+
+
+def _whole_shape(parameter: Tensor, part: Tensor) -> tuple[int, ...]:
+    whole = is_dtensor(parameter) and part.shape == local(parameter).shape
+    return tuple(parameter.shape) if whole else tuple(part.shape)
+
+
+# -- entries ------------------------------------------------------------------------------------------------------------------
+
+
+def judge(
+    optimizer: TorchOptimizer, saved: Saved, settings: Settings, *, full: bool = False, from_torch: bool = False
+) -> Loaded:
+    """Judge everything that is saved.
+
+    Args:
+        optimizer: Whose state dict it should be.
+        saved: Its structure, which is right.
+        settings: Of its param groups.
+        full: Whether it is in full precision.
+        from_torch: Whether it was one of ``torch.optim``, which has one count of steps for each parameter.
+
+    Raises:
+        TypeError: Something of another kind than it has to be.
+        ValueError: Something else that does not fit. Messages name the place; nothing is changed.
+    """
+    parameters = optimizer._parameters()
+    # A parameter that others keep something for, and that was never stepped, has no entries of the optimizer's.
+    wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(is_own_name, given)))
+    placement = optimizer._plan(wanted, settings.optimizers)
+    optimizer._require_followable()
+    expected = expectations(optimizer, settings, placement, full=full)
+    own: dict[int, dict[str, Tensor]] = {}
+    kept: dict[int, dict[Any, Any]] = {}
+    for position, given in saved.entries.items():
+        parameter = parameters[position]
+        kinds = expected.get(id(parameter), {})
+        if from_torch and STEP in given:
+            given = {name: given[STEP] for name, kind in kinds.items() if kind.count} | dict(given)
+        mine = {name for name in given if name in kinds}
+        if mine or any(map(is_own_name, given)):
+            _require_names(position, given, kinds, full=full)
+            own[id(parameter)] = {
+                name: _require(f"state_dict: parameter {position}, {name!r}", given[name], kind, parameter, full=full)
+                for name, kind in kinds.items()
+                if name in given
+            }
+        elif _TORCHS & {name for name in given if isinstance(name, str)}:
+            _require_names(position, given, kinds, full=full)
+        where = f"state_dict['state'][{shown(saved.numbers[position])}]"
+        kept[id(parameter)] = {
+            name.removeprefix(KEPT) if isinstance(name, str) else name: copied(
+                value, f"{where}[{shown(name)}]", local(parameter).device
+            )
+            for name, value in given.items()
+            if name not in mine
+        }
+    elsewhere: dict[Hashable, Any] = {}
+    for key, value in saved.elsewhere.items():
+        if isinstance(value, Mapping) and (strays := [name for name in value if is_own_name(name)]):
+            raise ValueError(
+                f"state_dict['state'][{shown(key)}]: has {names(strays)}, which is the state of a parameter, and no param group has"
+                " a parameter of that number."
+            )
+        elsewhere[key] = copied(value, f"state_dict['state'][{shown(key)}]")
+    _require_one_count(optimizer, placement, own)
+    return Loaded(settings, placement, own, kept, elsewhere)
+
+
+def _require_names(position: int, given: Mapping[Any, Any], kinds: Mapping[str, Kind], *, full: bool) -> None:
+    needed = {name for name in kinds if not (full and name == WEIGHTS)}
+    strange = [name for name in given if name not in kinds and is_own_name(name)]
+    if needed <= set(given) and not strange:
+        return
+    accepted = "in full precision" if full else "under this policy"
+    told = ""
+    if _TORCHS & {name for name in given if isinstance(name, str)}:
+        told = " This is a checkpoint of torch.optim: load_torch_state_dict() takes it."
+    raise ValueError(
+        f"state_dict: parameter {position} has state {names(given)}; accepted {accepted} is {names(needed)}.{told}"
+    )
+
+
+def _require(where: str, value: Any, kind: Kind, parameter: Tensor, *, full: bool) -> Tensor:
+    """The value of an entry, as a tensor that may be copied into the optimizer's."""
+    if kind.count:
+        return torch.tensor(as_count(where, value), dtype=torch.int64)
+    why = "It was made by another optimizer or for another model." if full else _FROM_ELSEWHERE
+    require_tensor(where, value, kind.dtype, kind.shape, parameter, accepted=f"{kind}. {why}")
+    checked: Tensor = value
+    if kind.positive and bool((local(checked) < 0).any()):
+        raise ValueError(
+            f"{where}: holds negative numbers; accepted are running means of squares, which are not negative."
+        )
+    return checked
+
+
+def require_tensor(
+    where: str,
+    value: Any,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    shape: tuple[int, ...],
+    parameter: Tensor,
+    *,
+    accepted: str,
+) -> None:
+    """Refuse what cannot be copied into a tensor like ``parameter``, bit for bit.
+
+    Args:
+        where: The place, for messages.
+        value: Anything.
+        dtype: Those that are accepted.
+        shape: Of the whole.
+        parameter: Which tells how it is sharded, if it is.
+        accepted: For messages: what would be.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    dtypes = [dtype] if isinstance(dtype, torch.dtype) else dtype
+    fits = (
+        isinstance(value, Tensor)
+        and not value.is_nested
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+        and any(value.dtype is one for one in dtypes)
+        and tuple(value.shape) == shape
+        and has_memory(local(value))
+    )
+    if not fits:
+        raise ValueError(f"{where}: got {shown(value)}; accepted is {accepted}")
+    if not is_dtensor(parameter):
+        if is_dtensor(value):
+            raise ValueError(f"{where}: got a DTensor for a parameter that is not sharded; accepted is a whole tensor.")
+    elif value.ndim and not is_dtensor(value):
+        raise ValueError(
+            f"{where}: got a whole tensor for a sharded parameter; accepted are DTensors, as"
+            " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes of a whole state dict."
+        )
+    elif is_dtensor(value) and (
+        value.placements != parameter.placements or value._local_tensor.shape != parameter._local_tensor.shape
+    ):
+        raise ValueError(
+            f"{where}: got a DTensor placed as {value.placements}; accepted is {parameter.placements}, as its parameter is."
+        )
+
+
+def as_count(where: str, value: Any) -> int:
+    """A count of steps: a whole number, as a number or in a tensor of one.
+
+    Raises:
+        ValueError: It is none, or out of range.
+    """
+    number: Any = value
+    if isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided:
+        single = (
+            value.numel() == 1 and value.device.type != "meta" and not value.is_complex() and has_memory(local(value))
+        )
+        number = local(value).item() if single and value.dtype is not torch.bool else None
+    elif not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        number = value.item()
+    # Comparisons first: what is not in the range may be too large to be converted.
+    within = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number < LARGEST_COUNT
+    if not within or number != int(number):
+        raise ValueError(
+            f"{where}: got {shown(value if number is None or number is value else number)}; accepted is a count of steps, a whole number in"
+            f" [0, 2**53)."
+        )
+    return int(number)
+
+
+def _require_one_count(
+    optimizer: TorchOptimizer, placement: Placement | None, own: Mapping[int, Mapping[str, Tensor]]
+) -> None:
+    """Refuse counts that differ where one step sees several tensors and counts for all of them."""
+    together = [(unit.group, unit.parameters) for unit in optimizer._units if not unit.flat]
+    if placement is not None:
+        together += [(run.group.number, run.parameters) for run in placement.runs if not run.flat]
+    for group, parameters in together:
+        require_one_count(group, [own.get(id(parameter), {}) for parameter in parameters])
+
+
+def require_one_count(group: int, entries: Sequence[Mapping[str, Tensor]]) -> None:
+    """Refuse counts that differ, of parameters that are stepped together; one without entries was never stepped.
+
+    Raises:
+        ValueError: They differ.
+    """
+    named = dict.fromkeys(name for one in entries for name, x in one.items() if x.dtype is torch.int64 and not x.ndim)
+    counts = {tuple(int(one[name]) if name in one else 0 for name in named) for one in entries}
+    if len(counts) > 1:
+        raise ValueError(
+            f"state_dict: param group {group}: parameters were stepped different numbers of times, {sorted(counts)}, and a"
+            " transform that reduces over all gradients counts once for all of them."
+        )

@@ -1,0 +1,246 @@
+"""Which parameters will be stepped together, and where they will lie: decided for all of them before any is moved.
+
+What can be refused is refused here, so that placing itself does not fail half-way, and a checkpoint can be judged by what placing
+would make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+import everybit as eb
+from everybit.policy import resolve_tree
+from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
+from everybit_torch.stepping import Group
+from everybit_torch.transform_parts import scopes as transform_scopes
+from everybit_torch.units import Member, can_be_flat
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Parameters that will share a unit.
+
+    Attributes:
+        group: Their param group.
+        optimizer: Their optimizer.
+        parameters: In order.
+        first: Number of the first element.
+        flat: Whether they will become pieces of one buffer; else they stay where they are.
+    """
+
+    group: Group
+    optimizer: eb.Optimizer[Any]
+    parameters: list[Tensor]
+    first: int
+    flat: bool
+
+    def tensors(self, *, sharded: bool) -> list[Tensor]:
+        """What a unit of parameters that stay where they are sees."""
+        whole = [local(p).detach() for p in self.parameters]
+        flatten = self.optimizer.scope == "element" or sharded
+        return [x.view(-1) if flatten and x.is_contiguous() else x for x in whole]
+
+    def members(self) -> list[Member]:
+        """The parameters' places in the unit."""
+        if not self.flat:
+            return [Member(p, index, 0, local(p).numel()) for index, p in enumerate(self.parameters)]
+        stop = 0
+        return [Member(p, 0, stop, stop := stop + p.numel()) for p in self.parameters]
+
+    def shadow(self, *, sharded: bool) -> list[Tensor]:
+        """The tensors of the unit, without their memory."""
+        if self.flat:
+            size = sum(p.numel() for p in self.parameters)
+            return [torch.empty(size, dtype=self.parameters[0].dtype, device="meta")]
+        return [torch.empty_like(x, device="meta") for x in self.tensors(sharded=sharded)]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What placing will do.
+
+    Attributes:
+        runs: To be made units.
+        counted: How many elements of each dtype are numbered then.
+        known: For each group, the parameters it is settled for.
+        waiting: For each group, parameters that are numbered and have nothing else, with the number of their first element.
+        uninitialized: For each group, parameters of lazy modules that have no shape yet.
+    """
+
+    runs: list[Run]
+    counted: dict[torch.dtype, int]
+    known: list[list[Tensor]]
+    waiting: list[list[tuple[Tensor, int]]]
+    uninitialized: list[list[Tensor]]
+
+
+def moves(parameter: Tensor) -> bool:
+    """Whether a parameter is trained: else it has nothing but numbers."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def is_settled(groups: Sequence[Group], params: Sequence[list[Tensor]], wanted: frozenset[int]) -> bool:
+    """Whether there is nothing to place. Fast: it is asked at every step."""
+    for group, given in zip(groups, params, strict=True):
+        if len(given) != len(group.known) or not all(map(is_, given, group.known)):
+            return False
+        if any(moves(p) or id(p) in wanted for p, _ in group.waiting):
+            return False
+        if group.uninitialized and not all(map(is_lazy, group.uninitialized)):
+            return False
+    return True
+
+
+def plan_placement(
+    groups: Sequence[Group],
+    optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]],
+    params: Sequence[list[Tensor]],
+    counted: dict[torch.dtype, int],
+    wanted: frozenset[int],
+    *,
+    allow_flat: bool,
+) -> Placement:
+    """Decide what becomes of every parameter that has no unit; nothing is changed.
+
+    A frozen parameter gets no unit until it is unfrozen, or is ``wanted`` (by id).
+
+    Args:
+        groups: As they are.
+        optimizers: For each group and dtype, what the parameters will be stepped with.
+        params: Of each group.
+        counted: How many elements of each dtype are numbered.
+        wanted: Parameters that get a unit although they are frozen.
+        allow_flat: Whether parameters may become pieces of a buffer.
+
+    Raises:
+        RuntimeError: Parameters were cast since the optimizer was made, or taken out of a param group since the first step.
+        ValueError: Parameters that cannot be stepped where they lie: sharded ones of a transform that must see whole tensors, elements that
+            are one place in memory, memory that parameters share and that a policy keeps residuals of.
+    """
+    plan = Placement([], dict(counted), [], [], [])
+    sharded = any(is_dtensor(p) for given in params for p in given)
+    apart = _apart(params)
+    for group, own, given in zip(groups, optimizers, params, strict=True):
+        _require_none_gone(group, given)
+        before = {id(p) for p in group.known} - {id(p) for p in group.uninitialized}
+        lazy: list[Tensor] = [p for p in given if id(p) not in before and is_lazy(p)]
+        later = {id(p) for p in lazy}
+        new = [p for p in given if id(p) not in before and id(p) not in later]
+        if wrong := [p.dtype for p in new if p.dtype not in own]:
+            raise RuntimeError(
+                f"param group {group.number}: a parameter is {wrong[0]} now and was not when the optimizer was made. Cast the"
+                " model first, then make its optimizer."
+            )
+        waiting = list(group.waiting)
+        for parameter in new:
+            # Elements are numbered through all parameters of a dtype, so that a parameter's random bits are its own.
+            first = plan.counted.get(parameter.dtype, 0)
+            plan.counted[parameter.dtype] = first + parameter.numel()
+            waiting.append((parameter, first))
+        left: list[tuple[Tensor, int]] = []
+        buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}
+        for parameter, first in waiting:
+            optimizer = own[parameter.dtype]
+            if moves(parameter) or id(parameter) in wanted or optimizer.scope == "tree":
+                buckets.setdefault((parameter.dtype, parameter.device), []).append((parameter, first))
+            else:
+                left.append((parameter, first))
+        for (dtype, _), parameters in buckets.items():
+            plan.runs.extend(_runs(group, own[dtype], parameters, apart, sharded=sharded, allow_flat=allow_flat))
+        plan.known.append(list(given))
+        plan.waiting.append(left)
+        plan.uninitialized.append(lazy)
+    _require_writable(plan.runs, params)
+    return plan
+
+
+def _require_none_gone(group: Group, given: list[Tensor]) -> None:
+    there = {id(p) for p in given}
+    if gone := [index for index, p in enumerate(group.known) if id(p) not in there]:
+        raise RuntimeError(
+            f"param group {group.number}: parameters {gone} were taken out or replaced since the first step, and what the optimizer"
+            " keeps for them would be lost. Make a new optimizer, and carry the state over with a state_dict."
+        )
+
+
+def _runs(
+    group: Group,
+    optimizer: eb.Optimizer[Any],
+    parameters: list[tuple[Tensor, int]],
+    apart: set[int],
+    *,
+    sharded: bool,
+    allow_flat: bool,
+) -> Iterator[Run]:
+    """Runs of neighbours that can share a buffer; what cannot is a run of its own, but for a transform that looks at all gradients."""
+    # A sharded parameter is stepped by itself; what a transform asks of all of them is asked of all ranks.
+    if sharded and "tensor" in transform_scopes(optimizer.transform):
+        raise ValueError(
+            f"param group {group.number}: {optimizer.transform!r} must see whole tensors (scope 'tensor'); ranks hold parts of them."
+            " Accepted for sharded parameters are transforms of scope 'element' and 'tree'."
+        )
+    allow_flat = allow_flat and optimizer.scope == "element"
+    together = optimizer.scope == "tree" and not sharded
+    runs: list[tuple[list[Tensor], int, bool]] = []
+    end = -1
+    for parameter, first in parameters:
+        flat = allow_flat and id(parameter) not in apart and can_be_flat(parameter)
+        if runs and (together or (flat and runs[-1][2] and first == end)):
+            runs[-1][0].append(parameter)
+        else:
+            runs.append(([parameter], first, flat))
+        end = first + parameter.numel()
+    for run, first, flat in runs:
+        yield Run(group, optimizer, run, first, flat)
+
+
+def _apart(params: Sequence[list[Tensor]]) -> set[int]:
+    """Parameters (by id) that stay where they are, because their memory is somebody else's too."""
+    here = [p for given in params for p in given if not is_lazy(p)]
+    tensors = [local(p) for p in here]
+    numbers = {number for pair in sharing(tensors) for number in pair} | held_elsewhere(tensors)
+    return {id(here[number]) for number in numbers}
+
+
+def _require_writable(runs: list[Run], params: Sequence[list[Tensor]]) -> None:
+    """Refuse memory that a step could not write without changing what else lies there.
+
+    Raises:
+        ValueError: The message names the parameters.
+    """
+    names = {id(p): f"param group {n}, parameter {i}" for n, given in enumerate(params) for i, p in enumerate(given)}
+    new = [(run, p) for run in runs for p in run.parameters]
+    for _, parameter in new:
+        if has_repeated_elements(local(parameter)):
+            raise ValueError(
+                f"{names[id(parameter)]}: got a tensor of shape {tuple(parameter.shape)} and strides {parameter.stride()}, several of whose"
+                " elements are one place in memory (expand); accepted are parameters that can be written to: clone it."
+            )
+    here = [p for given in params for p in given if not is_lazy(p)]
+    run_of = {id(p): run for run, p in new}
+    for pair in sharing([local(p) for p in here]):
+        found = [here[number] for number in pair]
+        for parameter in found:
+            run = run_of.get(id(parameter))
+            if run is None:
+                continue
+            both = " and ".join(names[id(one)] for one in found)
+            if len(run.parameters) > 1:
+                raise ValueError(
+                    f"{both}: share memory, and a transform that looks at all gradients at once writes all parameters at once; accepted"
+                    " are parameters with memory of their own. To tie two weights let them be one Parameter."
+                )
+            (resolved,) = resolve_tree(run.optimizer.policy, [parameter.detach()])
+            if len(resolved.params.dtypes()) > 1:
+                raise ValueError(
+                    f"{both}: share memory, and {resolved.params} keeps the rest of each of them apart, which would be two answers to what"
+                    " the weights are; accepted are parameters with memory of their own. To tie two weights let them be one Parameter."
+                )

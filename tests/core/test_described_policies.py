@@ -1,0 +1,66 @@
+"""Policies in messages, and what to write where a tree of parameters was meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import everybit as eb
+from everybit.policies import PRESETS, describe
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_preset_goes_by_its_name(name: str) -> None:
+    assert describe(PRESETS[name]) == name
+    assert (
+        describe(eb.Policy(**{field: getattr(PRESETS[name], field) for field in PRESETS[name].__dataclass_fields__}))
+        == name
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (
+            eb.Policy(params=eb.Split(16), momentum=eb.Nearest("float32"), variance=eb.Stochastic("bfloat16")),
+            "LEAN_BF16 with momentum=Nearest('float32')",
+        ),
+        (eb.Policy(params=eb.Kahan(residual="float16")), "EXACT_BF16 with params=Kahan('float16')"),
+        (eb.Policy(params=eb.Kahan(), slots={"mean": eb.Split(8)}), None),
+        (eb.Policy(params=eb.Split(16), grads=eb.Grads(main="float32")), "EXACT_BF16 with grads=Grads(main='float32')"),
+        (eb.Policy(params=eb.Split(8, rounding="nearest", value="float16")), None),
+    ],
+)
+def test_another_policy_goes_by_a_preset_and_what_differs(policy: eb.Policy, expected: str | None) -> None:
+    text = describe(policy)
+    if expected is not None:
+        assert text == expected
+    # What it says is true: the preset with these fields replaced is the policy.
+    preset, _, differences = text.partition(" with ")
+    names: dict[str, Any] = {
+        name: getattr(eb, name) for name in ("Split", "Kahan", "Nearest", "Stochastic", "Master", "Grads")
+    }
+    changed = eval(f"dict({differences})", names)
+    fields = {field: getattr(PRESETS[preset], field) for field in PRESETS[preset].__dataclass_fields__}
+    assert eb.Policy(**(fields | changed)) == policy
+
+
+def test_policies_by_label_are_listed_and_anything_else_is_shown_as_it_is() -> None:
+    policy = eb.by_label(lambda path, p: "a", {"a": PRESETS["LEAN_BF16"], "b": PRESETS["FP32"]})
+    assert describe(policy) == "by_label(a: LEAN_BF16, b: FP32)"
+    assert describe("LEAN_BF16") == "'LEAN_BF16'"
+
+
+def test_what_is_no_tree_of_parameters_is_told_how_to_be_one() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = eb.with_policy(eb.adamw(1e-3), eb.policies.FP32)
+    wrong: list[Any] = [model.named_parameters(), model.parameters(), list(model.named_parameters()), model]
+    for given in wrong:
+        for use in (optimizer.init, optimizer.bytes_table):
+            with pytest.raises(
+                TypeError, match=r"The parameters of a model, as a tree: dict\(model.named_parameters\(\)\)"
+            ):
+                use(given)
+    assert len(eb.tree.leaves(optimizer.init(dict(model.named_parameters())))) > 0

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.checkpoint_file import replace_file
+from everybit_torch.checkpoint_file import replace_file, with_message
+from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.state_dicts import RoundingLoss, rounding_loss
 
@@ -54,8 +55,12 @@ def import_weights(
         By name, for the parameters of the optimizer: what rounding to the policy's format lost.
 
     Raises:
-        ValueError: Names, shapes or dtypes that do not fit; the message lists them, and nothing is changed.
+        TypeError: ``weights`` is no dict.
+        ValueError: Names, shapes or dtypes that do not fit, or tensors that are not dense or have no values; the message lists them, and
+            nothing is changed.
     """
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights: got a {type(weights).__name__}; accepted is a dict of tensors by name.")
     # Laid out first: by `export_fp32`, parameters may become views.
     full = _by_id(optimizer, optimizer.export_fp32())
     named = _state(model, full)
@@ -131,16 +136,21 @@ def load_safetensors(
     Raises:
         ModuleNotFoundError: safetensors is not installed.
         FileNotFoundError: There is no such file.
+        OSError: It cannot be read.
         ValueError: It is no safetensors file, or does not fit the model; nothing is changed.
     """
     safetensors = _safetensors()
     if not Path(path).is_file():
         raise FileNotFoundError(f"{os.fspath(path)}: does not exist; accepted is a safetensors file.")
     try:
+        with open(path, "rb") as raw:
+            raw.read(1)  # safetensors does not tell what cannot be read from what is damaged
         with safetensors.safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise with_message(error, f"{os.fspath(path)}: cannot be read: {os.strerror(error.errno)}.") from error
         raise ValueError(f"{os.fspath(path)}: is no safetensors file ({error}).") from error
     weights |= _tied(path, header, weights)
     return import_weights(model, optimizer, weights)
@@ -152,13 +162,19 @@ def _tied(path: str | os.PathLike[str], header: Mapping[str, str], weights: Mapp
     Raises:
         ValueError: The record is no such record, or names what is not there.
     """
+    written = header.get(TIED, "{}")
     try:
-        return {name: weights[stored] for name, stored in json.loads(header.get(TIED, "{}")).items()}
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        record = json.loads(written)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or not all(
+        isinstance(stored, str) and stored in weights and name not in weights for name, stored in record.items()
+    ):
         raise ValueError(
-            f"{os.fspath(path)}: {TIED!r} in its metadata: got {header[TIED][:200]}; accepted are names, each with that of a tensor in the"
-            " file."
-        ) from error
+            f"{os.fspath(path)}: {TIED!r} in its metadata: got {written[:200]}; accepted are names, each with that of a tensor in the file"
+            " and none of one itself."
+        )
+    return {name: weights[stored] for name, stored in record.items()}
 
 
 def _by_id(optimizer: TorchOptimizer, groups: list[list[Tensor]]) -> dict[int, Tensor]:
@@ -188,7 +204,7 @@ def _state(model: nn.Module, full: Mapping[int, Tensor]) -> dict[str, Tensor]:
 def _problems(named: Mapping[str, Tensor], given: Mapping[str, Tensor], full: Mapping[int, Tensor]) -> Iterator[str]:
     for name in sorted(named.keys() - given.keys()):
         yield f"{name!r} is missing"
-    for name in sorted(given.keys() - named.keys()):
+    for name in sorted(given.keys() - named.keys(), key=str):
         yield f"{name!r} is not in the model"
     seen: dict[int, str] = {}
     for name, tensor in named.items():
@@ -199,12 +215,29 @@ def _problems(named: Mapping[str, Tensor], given: Mapping[str, Tensor], full: Ma
         if not isinstance(value, Tensor) or value.shape != tensor.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             yield f"{name!r}: got {got}; accepted is the shape {tuple(tensor.shape)}"
+        elif why := _unreadable(tensor, value):
+            yield f"{name!r}: got {why}"
         elif id(tensor) in full and not _holds(full[id(tensor)].dtype, value.dtype):
             yield f"{name!r}: got {value.dtype}; accepted is {full[id(tensor)].dtype}, or what it holds exactly"
         elif id(tensor) not in full and value.dtype is not tensor.dtype:
             yield f"{name!r}: got {value.dtype}; accepted is {tensor.dtype}"
         elif given[first] is not value and not _same(given[first], value):
             yield f"{name!r} is tied to {first!r} in the model, and their values differ"
+
+
+def _unreadable(tensor: Tensor, value: Tensor) -> str | None:
+    """Why the values of ``value`` cannot be copied to ``tensor``."""
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        return f"a {value.layout if value.layout is not torch.strided else 'quantized or nested'} tensor; accepted are dense tensors"
+    if value.is_meta and not tensor.is_meta:
+        return "a tensor on the meta device; accepted are tensors with values"
+    if is_dtensor(tensor) and is_dtensor(value):
+        if (value.device_mesh, value.placements) != (tensor.device_mesh, tensor.placements):
+            return f"a DTensor placed as {value.placements}; accepted is {tensor.placements} on the same mesh"
+    elif is_dtensor(tensor) or is_dtensor(value):
+        kinds = ("a DTensor", "a tensor that is whole")
+        return "{}; accepted is {}".format(*(kinds if is_dtensor(value) else kinds[::-1]))
+    return None
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

@@ -291,7 +291,7 @@ def test_what_has_no_values_to_copy_is_refused_and_nothing_changes() -> None:
     lr = optimizer.param_groups[0]["lr"]
     for make, message in (
         (lambda x: x.to("meta"), "a tensor on the meta device; accepted are tensors with values"),
-        (lambda x: x.to_sparse(), "a torch.sparse_coo tensor; accepted are dense tensors"),
+        (torch.Tensor.to_sparse, "a torch.sparse_coo tensor; accepted are dense tensors"),
     ):
         weights = {name: x + 1 for name, x in export_weights(model, optimizer).items()}
         weights["embedding.weight"] = weights["head.weight"] = make(weights["embedding.weight"])

@@ -168,3 +168,14 @@ def test_nothing_is_allocated() -> None:
     model = SHAPES["llama-3-405b"].build()
     assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
     assert 405e9 < sum(parameter.numel() for parameter in model.parameters()) < 407e9
+
+
+def test_the_device_is_planned_for(tmp_path: Path) -> None:
+    """A CPU is given smaller pieces to work on at a time; which of the two it is, was lost on the way once."""
+    steps = {}
+    for device in ("cpu", "cuda"):
+        arguments = ["plan", "--model", "small", "--policies", "KAHAN_BF16", "--strategies", "optim", "--ranks", "1"]
+        assert cli.main([*arguments, "--device", device, "--out", str(tmp_path / device)]) == 0
+        (one,) = json.loads((tmp_path / device / "plan.json").read_text())["plans"]
+        steps[device] = one["transient"]["step"]
+    assert steps["cuda"] > 2 * steps["cpu"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.metrics import Metrics
 from everybit.policy import Policy
+from everybit_torch.compiling import can_compile
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import hyperparameters, with_hyperparameters
@@ -72,18 +73,18 @@ class Shard:
 
 
 class _ShardGradients:
-    """The part of a main gradient that belongs to a unit; its memory may come and go."""
+    """The part of a main gradient (``source``) that belongs to a unit; its memory may come and go."""
 
     def __init__(self, source: GradientBuffer, low: int, high: int) -> None:
-        self._source, self._low, self._high = source, low, high
+        self.source, self._low, self._high = source, low, high
 
     @property
     def buffer(self) -> Tensor:
         """The gradients, while they are there."""
-        return self._source.own[self._low : self._high]
+        return self.source.own[self._low : self._high]
 
     def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:
-        return _ShardGradients(self._source, self._low + start, self._low + stop)
+        return _ShardGradients(self.source, self._low + start, self._low + stop)
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         return [parameter.grad for parameter in parameters]
@@ -139,6 +140,11 @@ class ShardOptimizer(TorchOptimizer):
             label="",
             **absent,
         )
+        # Buffers are laid out: nothing moves any more, and what a stepper takes it takes at once.
+        self._place()
+        if compile and self._shards and can_compile(device := self._shards[0].weights.own.device):
+            for group in self._groups:
+                group._hyperparameters(device)
 
     def _transform(self, label: str, **values: Any) -> eb.Transform[Any]:
         """The factory: a label's transform, with other numbers."""
@@ -216,6 +222,14 @@ class ShardOptimizer(TorchOptimizer):
             )
             self._units.append(unit)
             self._publish(unit)
+
+    def runs(self) -> list[list[int]]:
+        """For each shard, elements of what is stepped at once: runs, or the parts into which parameters without a gradient cut them."""
+        found: dict[int, list[int]] = {id(shard.gradients): [] for shard in self._shards}
+        for unit in self._units:
+            assert isinstance(unit.gradients, _ShardGradients)
+            found[id(unit.gradients.source)].append(unit.tensors[0].numel())
+        return list(found.values())
 
     # -- stepping -------------------------------------------------------------------------------------------------------------------
 

@@ -613,6 +613,8 @@ class FlatStepper:
             compile=self._compile,
             keep_gradients=self._keep_gradients,
             device=self._nonfinite.device,
+            metrics=self._optimizer.metrics_enabled,
+            runs=self._optimizer.runs(),
         )
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:

@@ -256,7 +256,7 @@ class _GroupPlan:
         resolved = resolve(labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
         return cls(
             group, kind, ranks, low, high, resolved, torch_dtype(resolved.grads_main),
-            Wire.of(resolved, ranks.inner), Wire.of(resolved, ranks.outer), chunk,
+            *Wire.pair(resolved, ranks.inner, ranks.outer), chunk,
         )  # fmt: skip
 
     @property

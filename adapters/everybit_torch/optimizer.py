@@ -20,6 +20,7 @@ from everybit.policy import AnyPolicy, resolve_tree
 from everybit_torch import state_dicts
 from everybit_torch.dtensors import axis_of, first_element, is_counted, is_dtensor, like, local, mesh_of
 from everybit_torch.gradients import GradientBuffer, gather, piece
+from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
 from everybit_torch.stepping import Factory, Group, Part, draws_bits, find_totals, write
 from everybit_torch.transform_parts import scopes as transform_scopes
@@ -27,9 +28,6 @@ from everybit_torch.units import Member, Unit, can_be_flat, flatten, init_state,
 
 Layout = Literal["auto", "flat", "tree"]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-# torch's names of hyperparameters, and the core's.
-NAMES: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2"), "alpha": ("decay",)}
 
 
 class Release(Protocol):
@@ -94,6 +92,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if flat_gradients and layout == "tree":
             raise ValueError("flat_gradients: got True with layout='tree'; accepted with it are 'auto' and 'flat'.")
         self._factory = factory
+        self._argument_names = argument_names(factory)
         # torch adds keys of its own to `defaults`.
         self._names = tuple(hyperparameters)
         self._policy = policy
@@ -159,14 +158,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         """The factory's keyword arguments for a param group: torch's names become the core's."""
         arguments: dict[str, Any] = {}
         for name in self._names:
-            value = group[name]
-            targets = NAMES.get(name, (name,))
-            if len(targets) == 1:
-                arguments[targets[0]] = value
-            elif not isinstance(value, (tuple, list)) or len(value) != len(targets):
-                raise ValueError(f"{name}: got {value!r}; accepted are {len(targets)} numbers.")
-            else:
-                arguments.update(zip(targets, value, strict=True))
+            arguments |= spread(name, group[name], core_names(name, ARGUMENTS, self._argument_names))
         return arguments
 
     def _policy_for(self, policy: AnyPolicy | None, dtype: torch.dtype, number: int) -> AnyPolicy:

@@ -13,9 +13,10 @@ import everybit as eb
 from everybit.metrics import Metrics
 from everybit.policy import Policy
 from everybit_torch.compiling import can_compile
+from everybit_torch.hyperparameter_names import spread
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
-from everybit_torch.sharded.hyperparameters import hyperparameters, with_hyperparameters
+from everybit_torch.sharded.hyperparameters import hyperparameter_fields, hyperparameters, with_hyperparameters
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.offload import on_host, step_streamed
 from everybit_torch.sharded.weights import WeightBuffer
@@ -148,17 +149,14 @@ class ShardOptimizer(TorchOptimizer):
 
     def _transform(self, label: str, **values: Any) -> eb.Transform[Any]:
         """The factory: a label's transform, with other numbers."""
-        given = {name: value for name, value in values.items() if value is not None}
-        return with_hyperparameters(self._labelled[label].transform, given)
+        return with_hyperparameters(self._labelled[label].transform, values)
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """As :class:`TorchOptimizer`'s; a number that another label's transform has, and this one not, is left out."""
-        present = {name: value for name, value in group.items() if value is not None}
-        names, self._names = self._names, tuple(name for name in self._names if name in present)
-        try:
-            return super().factory_arguments(present)
-        finally:
-            self._names = names
+        """As :class:`TorchOptimizer`'s: the fields of the label's transform; a number that only another label's has, is left out."""
+        arguments: dict[str, Any] = {"label": group["label"]}
+        for name, fields in hyperparameter_fields(self._labelled[group["label"]].transform).items():
+            arguments |= spread(name, group[name], fields)
+        return arguments
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: what a stepper shards is settled then.

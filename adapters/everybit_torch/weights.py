@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.checkpoint_file import replace_file, with_message
-from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.state_dicts import RoundingLoss, rounding_loss
 
@@ -55,12 +54,8 @@ def import_weights(
         By name, for the parameters of the optimizer: what rounding to the policy's format lost.
 
     Raises:
-        TypeError: ``weights`` is no dict.
-        ValueError: Names, shapes or dtypes that do not fit, or tensors that are not dense or have no values; the message lists them, and
-            nothing is changed.
+        ValueError: Names, shapes or dtypes that do not fit; the message lists them, and nothing is changed.
     """
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"weights: got a {type(weights).__name__}; accepted is a dict of tensors by name.")
     # Laid out first: by `export_fp32`, parameters may become views.
     full = _by_id(optimizer, optimizer.export_fp32())
     named = _state(model, full)
@@ -204,7 +199,7 @@ def _state(model: nn.Module, full: Mapping[int, Tensor]) -> dict[str, Tensor]:
 def _problems(named: Mapping[str, Tensor], given: Mapping[str, Tensor], full: Mapping[int, Tensor]) -> Iterator[str]:
     for name in sorted(named.keys() - given.keys()):
         yield f"{name!r} is missing"
-    for name in sorted(given.keys() - named.keys(), key=str):
+    for name in sorted(given.keys() - named.keys()):
         yield f"{name!r} is not in the model"
     seen: dict[int, str] = {}
     for name, tensor in named.items():
@@ -215,29 +210,12 @@ def _problems(named: Mapping[str, Tensor], given: Mapping[str, Tensor], full: Ma
         if not isinstance(value, Tensor) or value.shape != tensor.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             yield f"{name!r}: got {got}; accepted is the shape {tuple(tensor.shape)}"
-        elif why := _unreadable(tensor, value):
-            yield f"{name!r}: got {why}"
         elif id(tensor) in full and not _holds(full[id(tensor)].dtype, value.dtype):
             yield f"{name!r}: got {value.dtype}; accepted is {full[id(tensor)].dtype}, or what it holds exactly"
         elif id(tensor) not in full and value.dtype is not tensor.dtype:
             yield f"{name!r}: got {value.dtype}; accepted is {tensor.dtype}"
         elif given[first] is not value and not _same(given[first], value):
             yield f"{name!r} is tied to {first!r} in the model, and their values differ"
-
-
-def _unreadable(tensor: Tensor, value: Tensor) -> str | None:
-    """Why the values of ``value`` cannot be copied to ``tensor``."""
-    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-        return f"a {value.layout if value.layout is not torch.strided else 'quantized or nested'} tensor; accepted are dense tensors"
-    if value.is_meta and not tensor.is_meta:
-        return "a tensor on the meta device; accepted are tensors with values"
-    if is_dtensor(tensor) and is_dtensor(value):
-        if (value.device_mesh, value.placements) != (tensor.device_mesh, tensor.placements):
-            return f"a DTensor placed as {value.placements}; accepted is {tensor.placements} on the same mesh"
-    elif is_dtensor(tensor) or is_dtensor(value):
-        kinds = ("a DTensor", "a tensor that is whole")
-        return "{}; accepted is {}".format(*(kinds if is_dtensor(value) else kinds[::-1]))
-    return None
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

@@ -298,14 +298,6 @@ class ShardOptimizer(TorchOptimizer):
         found = step_streamed(unit, gradient, step) if self._offload else [step(unit, gradient)]
         return [one for one in found if one is not None]
 
-    def _adopt_counts(self, given: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take over counts of steps, by id of the parameter; parameters whose counts differ are stepped apart from here on."""
-        self._cut_by_counts(given)
-        for unit in self._units:
-            for member in unit.members:
-                for name, value in given[id(member.parameter)].items():
-                    self.state[member.parameter][name].copy_(value)
-
     def _entries(self, unit: Unit) -> list[str]:
         """What is kept for each parameter of a unit, by name."""
         return [

@@ -472,3 +472,16 @@ def test_the_inventory_is_plain_json(tmp_path: Path) -> None:
     entry = found["tensors"]["model.entry.weight"]
     assert (entry["dtype"], entry["shape"]) == ("bfloat16", [5, 3])
     assert found["files"] == ["__0_0.distcp"]
+
+
+def test_a_save_whose_last_step_fails_leaves_nothing(tmp_path: Path) -> None:
+    """All is written, and the file that names it cannot be."""
+    one = Run("stepper", "optim")
+    assert one.stepper is not None
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"latest: is a directory"):
+        save_sharded(one.stepper, tmp_path)
+    assert [x.name for x in tmp_path.iterdir()] == ["latest"]
+    (tmp_path / "latest").rmdir()
+    save_sharded(one.stepper, tmp_path)
+    one.load(tmp_path)

@@ -166,6 +166,7 @@ class CheckedReader(StorageReader):
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
+        self._memory = bytearray()  # for one piece after the other: fresh memory costs more than what is done to it
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Once for each reader; nothing is kept."""
@@ -202,7 +203,9 @@ class CheckedReader(StorageReader):
         return done
 
     def _read(self, name: str, piece: Piece, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        tensor = read_piece(self.inventory, name, piece)
+        if len(self._memory) < piece.length:
+            self._memory = bytearray(piece.length)
+        tensor = read_piece(self.inventory, name, piece, self._memory)
         for item in items:
             part = tensor
             for dimension, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -217,8 +220,41 @@ class CheckedReader(StorageReader):
         return False
 
 
-def read_piece(inventory: Inventory, name: str, piece: Piece) -> Tensor:
+class _Bytes(io.RawIOBase):
+    """A file in memory that is not copied, as ``BytesIO`` copies a part of a ``bytearray``."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, len(self._data))[whence]
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        part = self._data[self._at : self._at + len(into)]
+        into[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def read_piece(inventory: Inventory, name: str, piece: Piece, memory: bytearray | None = None) -> Tensor:
     """A piece's values, on the host, after comparing its checksum.
+
+    Args:
+        inventory: Of the checkpoint.
+        name: Of the tensor.
+        piece: Of it.
+        memory: At least as long as the piece, to read it into.
 
     Raises:
         OSError: Its file cannot be read.
@@ -229,19 +265,21 @@ def read_piece(inventory: Inventory, name: str, piece: Piece) -> Tensor:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(piece.start)
-            data = file.read(piece.length) if piece.start + piece.length <= size else b""
+            whole = piece.start + piece.length <= size
+            data = memoryview(memory or bytearray(piece.length))[: piece.length] if whole else memoryview(b"")
+            read = file.readinto(data)
     except FileNotFoundError as error:
         raise with_message(error, f"{path}: does not exist, and holds a part of {name!r}.") from error
     except OSError as error:
         raise with_message(error, f"{path}: {name!r}: cannot be read: {os.strerror(error.errno or 0)}.") from error
-    if len(data) != piece.length:
+    if not whole or read != piece.length:
         raise ValueError(
             f"{path}: was cut off: {name!r} takes bytes {piece.start} to {piece.start + piece.length}, and the file has {size}."
         )
     if piece.checksum is not None and zlib.crc32(data) != piece.checksum:
         raise ValueError(f"{path}: bits of {name!r} have changed since it was written: their checksum differs.")
     try:
-        tensor = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        tensor = torch.load(cast(BinaryIO, _Bytes(data)), weights_only=True, map_location="cpu")
     except Exception as error:
         raise ValueError(
             f"{path}: {name!r} cannot be read, bits have changed since it was written ({error})."

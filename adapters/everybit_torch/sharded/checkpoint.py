@@ -37,7 +37,7 @@ from everybit_torch.checkpoint_file import replace_file
 from everybit_torch.dtensors import like, local
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
-from everybit_torch.sharded.agreement import from_first, on_all, require_group, same_kind
+from everybit_torch.sharded.agreement import from_first, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, overlaps, read_piece
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.layout import Slice
@@ -161,9 +161,9 @@ def save_sharded(
         raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
     _require_outside(stepper, "save_sharded")
     directory = Path(path)
-    state = sharded_state_dict(stepper, clone=asynchronous)
     group = _group(stepper, "saving")
     _finish_pending(stepper)
+    state = on_all(lambda: sharded_state_dict(stepper, clone=asynchronous), group)
 
     def write() -> Path:
         name = from_first(lambda: _next_name(directory), group)
@@ -171,17 +171,13 @@ def save_sharded(
         try:
             with _in_plain_words(f"{place}: saving failed", "the previous checkpoint is in place", group):
                 save(state, storage_writer=CheckedWriter(place), process_group=group, no_dist=group is None)
-            require_group(group)
+            text = f"{name} {_check(name)}\n"
+            from_first(lambda: replace_file(directory / LATEST, lambda partial: _write_text(partial, text)), group)
         except BaseException:
-            if group is None or not dist.is_initialized() or dist.get_rank(group) == 0:
-                shutil.rmtree(place, ignore_errors=True)
+            if _is_first(group):
+                _remove_unless_named(place)
             raise
-
-        def finish() -> None:
-            replace_file(directory / LATEST, lambda partial: _write_text(partial, f"{name} {_check(name)}\n"))
-            _remove_old(directory, name, keep)
-
-        from_first(finish, group)
+        from_first(lambda: _remove_old(directory, name, keep), group)
         return place
 
     if asynchronous:
@@ -205,7 +201,8 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         stepper: For the same model, transform and policy.
         path: What :func:`save_sharded` was given; or a directory that ``dcp.save`` wrote with the same names, of which nothing can be
             verified, which is said by a warning.
-        hyperparameters: Take over those that were saved. They belong to parameters, so labels may be others. False: the stepper's stay.
+        hyperparameters: Take over those that were saved under a param group's label, or for its parameters where that label is not there.
+            False: the stepper's stay.
 
     Raises:
         FileNotFoundError: There is no checkpoint, or a file of it is missing.
@@ -221,10 +218,10 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     optimizer = stepper.as_optimizer()
     optimizer._place()
     labels = _labels(stepper)
-    own = _model_parts(stepper) | _state_parts(stepper)
+    own = on_all(lambda: _model_parts(stepper) | _state_parts(stepper), group)
     _require_same(own, found, _expected(stepper, own), group)
     tables: Flat = on_all(lambda: saved_hyperparameters.empty(found, labels), group) if hyperparameters else {}
-    aside = {key: _room_for(value) for key, value in own.items()}
+    aside = on_all(lambda: {key: _room_for(value) for key, value in own.items()}, group)
     with torch.no_grad():
         _load(aside | tables, found, group)
 
@@ -271,7 +268,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: _read(place, group), group)
     weights = get_model_state_dict(model)
-    optimizer._place()
+    on_all(optimizer._place, group)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
     aside: Flat = {key: torch.empty_like(value) for key, value in own.items()}
@@ -507,6 +504,16 @@ def _saves(directory: Path) -> list[Path]:
     """The folders that saves made, oldest first."""
     found = [one for one in directory.iterdir() if re.fullmatch(r"\d{6,}", one.name) and (one / MARK).is_file()]
     return sorted(found, key=lambda one: int(one.name))
+
+
+def _remove_unless_named(place: Path) -> None:
+    """Remove what a save that failed has written."""
+    try:
+        named = latest_checkpoint(place.parent) == place
+    except (OSError, ValueError):
+        named = False
+    if not named:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _remove_old(directory: Path, latest: str, keep: int) -> None:

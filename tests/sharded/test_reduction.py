@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.sharded.plan import plan
 from everybit_torch.sharded.reduction import CHUNK, Wire, accumulate, all_reduce_into, install, reduce_scatter_into
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES
@@ -121,15 +122,14 @@ def mean_gradients(comm: Any, reduce: Any, mesh: Any) -> list[tuple[Any, list[Te
 
 def half_ulp(x: Fraction) -> Fraction:
     """Of float32, at a number of this size."""
-    exponent = math.frexp(float(abs(x)))[
-        1
-    ]  # rounded to float64 first: up to the next binade at most, where the unit is larger
+    # Rounding to float64 first may lead to the next binade, where the unit is larger.
+    exponent = math.frexp(float(abs(x)))[1]
     return Fraction(2) ** (max(exponent, -125) - 25)
 
 
 @pytest.mark.parametrize("comm", ["bfloat16", "float16"])
 def test_exact_means_exact_on_a_mesh_of_two_dimensions(comm: str) -> None:
-    """Against rational arithmetic; with copies outside (HSDP), and with everything shared out (HFSDP)."""
+    """Against rational arithmetic; with copies on the outer ranks (HSDP), and with state sharded over them (HFSDP)."""
     dtype = getattr(torch, comm)
     parts = [[Fraction(x) for x in torch.cat(weights_of_rank(rank, dtype)).tolist()] for rank in range(4)]
     inner = [[a + b for a, b in zip(parts[low], parts[low + 1], strict=True)] for low in (0, 2)]
@@ -144,6 +144,19 @@ def test_exact_means_exact_on_a_mesh_of_two_dimensions(comm: str) -> None:
         for _, gradients in found:
             got = [Fraction(x) for x in torch.cat(gradients).tolist()]
             assert all(abs(x - y) <= limit for x, y, limit in zip(got, true, limits, strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_alone_send_what_ranks_in_one_dimension_send(strategy: Any) -> None:
+    """With one inner rank there are no sums yet that would need more than the wire's 16 bits."""
+    policy = eb.Policy(params=eb.Nearest("float32"), grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"))
+    with torch.device("meta"):
+        model = nn.Linear(64, 64)
+    line, mesh = (
+        plan(model, eb.sgd(1.0), policy=policy, strategy=strategy, ranks=ranks).wire["all_to_all"]
+        for ranks in (4, (4, 1))
+    )
+    assert mesh == line == 3 * 64 * 65 // 4 * torch.bfloat16.itemsize
 
 
 def test_natively_summed_in_bfloat16_it_is_not() -> None:

@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -166,7 +166,7 @@ class CheckedReader(StorageReader):
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
-        self._memory = bytearray()  # for one piece after the other: fresh memory costs more than what is done to it
+        self._memory = bytearray()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Once for each reader; nothing is kept."""
@@ -202,10 +202,14 @@ class CheckedReader(StorageReader):
         done.set_result(None)
         return done
 
+    def _room(self, length: int) -> bytearray:
+        """The same memory for one piece after the other: the system's work for fresh memory costs more than the checksum."""
+        if len(self._memory) < length:
+            self._memory = bytearray(length)
+        return self._memory
+
     def _read(self, name: str, piece: Piece, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        if len(self._memory) < piece.length:
-            self._memory = bytearray(piece.length)
-        tensor = read_piece(self.inventory, name, piece, self._memory)
+        tensor = read_piece(self.inventory, name, piece, self._room)
         for item in items:
             part = tensor
             for dimension, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -247,32 +251,34 @@ class _Bytes(io.RawIOBase):
         return len(part)
 
 
-def read_piece(inventory: Inventory, name: str, piece: Piece, memory: bytearray | None = None) -> Tensor:
+def read_piece(inventory: Inventory, name: str, piece: Piece, room: Callable[[int], bytearray] = bytearray) -> Tensor:
     """A piece's values, on the host, after comparing its checksum.
 
     Args:
         inventory: Of the checkpoint.
         name: Of the tensor.
         piece: Of it.
-        memory: At least as long as the piece, to read it into.
+        room: Gives memory of at least so many bytes, to read the piece into.
 
     Raises:
         OSError: Its file cannot be read.
         ValueError: It was damaged, or cut off; the message names the file and the tensor.
     """
     path = inventory.folder / piece.file
+    read = 0
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(piece.start)
-            whole = piece.start + piece.length <= size
-            data = memoryview(memory or bytearray(piece.length))[: piece.length] if whole else memoryview(b"")
-            read = file.readinto(data)
+            if piece.start + piece.length <= size:
+                # Only then, for a damaged length may be more than the memory there is.
+                data = memoryview(room(piece.length))[: piece.length]
+                file.seek(piece.start)
+                read = file.readinto(data)
     except FileNotFoundError as error:
         raise with_message(error, f"{path}: does not exist, and holds a part of {name!r}.") from error
     except OSError as error:
         raise with_message(error, f"{path}: {name!r}: cannot be read: {os.strerror(error.errno or 0)}.") from error
-    if not whole or read != piece.length:
+    if not read or read != piece.length:
         raise ValueError(
             f"{path}: was cut off: {name!r} takes bytes {piece.start} to {piece.start + piece.length}, and the file has {size}."
         )

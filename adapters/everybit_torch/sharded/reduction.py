@@ -67,12 +67,12 @@ class Wire:
     def pair(cls, resolved: Resolved, inner: int, outer: int) -> tuple[Wire, Wire]:
         """Of the inner and of the outer dimension of a mesh with so many ranks.
 
-        What the outer ranks send are sums over the inner ones. If those are to be exact, they are sent as the main gradient holds them, for
-        in fewer bits all that was gained would be lost again, and summed at the receiver like the others. That is ``1 / inner`` of the
-        gradient, so that the whole costs little more.
+        What the outer ranks send are sums over the inner ones. If those are exact, they are sent as the main gradient holds them, and added
+        up at the receiver as well: rounding them to the wire's 16 bits would lose again what the exact sum has gained. They are
+        ``1 / inner`` of the gradient. One inner rank adds nothing up, and the outer ranks are then what the ranks of one dimension are.
         """
         within = cls.of(resolved, inner)
-        if resolved.reduce == "fp32" and torch_dtype(resolved.grads_comm).itemsize < 4 and outer > 1:
+        if within.exact and outer > 1:
             return within, cls(torch_dtype(resolved.grads_main), exact=True)
         return within, cls.of(resolved, outer)
 

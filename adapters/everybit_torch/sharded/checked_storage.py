@@ -265,7 +265,7 @@ def read_piece(inventory: Inventory, name: str, piece: Piece, room: Callable[[in
         ValueError: It was damaged, or cut off; the message names the file and the tensor.
     """
     path = inventory.folder / piece.file
-    read = 0
+    data, read = memoryview(b""), 0
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

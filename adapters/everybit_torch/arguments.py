@@ -6,15 +6,13 @@ import difflib
 import inspect
 import numbers
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypedDict
 
 from torch import Tensor
 
 import everybit as eb
-
-# torch's names of hyperparameters, and the core's.
-NAMES: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2"), "alpha": ("decay",)}
+from everybit_torch.hyperparameter_names import ARGUMENTS, core_names
 
 
 class TorchArguments(TypedDict, total=False):
@@ -83,8 +81,8 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
         if name not in parameters and _is_torchs(kind, name, value, decoupled):
             continue
         if not takes_all:
-            require_own_name(kind, name, given)
-        wanted = NAMES.get(name, (name,))
+            require_own_name(kind, name, given, parameters)
+        wanted = core_names(name, ARGUMENTS, parameters)
         if not takes_all and not all(one in parameters for one in wanted):
             accepted = [*_accepted(parameters)]
             close = difflib.get_close_matches(name, accepted, n=1)
@@ -96,8 +94,12 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
     return kept
 
 
-def require_known_options(kind: str, names: tuple[str, ...], group: Mapping[str, Any], decoupled: bool | None) -> None:
+def require_known_options(
+    kind: str, names: Mapping[str, tuple[str, ...]], group: Mapping[str, Any], decoupled: bool | None
+) -> None:
     """Refuse entries of a param group that look like hyperparameters and are none of this optimizer's; other keys are the user's.
+
+    ``names`` are the optimizer's hyperparameters, with the factory's arguments that they stand for.
 
     Raises:
         TypeError: A hyperparameter under the core's name.
@@ -105,17 +107,18 @@ def require_known_options(kind: str, names: tuple[str, ...], group: Mapping[str,
     """
     for name, value in group.items():
         if name not in names and not _is_torchs(kind, name, value, decoupled):
-            require_own_name(kind, name, dict.fromkeys(names) | {name: value})
+            own = {one for one, targets in names.items() if targets == (one,)}
+            require_own_name(kind, name, dict.fromkeys(names) | {name: value}, own)
 
 
-def require_own_name(kind: str, name: str, given: Mapping[str, Any]) -> None:
-    """Refuse the core's name of a hyperparameter where torch's is meant.
+def require_own_name(kind: str, name: str, given: Mapping[str, Any], own: Collection[str]) -> None:
+    """Refuse the core's name of a hyperparameter where torch's is meant; ``own`` are names that the factory itself has.
 
     Raises:
         TypeError: The message says which.
     """
-    for torchs, cores in NAMES.items():
-        if name in cores and (torchs in given or name == "learning_rate"):
+    for torchs, cores in ARGUMENTS.items():
+        if torchs not in own and name in cores and (torchs in given or name == "learning_rate"):
             shown = torchs if len(cores) == 1 else f"{torchs}=({', '.join(cores)})"
             why = ", which schedulers change" if torchs == "lr" else ""
             raise TypeError(f"{kind}: {name}: got {given[name]!r}; accepted is {shown}, torch's name for it{why}.")
@@ -166,8 +169,10 @@ def as_python(name: str, value: Any) -> Any:
     return value
 
 
-def by_given_name(message: str, given: Mapping[str, Any]) -> str:
+def by_given_name(message: str, names: Mapping[str, tuple[str, ...]], arguments: Mapping[str, Any]) -> str:
     """A transform's complaint about one of its fields, under the name of the argument that the user gave.
+
+    ``names`` are those of the user, with the factory's arguments that they stand for; ``arguments`` are the factory's.
 
     A field is called as it is in the transform, ``decay`` in the momentum of SGD. It is the user's argument of that name, or the one whose
     value the message quotes.
@@ -176,7 +181,7 @@ def by_given_name(message: str, given: Mapping[str, Any]) -> str:
     if match is None:
         return message
     field, rest = match.groups()
-    spelled = [*_spelled(given)]
+    spelled = [*_spelled(names, arguments)]
     exact = [(theirs, value) for theirs, ours, value in spelled if ours == field]
     quoted = [theirs for theirs, _, value in spelled if re.match(re.escape(repr(value)) + r"(?![\w.])", rest)]
     if len(exact) == 1 and (not quoted or exact[0][0] in quoted):
@@ -188,15 +193,11 @@ def by_given_name(message: str, given: Mapping[str, Any]) -> str:
     return f"{name}: got {rest}"
 
 
-def _spelled(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _spelled(names: Mapping[str, tuple[str, ...]], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """(what the user wrote, the factory's argument, its value) for each hyperparameter."""
-    for name, value in given.items():
-        targets = NAMES.get(name, (name,))
-        if len(targets) == 1:
-            yield name, targets[0], value
-        elif isinstance(value, (tuple, list)) and len(value) == len(targets):
-            for index, (target, one) in enumerate(zip(targets, value, strict=True)):
-                yield f"{name}[{index}]", target, one
+    for name, targets in names.items():
+        for index, target in enumerate(targets):
+            yield name if len(targets) == 1 else f"{name}[{index}]", target, arguments.get(target)
 
 
 def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -209,7 +210,10 @@ def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def _accepted(parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
     """The arguments of a factory, under torch's names."""
     ours = {
-        core: torchs for torchs, cores in NAMES.items() for core in cores if all(one in parameters for one in cores)
+        core: torchs
+        for torchs, cores in ARGUMENTS.items()
+        for core in cores
+        if torchs not in parameters and all(one in parameters for one in cores)
     }
     yield from dict.fromkeys(ours.get(name, name) for name in parameters)
 

@@ -2,19 +2,25 @@
 
 A file is written beside its place, brought to the disk, read back and renamed, which file systems do at once or not at all (POSIX
 ``rename``); then the directory is brought to the disk as well.
+
+What a killed process left half-written is removed at the next save to the same place. Whether somebody still writes a partial file is
+told by a lock (``flock``), which ends with its process. On file systems without such locks (Lustre mounted without them, some NFS and
+FUSE) it is told by its age: see :data:`ABANDONED_AFTER`.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import reprlib
 import secrets
 import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
@@ -25,6 +31,10 @@ except ImportError:  # not on POSIX
 
 SUFFIX = ".partial"
 """Of files that are being written. One that nobody writes any more is removed at the next save to the same place."""
+
+ABANDONED_AFTER = 3600.0
+"""Seconds without a write, by the file system's own clock, after which a partial file is taken for abandoned where there are no locks.
+A writer that was only slow gets an error then, and the previous file is as it was."""
 
 
 def save_checkpoint(contents: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -39,7 +49,8 @@ def save_checkpoint(contents: Mapping[str, Any], path: str | os.PathLike[str]) -
 
     Raises:
         TypeError: ``contents`` holds what could not be loaded; the message names where. Nothing is changed.
-        OSError: The file cannot be written; the previous one is as it was.
+        ValueError: ``contents`` is nested too deeply to be written. Nothing is changed.
+        OSError: The file cannot be written (the disk is full, ``path`` is a device, a pipe or a socket); the previous one is as it was.
     """
     if not isinstance(contents, Mapping):
         raise TypeError(
@@ -51,12 +62,16 @@ def save_checkpoint(contents: Mapping[str, Any], path: str | os.PathLike[str]) -
         if not before:
             torch.serialization.set_crc32_options(True)  # load_checkpoint compares them
         try:
-            torch.save(contents, partial)
-        except OSError:
-            raise
-        except Exception as error:
-            _refuse_what_cannot_be_saved(contents, error)
-            raise OSError(f"{os.fspath(path)}: writing the checkpoint failed: {error}") from error
+            # Through a file object: of what fails in its own file torch does not say why.
+            with open(partial, "r+b") as file:
+                stream = FailingStream(file)
+                try:
+                    torch.save(contents, cast(BinaryIO, stream))
+                except Exception as error:
+                    if stream.error is not None:
+                        raise stream.error from error
+                    _refuse_what_cannot_be_saved(contents, error)
+                    raise OSError(f"{os.fspath(path)}: writing the checkpoint failed: {error}") from error
         finally:
             if not before:
                 torch.serialization.set_crc32_options(False)
@@ -84,16 +99,22 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: There is no such file.
+        OSError: It cannot be read.
         ValueError: It is no checkpoint, or not whole: cut off, or bits have changed. The message says which.
     """
     path = Path(path)
     if not path.is_file():
-        why = "is a directory" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{path}: {why}; accepted is a file that save_checkpoint wrote.")
+        raise FileNotFoundError(f"{path}: {_kind_of(path)}; accepted is a file that save_checkpoint wrote.")
     try:
+        with open(path, "rb") as file:
+            file.read(1)  # zipfile takes what cannot be read for something else
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # zipfile says what it finds in many ways, and has no list of them
+    except Exception as error:
+        # EINVAL: a seek to where a damaged part points.
+        if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EINVAL:
+            raise with_message(error, f"{path}: cannot be read: {os.strerror(error.errno)}.") from error
+        # zipfile says what it finds in many ways, and has no list of them
         raise ValueError(f"{path}: is no checkpoint, or was cut off ({error}).") from error
     if damaged is not None:
         raise ValueError(f"{path}: bits have changed since it was written: the checksum of {damaged!r} differs.")
@@ -116,45 +137,118 @@ def replace_file(
     Raises:
         FileNotFoundError: The directory does not exist.
         IsADirectoryError: ``path`` is a directory.
-        OSError: The file cannot be written; the previous one is as it was.
+        OSError: ``path`` is a device, a pipe, a socket or a loop of symbolic links; or the file cannot be written. What was there is as
+            it was.
     """
+    target = _target(path)
+    try:
+        with _new_file_beside(target) as (partial, descriptor):
+            _remove_abandoned(target, partial, now=os.fstat(descriptor).st_mtime)
+            if target.exists():
+                os.chmod(partial, stat.S_IMODE(target.stat().st_mode))
+            write(partial)
+            _require_own(partial, descriptor)
+            os.fsync(descriptor)
+            check(partial)
+            os.replace(partial, target)
+        if os.name == "posix":
+            directory = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        reason = os.strerror(error.errno)
+        raise with_message(error, f"{target}: writing it failed: {reason}; what was there is as it was.") from error
+
+
+def with_message(error: OSError, message: str) -> OSError:
+    """An error of the same kind, with the same ``errno``, that says ``message``."""
+    explained = type(error)(message)
+    explained.errno = error.errno
+    return explained
+
+
+class FailingStream:
+    """A file to write to that remembers why a write failed: ``torch.save`` reports some other consequence of it.
+
+    Args:
+        file: Open for writing.
+
+    Attributes:
+        error: What a write raised; None if none did.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of it."""
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """The file that is to be replaced: a symbolic link's target.
+
+    Raises:
+        OSError: It is none that can be replaced; the message says what it is.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            why = "is a loop of symbolic links; accepted is the path of a file"
+        else:
+            why = f"cannot be looked at: {os.strerror(error.errno or 0)}"
+        raise with_message(error, f"{os.fspath(path)}: {why}.") from error
+    if mode is not None and stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{os.fspath(path)}: is a directory; accepted is the path of a file.")
+    if mode is not None and not stat.S_ISREG(mode):
+        raise OSError(
+            f"{os.fspath(path)}: {_kind_of(Path(path))}, which no file can replace; accepted is the path of a file."
+        )
     target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise IsADirectoryError(f"{target}: is a directory; accepted is the path of a file.")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent}: does not exist; make the directory before saving into it.")
-    _remove_abandoned(target)
-    with _new_file_beside(target) as (partial, descriptor):
-        if target.exists():
-            os.chmod(partial, stat.S_IMODE(target.stat().st_mode))
-        write(partial)
-        if os.stat(partial).st_ino != os.fstat(descriptor).st_ino:
-            raise RuntimeError(
-                f"{partial}: was replaced by its writer; what is written has to go into the file that is there."
-            )
-        os.fsync(descriptor)
-        check(partial)
-        os.replace(partial, target)
-    if os.name == "posix":
-        directory = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    return target
+
+
+_KINDS = {
+    stat.S_IFDIR: "is a directory", stat.S_IFREG: "is a file", stat.S_IFCHR: "is a character device", stat.S_IFBLK: "is a block device",
+    stat.S_IFIFO: "is a pipe", stat.S_IFSOCK: "is a socket",
+}  # fmt: skip
+
+
+def _kind_of(path: Path) -> str:
+    try:
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "is no file")
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be looked at ({os.strerror(error.errno or 0)})"
 
 
 @contextmanager
 def _new_file_beside(target: Path) -> Iterator[tuple[Path, int]]:
     """A new file in the same directory, locked for as long as it is written, and gone afterwards unless it was renamed."""
-    while True:
-        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{SUFFIX}")
-        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), 0o666)
-        if fcntl is None:
-            break
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            break
-        os.close(descriptor)  # Somebody took it for abandoned before it was locked.
+    partial, descriptor = _locked_file(target)
     try:
         yield partial, descriptor
     finally:
@@ -162,24 +256,102 @@ def _new_file_beside(target: Path) -> Iterator[tuple[Path, int]]:
         partial.unlink(missing_ok=True)
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove what killed processes left behind: a lock ends with its process, so whatever can be locked is nobody's."""
+def _locked_file(target: Path) -> tuple[Path, int]:
+    while True:
+        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{SUFFIX}")
+        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            _lock(descriptor, wait=True)
+            if os.fstat(descriptor).st_nlink or fcntl is None:
+                return partial, descriptor
+        except BaseException:
+            os.close(descriptor)
+            partial.unlink(missing_ok=True)
+            raise
+        os.close(descriptor)  # Somebody took it for abandoned before it was locked.
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool | None:
+    """Whether a file could be locked: False if somebody else has the lock, None where the file system has none."""
     if fcntl is None:
-        return
-    for partial in target.parent.iterdir():
-        if not (partial.name.startswith(f".{target.name}.") and partial.name.endswith(SUFFIX)):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # ENOSYS, ENOLCK, EOPNOTSUPP, EINVAL: file systems say it in several ways
+        return None
+    return True
+
+
+def _require_own(partial: Path, descriptor: int) -> None:
+    try:
+        same = os.stat(partial).st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        raise OSError(
+            f"{partial}: was removed while it was written; another process that saves to the same place took it for abandoned."
+        ) from None
+    if not same:
+        raise RuntimeError(
+            f"{partial}: was replaced by its writer; what is written has to go into the file that is there."
+        )
+
+
+def _remove_abandoned(target: Path, own: Path, *, now: float) -> None:
+    """Remove what killed processes left behind: what can be locked, or has not been written to for long where nothing can be.
+
+    ``now`` is the file system's.
+    """
+    partials: list[Path] = []
+    with suppress(OSError):  # a directory that may be written to, and not looked at
+        partials += target.parent.iterdir()
+    for partial in partials:
+        if partial == own or not (partial.name.startswith(f".{target.name}.") and partial.name.endswith(SUFFIX)):
             continue
         with suppress(OSError):
             descriptor = os.open(partial, os.O_RDWR)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                partial.unlink()
+                locked = _lock(descriptor, wait=False)
+                age = now - os.fstat(descriptor).st_mtime
+                if locked or (locked is None and age > ABANDONED_AFTER):
+                    partial.unlink()
             finally:
                 os.close(descriptor)
 
 
+class _Place(NamedTuple):
+    """Where something lies in nested containers; only put into words where somebody is told."""
+
+    parent: _Place | None
+    step: str
+    depth: int
+
+    def __str__(self) -> str:
+        steps: list[str] = []
+        place: _Place | None = self
+        while place is not None:
+            steps.append(place.step)
+            place = place.parent
+        shown = steps[::-1] if len(steps) <= 20 else [*steps[:-11:-1], "..."]
+        return "".join(shown)
+
+    def inside(self, step: str) -> _Place:
+        return _Place(self, step, self.depth + 1)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
 def _refuse_what_cannot_be_saved(contents: Mapping[str, Any], error: Exception) -> None:
-    for where, value in _leaves(contents, "contents"):
+    """Say what in ``contents`` is to blame for an error, if anything is."""
+    if isinstance(error, RecursionError):
+        deepest = max((place for place, _ in _leaves(contents, "contents")), key=lambda place: place.depth)
+        raise ValueError(
+            f"{deepest}: got a value {deepest.depth} levels deep, and what is saved is pickled level by level, which ends at some"
+            " hundreds of them; accepted are shallower dicts, lists and tuples."
+        ) from error
+    for place, value in _leaves(contents, "contents"):
         file = io.BytesIO()
         try:
             torch.save(value, file)
@@ -187,19 +359,26 @@ def _refuse_what_cannot_be_saved(contents: Mapping[str, Any], error: Exception) 
             torch.load(file, weights_only=True)
         except Exception:
             raise TypeError(
-                f"{where}: got a {type(value).__module__}.{type(value).__qualname__}, which torch.load(weights_only=True) does not"
+                f"{place}: got a {type(value).__module__}.{type(value).__qualname__}, which torch.load(weights_only=True) does not"
                 " read; accepted are tensors, numbers, strings, and dicts, lists and tuples of them."
             ) from error
 
 
-def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    if type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{where}[{index}]")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(key, f"{where}: a key")
-            yield from _leaves(item, f"{where}[{key!r}]")
-        yield where, type(value)()
-    else:
-        yield where, value
+def _leaves(value: Any, name: str) -> Iterator[tuple[_Place, Any]]:
+    """What containers hold, in order, and an empty one for each dict; each container once, for one may hold itself."""
+    left: list[tuple[Any, _Place]] = [(value, _Place(None, name, 0))]
+    seen: set[int] = set()
+    while left:
+        value, place = left.pop()
+        if type(value) in (list, tuple) or isinstance(value, dict):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if type(value) in (list, tuple):
+            left += [(item, place.inside(f"[{index}]")) for index, item in reversed(list(enumerate(value)))]
+        elif isinstance(value, dict):
+            yield place, type(value)()
+            for key, item in reversed(value.items()):
+                left += [(item, place.inside(f"[{_SHORT.repr(key)}]")), (key, place.inside(": a key"))]
+        else:
+            yield place, value

@@ -20,7 +20,7 @@ T = TypeVar("T")
 BAD_OPTION = 2
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
-_NEEDED = ("tyro", "rich", "matplotlib", "numpy", "cattrs")
+_NEEDED = ("tyro", "rich", "matplotlib", "numpy")
 
 
 class OptionError(ValueError):

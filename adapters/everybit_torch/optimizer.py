@@ -22,7 +22,6 @@ from everybit.policies import describe, native
 from everybit.policy import AnyPolicy, resolve_tree
 from everybit_torch import loading, state_dicts
 from everybit_torch.arguments import (
-    NAMES,
     as_python,
     by_given_name,
     flags_of,
@@ -34,6 +33,7 @@ from everybit_torch.dtensors import axis_of, first_element, is_counted, is_dtens
 from everybit_torch.entries import UNUSED, ParameterState, States, state_replaced
 from everybit_torch.following import follow, require_followable
 from everybit_torch.gradients import GradientBuffer, gather
+from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.placement import Placement, Run, is_settled, moves, plan_placement
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
@@ -139,8 +139,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         require_factory(factory)
         hyperparameters = settled(type(self).__name__, factory, hyperparameters, self._decoupled)
         self._factory = factory
-        # torch adds keys of its own to `defaults`.
-        self._names = tuple(hyperparameters)
+        # By the user's name, without the keys that torch adds to `defaults`, the factory's arguments that are meant.
+        known = argument_names(factory)
+        self._names = {name: core_names(name, ARGUMENTS, known) for name in hyperparameters}
         self._flags = flags_of(factory)
         self._policy = policy
         self._layout = layout
@@ -206,17 +207,11 @@ class TorchOptimizer(torch.optim.Optimizer):
             ValueError: A pair of another length, or a number that is not finite.
         """
         arguments: dict[str, Any] = {}
-        for name in self._names:
+        for name, targets in self._names.items():
             value = as_python(name, group[name])
-            targets = NAMES.get(name, (name,))
-            if len(targets) == 1:
-                if name in self._flags and not isinstance(value, bool):
-                    raise TypeError(f"{type(self).__name__}: {name}: got {value!r}; accepted are True and False.")
-                arguments[targets[0]] = value
-            elif not isinstance(value, (tuple, list)) or len(value) != len(targets):
-                raise ValueError(f"{name}: got {value!r}; accepted are {len(targets)} numbers.")
-            else:
-                arguments.update(zip(targets, value, strict=True))
+            if name in self._flags and not isinstance(value, bool):
+                raise TypeError(f"{type(self).__name__}: {name}: got {value!r}; accepted are True and False.")
+            arguments |= spread(name, value, targets)
         return arguments
 
     def _policy_for(self, policy: AnyPolicy | None, dtype: torch.dtype, number: int) -> AnyPolicy:
@@ -235,11 +230,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 for dtype, policy in group.policies.items()
             }
         except (TypeError, ValueError) as error:
-            given = {}
-            for name in self._names:
-                values = [arguments.get(target) for target in NAMES.get(name, (name,))]
-                given[name] = values[0] if len(values) == 1 else values
-            message = by_given_name(str(error), given)
+            message = by_given_name(str(error), self._names, arguments)
             raise type(error)(f"{type(self).__name__}, param group {group.number}: {message}") from None
 
     def _require_one_tree(self, groups: list[Group] | list[Scoped]) -> None:
@@ -438,8 +429,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             except ValueError as error:
                 before = group.arguments
                 names = [
-                    name for name in self._names
-                    if any(arguments[one] is not before[one] for one in NAMES.get(name, (name,)) if one in before)
+                    name for name, targets in self._names.items()
+                    if any(arguments[one] is not before[one] for one in targets if one in before)
                 ]  # fmt: skip
                 raise ValueError(f"param group {group.number}: {', '.join(names)}: {error}") from None
             plans.append((unit, plan))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.checkpoint_file import replace_file
+from everybit_torch.checkpoint_file import replace_file, with_message
 from everybit_torch.loading import require_tensor, shown
 from everybit_torch.optimizer import FLOATS, TorchOptimizer
 from everybit_torch.state_dicts import RoundingLoss, rounding_loss
@@ -136,16 +136,21 @@ def load_safetensors(
     Raises:
         ModuleNotFoundError: safetensors is not installed.
         FileNotFoundError: There is no such file.
+        OSError: It cannot be read.
         ValueError: It is no safetensors file, or does not fit the model; nothing is changed.
     """
     safetensors = _safetensors()
     if not Path(path).is_file():
         raise FileNotFoundError(f"{os.fspath(path)}: does not exist; accepted is a safetensors file.")
     try:
+        with open(path, "rb") as raw:
+            raw.read(1)  # safetensors does not tell what cannot be read from what is damaged
         with safetensors.safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise with_message(error, f"{os.fspath(path)}: cannot be read: {os.strerror(error.errno)}.") from error
         raise ValueError(f"{os.fspath(path)}: is no safetensors file ({error}).") from error
     weights |= _tied(path, header, weights)
     return import_weights(model, optimizer, weights)
@@ -157,13 +162,19 @@ def _tied(path: str | os.PathLike[str], header: Mapping[str, str], weights: Mapp
     Raises:
         ValueError: The record is no such record, or names what is not there.
     """
+    written = header.get(TIED, "{}")
     try:
-        return {name: weights[stored] for name, stored in json.loads(header.get(TIED, "{}")).items()}
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        record = json.loads(written)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or not all(
+        isinstance(stored, str) and stored in weights and name not in weights for name, stored in record.items()
+    ):
         raise ValueError(
-            f"{os.fspath(path)}: {TIED!r} in its metadata: got {header[TIED][:200]}; accepted are names, each with that of a tensor in the"
-            " file."
-        ) from error
+            f"{os.fspath(path)}: {TIED!r} in its metadata: got {written[:200]}; accepted are names, each with that of a tensor in the file"
+            " and none of one itself."
+        )
+    return {name: weights[stored] for name, stored in record.items()}
 
 
 def _by_id(optimizer: TorchOptimizer, groups: list[list[Tensor]]) -> dict[int, Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +23,7 @@ from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.plan import SMALLEST, Plan, plan
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+from everybit_torch.stepping import piece_size
 
 BF16_WIRE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
 KAHAN = eb.policies.KAHAN_BF16
@@ -190,6 +193,185 @@ def test_gradients_that_are_not_kept(strategy: Strategy) -> None:
             assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
+# -- what persists, seen from outside ------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A tied weight, frozen units and frozen parts of units, buffers, a scalar, a parameter without elements, perhaps an unused layer."""
+
+    def __init__(self, *, unused: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.blocks = nn.ModuleList([Block(5), Block(5), Block(5)])
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].get_parameter("inner.weight").requires_grad_(False)
+        self.exit = nn.Linear(5, 7, bias=False)
+        self.exit.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Linear(3, 5) if unused else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.embedding(x))
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.exit(x) * self.scale + self.empty.sum()
+        return out
+
+
+@contextmanager
+def counting_live() -> Iterator[Callable[[], None]]:
+    """From the call of what it gives on, ``live_bytes`` sees what was made since."""
+    try:
+        yield gc.freeze
+    finally:
+        gc.unfreeze()
+
+
+def live_bytes() -> int:
+    """Of all tensors' memory, counted once where several lie in it."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and type(x) in (Tensor, nn.Parameter)]
+    ranges = {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors if x.device.type == "cpu"}
+    total = end = 0
+    for start, size in sorted(ranges):
+        total += max(0, start + size - max(start, end))
+        end = max(end, start + size)
+    return total
+
+
+def matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim > 1
+
+
+LABELLED = eb.by_label(
+    lambda name, p: "matrix" if p.ndim > 1 else "vector",
+    {"matrix": eb.policies.LEAN_BF16, "vector": eb.policies.EXACT_BF16},
+)
+KEPT: list[tuple[Any, bool, Any]] = [
+    (None, False, eb.adamw(1e-3)),
+    (KAHAN, True, eb.chain(eb.clip_by_global_norm(1.0), eb.sgd(1e-3, momentum=0.9))),
+    (eb.policies.LEAN_BF16, True, eb.chain(eb.masked(eb.add_decayed_weights(0.1), matrix), eb.adam(1e-3))),
+    (eb.policies.MIXED_BF16, True, eb.lion(1e-3)),
+    (LABELLED, True, eb.accumulate(eb.adamw(1e-3), every=2)),
+]
+
+
+def kept(
+    mesh: Any = None, strategies: tuple[Strategy, ...] = STRATEGIES, outer: OuterStrategy = "no_shard", unused: bool = False, **options: Any
+) -> list[tuple[Any, ...]]:  # fmt: skip
+    """Where what is there, before the first step or after it, is not what is planned; the plan of a stepper and that of its arguments."""
+    shape = (1, dist.get_world_size()) if mesh is None else tuple(mesh.mesh.shape)
+    wrong: list[tuple[Any, ...]] = []
+    with counting_live() as start_counting:
+        for (number, (policy, low, transform)), strategy in itertools.product(enumerate(KEPT), strategies):
+            arguments: dict[str, Any] = {
+                "policy": policy, "strategy": strategy, "outer": outer, "units": [Block], **options
+            }  # fmt: skip
+            start_counting()
+            model = Mixed(unused=unused).to(torch.bfloat16 if low else torch.float32)
+            buffers = sum(buffer.nbytes for buffer in model.buffers())
+            stepper = FlatStepper(model, transform, mesh=mesh, **arguments)
+            planned = plan(model, transform, ranks=shape, rank=dist.get_rank(), **arguments)
+            for step in range(2):
+                there = live_bytes() - buffers
+                predicted = [stepper.plan().persistent_bytes]
+                if not (unused and step):
+                    predicted.append(planned.persistent_bytes)
+                if predicted != [there] * len(predicted):
+                    wrong.append((number, strategy, outer, step, there, predicted))
+                with stepper.microbatch(last=True):
+                    model(torch.arange(4)).float().square().mean().backward()
+                stepper.step()
+            stepper.close()
+            del stepper, model
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_is_there_is_what_is_planned_on_every_rank(size: int) -> None:
+    """The union of the address ranges of all live storages: on ranks that have nothing of a group, and with counters, to the byte."""
+    for wrong in run(size, kept):
+        assert not wrong
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_what_is_there_is_what_is_planned_in_two_dimensions(outer: OuterStrategy) -> None:
+    strategies = STRATEGIES if outer == "no_shard" else ("optim_grads_params",)
+    for wrong in run(4, on_a_mesh, kept_on, 2, 2, strategies, outer):
+        assert not wrong
+
+
+def kept_on(strategies: tuple[Strategy, ...], outer: OuterStrategy, mesh: Any) -> list[tuple[Any, ...]]:
+    return kept(mesh, strategies, outer)
+
+
+def test_counters_of_what_is_stepped_apart_are_in_a_steppers_own_plan() -> None:
+    """A parameter that no rank uses is stepped when it is, so it counts for itself: which model does that nobody can know beforehand."""
+    for wrong in run(2, kept_without_use):
+        assert not wrong
+
+
+def kept_without_use() -> list[tuple[Any, ...]]:
+    return kept(strategies=("no_shard", "optim_grads_params"), unused=True)
+
+
+def compiled() -> tuple[list[int], int, int]:
+    """Live bytes before and after a compiled, measured step, and the plan's."""
+    with counting_live() as start_counting:
+        start_counting()
+        model = nn.Linear(5, 3)
+        transform = eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(1e-3))
+        stepper = FlatStepper(model, transform, strategy="optim", compile=True, metrics=True)
+        there = [live_bytes()]
+        for _ in range(2):
+            with stepper.microbatch(last=True):
+                model(torch.ones(2, 5)).sum().backward()
+            stepper.step()
+            there.append(live_bytes())
+        planned = plan(model, transform, strategy="optim", compile=True, metrics=True).persistent_bytes
+        return there, stepper.plan().persistent_bytes, planned
+
+
+def test_what_a_compiled_and_measured_step_keeps_is_planned() -> None:
+    for (before, *after), stepper, planned in run(1, compiled):
+        assert stepper == planned
+        assert after == [planned, planned]
+        assert before == planned - 5 * 8  # what a step measured: five numbers
+
+
+def test_any_rank_can_be_asked_for() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3, bias=False)  # 9 elements in 4 shards of 3: the last has only padding
+    found = [
+        plan(model, eb.adamw(1e-3), strategy="optim_grads_params", ranks=(2, 2), outer="optim", rank=rank)
+        for rank in range(4)
+    ]
+    assert [one.persistent["momentum"] for one in found] == [12, 12, 12, 0]
+    assert [(one.ranks.outer_rank, one.ranks.inner_rank) for one in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert found[3] == plan(
+        model, eb.adamw(1e-3), strategy="optim_grads_params", ranks=(2, 2), outer="optim", rank=(1, 1)
+    )
+    for rank in (4, -1, (2, 0), (0, 2)):
+        with pytest.raises(ValueError, match=r"rank: got .*; there are 2 x 2 ranks, counted from 0"):
+            plan(model, eb.adamw(1e-3), ranks=(2, 2), rank=rank)
+
+
+def test_accelerators_are_given_larger_pieces_in_the_plan_too() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+    host, device = (
+        plan(model, eb.adamw(1e-3), policy=KAHAN, strategy="optim_grads", ranks=8, device=device)
+        for device in ("cpu", "cuda")
+    )
+    assert host.persistent == device.persistent
+    # A rank's 2**21 elements are many pieces for a CPU, and one for an accelerator.
+    larger = min(2**21, piece_size(torch.device("cuda"))) // piece_size(torch.device("cpu"))
+    assert larger > 1
+    assert device.transient["step"] == larger * host.transient["step"]
+
+
 # -- formulas ------------------------------------------------------------------------------------------------------------------------
 
 MAIN32 = eb.Grads(main="float32")
@@ -294,4 +476,3 @@ def test_gradients_accumulate_in_place() -> None:
     for gradients, peak in run(2, no_second_gradient, "optim"):
         assert peak <= 3 * (1 << 16) * 4
         assert peak < gradients / 2
-    assert dist.is_available()

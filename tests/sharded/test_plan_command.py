@@ -20,6 +20,11 @@ def small_model() -> nn.Module:
     return model
 
 
+def broken_model() -> nn.Module:
+    """For --model: one that cannot be built."""
+    raise RuntimeError("no\nweights today")
+
+
 def test_a_plan_is_shown_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "plan",
@@ -128,10 +133,20 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
         (["--model", "gpt-9"], "--model: got gpt-9; accepted: llama-3.2-1b"),
         (["--model", "nowhere:model"], "--model: got nowhere:model (No module named 'nowhere')"),
         (["--model", "os:getcwd"], "which returned a str; accepted: a function that returns a torch.nn.Module"),
+        (["--model", "json:loads"], "--model: got json:loads, which raised TypeError: loads() missing 1 required positional"),
+        (["--model", f"{__name__}:broken_model"], "which raised RuntimeError: no weights today; accepted: a function that returns"),
+        (["--model", f"{__name__}:BAD_OPTION"], "which raised TypeError: 'int' object is not callable"),
+        (["--model", "json:"], "--model: got json: (module 'json' has no attribute '')"),
         (["--model", "mini", "--ranks", "0"], "--ranks: got 0; accepted: a whole number, at least 1"),
         (["--model", "mini", "--policies", "KAHAN"], "--policies: got KAHAN (did you mean KAHAN_BF16?)"),
         (["--model", "mini", "--dtype", "fp32"], "MIXED_BF16, which does not go with the model (embedding.weight: Policy.params"),
         (["--model", "mini", "--units", "Layer"], "--units: got Layer; accepted: classes of the model's modules: Attention, Block, "),
+        (
+            ["--model", "mini", "--outer", "2", "--outer-strategy", "optim", "--strategies", "optim", "no_shard"],
+            "--outer-strategy: got optim with --strategies optim no_shard; accepted: optim with --outer 2 or more, and with"
+            " optim_grads_params among",
+        ),
+        (["--model", "mini", "--outer-strategy", "optim"], "--outer-strategy: got optim with --outer 1; accepted: optim with --outer 2"),
         (["--model", "mini", "--out", "/proc/nothing"], "--out: got /proc/nothing"),
         (
             ["--model", "mini", "--policies", "three-dtypes", "--main-params", "fp16"],
@@ -153,3 +168,14 @@ def test_nothing_is_allocated() -> None:
     model = SHAPES["llama-3-405b"].build()
     assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
     assert 405e9 < sum(parameter.numel() for parameter in model.parameters()) < 407e9
+
+
+def test_the_device_is_planned_for(tmp_path: Path) -> None:
+    """A CPU is given smaller pieces to work on at a time; which of the two it is, was lost on the way once."""
+    steps = {}
+    for device in ("cpu", "cuda"):
+        arguments = ["plan", "--model", "small", "--policies", "KAHAN_BF16", "--strategies", "optim", "--ranks", "1"]
+        assert cli.main([*arguments, "--device", device, "--out", str(tmp_path / device)]) == 0
+        (one,) = json.loads((tmp_path / device / "plan.json").read_text())["plans"]
+        steps[device] = one["transient"]["step"]
+    assert steps["cuda"] > 2 * steps["cpu"]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from programs import integer_gradients, on_a_mesh
 from ranks import run
-from torch import Tensor
+from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.sharded.plan import plan
 from everybit_torch.sharded.reduction import CHUNK, Wire, accumulate, all_reduce_into, install, reduce_scatter_into
+from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES
 
 WIRES = [
@@ -71,6 +77,94 @@ def test_an_exact_wire_is_right_to_half_a_unit_in_the_last_place(dtype: torch.dt
         ulp = torch.nextafter(nearest.abs(), torch.tensor(torch.inf)) - nearest.abs()
         assert ((values.double() - true).abs() <= 0.5001 * ulp.double()).all()
     assert ranks[0][3] == {"all_to_all": 3 * numel // 4 * dtype.itemsize}
+
+
+SIZES = (401, 97)
+
+
+class Weighted(nn.Module):
+    """The gradient of each parameter is what it is weighted with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in SIZES])
+
+    def forward(self, weights: list[Tensor]) -> Tensor:
+        return sum(((p * w).sum() for p, w in zip(self.parts, weights, strict=True)), torch.zeros(()))
+
+
+def weights_of_rank(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """Of sizes 2**30 apart in bfloat16, 2**12 in float16, which ends at 65504; and of either sign, so that some sums cancel."""
+    generator = torch.Generator().manual_seed(rank)
+    spread = 4 if dtype is torch.bfloat16 else 1
+    random = [torch.randn(2, size, generator=generator) for size in SIZES]
+    return [(sign * torch.exp(spread * power)).to(dtype).float() for sign, power in random]
+
+
+def mean_gradients(comm: Any, reduce: Any, mesh: Any) -> list[tuple[Any, list[Tensor]]]:
+    """By strategy: the mean of the ranks' gradients, found by stepping from zero by minus that."""
+    found: list[tuple[Any, list[Tensor]]] = []
+    told = eb.Policy(params=eb.Nearest("float32"), grads=eb.Grads(main="float32", comm=comm, reduce=reduce))
+    cases: list[tuple[Any, Any, eb.Policy]] = [(strategy, "no_shard", told) for strategy in STRATEGIES]
+    cases += [("optim_grads_params", "optim", told), ("optim_grads", "no_shard", eb.policies.FP32)]
+    for strategy, outer, policy in cases:
+        model = Weighted()
+        stepper = FlatStepper(model, eb.sgd(1.0), policy=policy, mesh=mesh, strategy=strategy, outer=outer)
+        if policy is not told:
+            stepper.set_grad_comm(comm, reduce)
+        with stepper.microbatch(last=True):
+            model(weights_of_rank(dist.get_rank(), getattr(torch, comm))).backward()
+        stepper.step()
+        with stepper.full_parameters():
+            found.append(((strategy, outer), [-p.detach().clone() for p in model.parameters()]))
+    return found
+
+
+def half_ulp(x: Fraction) -> Fraction:
+    """Of float32, at a number of this size."""
+    # Rounding to float64 first may lead to the next binade, where the unit is larger.
+    exponent = math.frexp(float(abs(x)))[1]
+    return Fraction(2) ** (max(exponent, -125) - 25)
+
+
+@pytest.mark.parametrize("comm", ["bfloat16", "float16"])
+def test_exact_means_exact_on_a_mesh_of_two_dimensions(comm: str) -> None:
+    """Against rational arithmetic; with copies on the outer ranks (HSDP), and with state sharded over them (HFSDP)."""
+    dtype = getattr(torch, comm)
+    parts = [[Fraction(x) for x in torch.cat(weights_of_rank(rank, dtype)).tolist()] for rank in range(4)]
+    inner = [[a + b for a, b in zip(parts[low], parts[low + 1], strict=True)] for low in (0, 2)]
+    true = [(a + b) / 4 for a, b in zip(*inner, strict=True)]
+    # Each inner sum is rounded once to float32, the mean of the two once more. What float64 rounds on the way is less than 2**-20 of that.
+    limits = [
+        ((half_ulp(a) + half_ulp(b)) / 4 + half_ulp(mean)) * (1 + Fraction(1, 2**20))
+        for a, b, mean in zip(*inner, true, strict=True)
+    ]
+    for found in run(4, on_a_mesh, mean_gradients, 2, 2, comm, "fp32"):
+        assert len(found) == 6
+        for _, gradients in found:
+            got = [Fraction(x) for x in torch.cat(gradients).tolist()]
+            assert all(abs(x - y) <= limit for x, y, limit in zip(got, true, limits, strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_alone_send_what_ranks_in_one_dimension_send(strategy: Any) -> None:
+    """With one inner rank there are no sums yet that would need more than the wire's 16 bits."""
+    policy = eb.Policy(params=eb.Nearest("float32"), grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"))
+    with torch.device("meta"):
+        model = nn.Linear(64, 64)
+    line, mesh = (
+        plan(model, eb.sgd(1.0), policy=policy, strategy=strategy, ranks=ranks).wire["all_to_all"]
+        for ranks in (4, (4, 1))
+    )
+    assert mesh == line == 3 * 64 * 65 // 4 * torch.bfloat16.itemsize
+
+
+def test_natively_summed_in_bfloat16_it_is_not() -> None:
+    true = sum(torch.cat(weights_of_rank(rank, torch.bfloat16)).double() for rank in range(4)) / 4
+    assert isinstance(true, Tensor)
+    for _, gradients in run(4, on_a_mesh, mean_gradients, 2, 2, "bfloat16", "native")[0]:
+        # Two roundings by up to 2**-9 each, of numbers of random digits.
+        assert float((torch.cat(gradients).double() - true).norm() / true.norm()) > 2**-12
 
 
 def test_the_librarys_own_sum_in_bfloat16_is_visibly_worse() -> None:

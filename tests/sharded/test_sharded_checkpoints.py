@@ -7,8 +7,9 @@ import re
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import everybit as eb
+from everybit.transform import ALONE
 from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.sharded import checkpoint
 from everybit_torch.sharded.checkpoint import (
@@ -33,6 +35,7 @@ from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 
+P = TypeVar("P")
 Weights = dict[str, Tensor]
 
 
@@ -408,6 +411,231 @@ def test_what_fails_on_one_rank_fails_on_all_at_once(tmp_path: Path) -> None:
     assert "FileExistsError" in first[0]
     assert "on the first rank: FileExistsError" in second[0]
     assert len(first) == len(second) == 2
+
+
+# -- state that is no tensor like the parameters ---------------------------------------------------------------------------------------
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class FadingState(Generic[P]):
+    """Beside a slot, single numbers of three dtypes that change at every step."""
+
+    momentum: eb.Slot[P]
+    factor: Tensor
+    total: Tensor
+    odd: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fading:
+    """A momentum whose steps become smaller, by numbers that it keeps for all parameters that are stepped together."""
+
+    scope: eb.Scope = "element"
+
+    def init(self, params: P) -> FadingState[P]:
+        numbers = torch.ones(()), torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.bool)
+        return FadingState(eb.tree.map(torch.zeros_like, params), *numbers)
+
+    def update(self, updates: P, state: FadingState[P], params: P, ctx: eb.Context = ALONE) -> tuple[P, FadingState[P]]:
+        total = state.total + 1
+        if self.scope == "tree":
+            squares = [(g.double() ** 2).sum() for g in eb.tree.leaves(updates) if g is not None]
+            total = torch.maximum(state.total, ctx.axis.sum(torch.stack(squares).sum()))
+        momentum = eb.tree.map(lambda g, m: 0.5 * m + g, updates, state.momentum)
+        sign = torch.where(state.odd, 1.0, 2.0) / (1 + total.float())
+        steps = eb.tree.map(lambda m: -0.1 * state.factor * sign * m, momentum)
+        return steps, FadingState(momentum, state.factor * 0.75, total, ~state.odd)
+
+
+def fading(
+    path: Path | None, scope: eb.Scope, strategy: Strategy, partly: bool, write: bool
+) -> tuple[Weights, list[str]]:
+    """Train, perhaps at first without some parameters, so that these have other numbers; save or load; train on."""
+    model = network(torch.bfloat16, 0 if write else 3)
+    stepper = FlatStepper(model, Fading(scope), policy=eb.policies.KAHAN_BF16, strategy=strategy, units=[Block])
+    if write:
+        if partly:
+            with stepper.microbatch(last=True):
+                model.blocks[0](model.entry(data(0, 0, 0, torch.bfloat16))).float().square().mean().backward()
+            stepper.step()
+        steps(model, stepper, range(1, 3), torch.bfloat16)
+        assert path is not None
+        save_sharded(stepper, path)
+    elif path is not None:
+        load_sharded(stepper, path)
+    steps(model, stepper, range(3, 5), torch.bfloat16)
+    state = sharded_state_dict(stepper)
+    numbers = {f"{x.dtype} {x.item()}" for x in state.values() if x.ndim == 0 and not isinstance(x, ShardTensor)}
+    return weights_of(stepper), sorted(numbers)
+
+
+@pytest.mark.parametrize("partly", [False, True])
+@pytest.mark.parametrize("scope", ["element", "tree"])
+def test_numbers_of_any_dtype_that_a_transform_keeps_go_on(tmp_path: Path, scope: eb.Scope, partly: bool) -> None:
+    saved = run(2, fading, tmp_path, scope, "optim_grads", partly, True)
+    kinds = {number.split()[0] for number in saved[0][1]}
+    assert kinds == {"torch.int64", "torch.float32", "torch.float64", "torch.bool"}
+    if partly:
+        assert sum(number.startswith("torch.float32") for number in saved[0][1]) == 2
+    for size, strategy in ((1, "no_shard"), (4, "optim_grads_params")):
+        for weights, _ in run(size, fading, tmp_path, scope, strategy, partly, False):
+            assert equal(weights, saved[0][0])
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_and_in_a_plain_model(tmp_path: Path, partly: bool) -> None:
+    run(2, fading, tmp_path, "element", "optim_grads", partly, True)
+    (saved,) = run(1, fading, tmp_path, "element", "no_shard", partly, False)
+    model = network(torch.bfloat16, 5)
+    optimizer = TorchOptimizer(model.parameters(), Fading, policy=eb.policies.KAHAN_BF16)
+    load_sharded_into(model, optimizer, tmp_path)
+    for step in range(3, 5):
+        optimizer.zero_grad()
+        model(data(step, 0, 0, torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    assert equal({n: p.detach() for n, p in model.named_parameters()}, saved[0])
+
+
+def test_numbers_that_one_step_cannot_keep_apart_are_refused(tmp_path: Path) -> None:
+    run(2, fading, tmp_path, "tree", "optim_grads", True, True)
+    model = network(torch.bfloat16, 5)
+    optimizer = TorchOptimizer(model.parameters(), lambda: Fading("tree"), policy=eb.policies.KAHAN_BF16)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"stepped different numbers of times|parameters have different"):
+        load_sharded_into(model, optimizer, tmp_path)
+    assert all(map(torch.equal, before, (p.detach() for p in model.parameters())))
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Keeps seven numbers for everything together, which no piece of it owns."""
+
+    scope: eb.Scope = "element"
+
+    def init(self, params: P) -> FadingState[P]:
+        state = Fading().init(params)
+        return FadingState(state.momentum, torch.zeros(7), state.total, state.odd)
+
+    def update(self, updates: P, state: FadingState[P], params: P, ctx: eb.Context = ALONE) -> tuple[P, FadingState[P]]:
+        return updates, state
+
+
+def test_state_that_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"optimizer\.state\.\S+\.inner\.factor: got a tensor of shape \(7,\) that several parameters share",
+    ):
+        save_sharded(FlatStepper(network(), Histogram()), tmp_path)
+
+
+# -- hyperparameters -------------------------------------------------------------------------------------------------------------------
+
+
+def labelled(*labels: str, rates: dict[str, float], **options: Any) -> tuple[nn.Linear, FlatStepper]:
+    """A layer whose weight and bias are of these labels."""
+    model = nn.Linear(2, 1)
+    by_name = dict(zip(("weight", "bias"), labels, strict=True))
+    transforms = {label: eb.sgd(rates[label], **options) for label in dict.fromkeys(labels)}
+    return model, FlatStepper(model, transforms, labels=lambda name, p: by_name[name])
+
+
+def rates_of(stepper: FlatStepper) -> dict[str, float]:
+    return {group["label"].split(",")[0]: group["lr"] for group in stepper.as_optimizer().param_groups}
+
+
+def test_hyperparameters_survive_another_labelling(tmp_path: Path) -> None:
+    """They belong to parameters: labels that are called otherwise, or divide or join what was one, find them."""
+    save_sharded(labelled("a", "b", rates={"a": 0.25, "b": 0.5})[1], tmp_path)
+    _, renamed = labelled("matrices", "vectors", rates={"matrices": 1.0, "vectors": 1.0})
+    load_sharded(renamed, tmp_path)
+    assert rates_of(renamed) == {"matrices": 0.25, "vectors": 0.5}
+    _, half = labelled("a", "vectors", rates={"a": 1.0, "vectors": 1.0})
+    load_sharded(half, tmp_path)
+    assert rates_of(half) == {"a": 0.25, "vectors": 0.5}
+    save_sharded(labelled("all", "all", rates={"all": 0.125})[1], tmp_path)
+    _, divided = labelled("a", "b", rates={"a": 1.0, "b": 1.0})
+    load_sharded(divided, tmp_path)
+    assert rates_of(divided) == {"a": 0.125, "b": 0.125}
+    save_sharded(divided, tmp_path)
+    _, joined = labelled("all", "all", rates={"all": 1.0})
+    load_sharded(joined, tmp_path)
+    assert rates_of(joined) == {"all": 0.125}
+
+
+def test_hyperparameters_that_fit_nowhere_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model, stepper = labelled("a", "b", rates={"a": 0.25, "b": 0.5})
+    save_sharded(stepper, tmp_path)
+    other, joined = labelled("all", "all", rates={"all": 1.0})
+    before = [p.detach().clone() for p in other.parameters()]
+    with pytest.raises(
+        ValueError,
+        match=r"param group 'all.*': there is no such label there, and bias and weight had different hyperparameters \(lr=0.5.*; lr=0.25",
+    ):
+        load_sharded(joined, tmp_path)
+    assert all(map(torch.equal, before, (p.detach() for p in other.parameters())))
+    load_sharded(joined, tmp_path, hyperparameters=False)
+    assert rates_of(joined) == {"all": 1.0}
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def saved_with(path: Path, transform: eb.Transform[Any], **values: Any) -> None:
+    stepper = FlatStepper(nn.Linear(2, 1), transform)
+    stepper.as_optimizer().param_groups[0].update(values)
+    save_sharded(stepper, path)
+
+
+NO_CLIP = eb.chain(eb.identity(), eb.sgd(0.5))
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "message"),
+    [
+        (eb.chain(eb.clip(1.0), eb.sgd(0.5)), NO_CLIP, r"limit is there, and its transform has none"),
+        (NO_CLIP, eb.chain(eb.clip(1.0), eb.sgd(0.5)), r"limit is not there"),
+        (eb.sgd(lambda step: 0.1 / step), eb.sgd(0.5), r"lr is not there"),
+    ],
+)
+def test_hyperparameters_that_one_of_the_two_has_not_are_refused(
+    tmp_path: Path, saved: eb.Transform[Any], here: eb.Transform[Any], message: str
+) -> None:
+    saved_with(tmp_path, saved)
+    stepper = FlatStepper(nn.Linear(2, 1), here)
+    with pytest.raises(ValueError, match=message):
+        load_sharded(stepper, tmp_path)
+    load_sharded(stepper, tmp_path, hyperparameters=False)
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -1.0])
+def test_hyperparameters_are_judged_before_anything_is_taken_over(tmp_path: Path, lr: float) -> None:
+    saved_with(tmp_path, eb.sgd(0.5), lr=lr)
+    model = nn.Linear(2, 1)
+    stepper = FlatStepper(model, eb.sgd(0.5))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"the checkpoint's hyperparameters do not fit: .*learning_rate: got"):
+        load_sharded(stepper, tmp_path)
+    assert all(map(torch.equal, before, (p.detach() for p in model.parameters())))
+    assert stepper.as_optimizer().param_groups[0]["lr"] == 0.5
+
+
+def test_what_schedulers_keep_in_param_groups_goes_along(tmp_path: Path) -> None:
+    stepper = FlatStepper(nn.Linear(2, 1), eb.adamw(0.5))
+    scheduler = torch.optim.lr_scheduler.LinearLR(stepper.as_optimizer(), 0.5, total_iters=4)
+    for _ in range(2):
+        stepper.model(torch.ones(1, 2)).sum().backward()
+        stepper.step()
+        scheduler.step()
+    stepper.as_optimizer().param_groups[0]["their/own"] = 7
+    save_sharded(stepper, tmp_path)
+    (saved,) = stepper.as_optimizer().param_groups
+    rate = torch.tensor(9.0)
+    other = FlatStepper(nn.Linear(2, 1), eb.adamw(rate))
+    load_sharded(other, tmp_path)
+    (group,) = other.as_optimizer().param_groups
+    for name in ("initial_lr", "betas", "eps", "weight_decay", "their/own"):
+        assert group[name] == saved[name]
+    assert group["lr"] is rate  # a user's tensor stays that tensor
+    assert float(rate) == pytest.approx(saved["lr"], rel=2**-24)
 
 
 def test_folders_that_no_save_made_stay(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +97,11 @@ def test_a_full_disk_leaves_the_previous_file(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"File too large|run.pt: writing the checkpoint failed"):
+        with pytest.raises(
+            OSError, match=r"run.pt: writing it failed: File too large; what was there is as it was"
+        ) as raised:
             save_checkpoint({"step": 2, "weights": torch.zeros(1 << 20)}, path)
+        assert raised.value.errno == errno.EFBIG
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
@@ -218,6 +224,117 @@ def test_several_writers_leave_one_whole_file(tmp_path: Path) -> None:
         thread.join()
     assert not failures
     assert not partials(tmp_path)
+
+
+# -- file systems without locks, and targets that are no files ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
+def test_without_locks_saving_works_and_what_is_old_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    import fcntl
+
+    def refused(*arguments: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    path, old, new, other = (
+        tmp_path / name for name in ("run.pt", ".run.pt.1.partial", ".run.pt.2.partial", ".else.pt.3.partial")
+    )
+    for file in (old, new, other):
+        file.write_bytes(b"half")
+    for file in (old, other):
+        os.utime(file, (time.time() - 2 * 3600,) * 2)
+    for step in range(3):
+        save_checkpoint({"step": step}, path)
+        assert load_checkpoint(path) == {"step": step}
+    # Nobody knows of the new one whether it is still written.
+    assert sorted(partials(tmp_path)) == sorted([new.name, other.name])
+    for contents in ({"f": lambda: 0}, {"deep": nested(3000)}):
+        with pytest.raises((TypeError, ValueError)):
+            save_checkpoint(contents, path)
+    assert sorted(partials(tmp_path)) == sorted([new.name, other.name])
+    assert load_checkpoint(path) == {"step": 2}
+
+
+def test_a_writer_whose_partial_file_was_taken_for_abandoned_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run.pt").write_bytes(b"old")
+    with pytest.raises(OSError, match=r"\.partial: was removed while it was written; another process"):
+        replace_file(tmp_path / "run.pt", lambda partial: partial.unlink())
+    assert (tmp_path / "run.pt").read_bytes() == b"old"
+
+
+def test_what_is_no_file_is_refused_by_name_and_stays(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    kinds = {"pipe": "is a pipe", "socket": "is a socket"}
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+    with suppress(PermissionError):  # making devices is for the superuser, who could replace /dev/null
+        os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        kinds["null"] = "is a character device"
+    for name, kind in kinds.items():
+        (tmp_path / f"to-{name}").symlink_to(tmp_path / name)
+        mode = os.stat(tmp_path / name).st_mode
+        for path in (tmp_path / name, tmp_path / f"to-{name}"):
+            with pytest.raises(
+                OSError, match=f"{path.name}: {kind}, which no file can replace; accepted is the path of a file"
+            ):
+                save_checkpoint({"step": 1}, path)
+            with pytest.raises(
+                FileNotFoundError, match=f"{path.name}: {kind}; accepted is a file that save_checkpoint wrote"
+            ):
+                load_checkpoint(path)
+        assert os.stat(tmp_path / name).st_mode == mode
+        assert (tmp_path / f"to-{name}").is_symlink()
+    assert not partials(tmp_path)
+
+
+def test_a_loop_of_links_is_refused_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for path in (tmp_path / "a", tmp_path / "a" / "run.pt"):
+        with pytest.raises(OSError, match=r"is a loop of symbolic links; accepted is the path of a file") as raised:
+            save_checkpoint({"step": 1}, path)
+        assert raised.value.errno == errno.ELOOP
+    assert (tmp_path / "a").is_symlink()
+    assert (tmp_path / "b").is_symlink()
+    with pytest.raises(FileNotFoundError, match=r"cannot be looked at \(Too many levels of symbolic links\)"):
+        load_checkpoint(tmp_path / "a")
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged() -> None:
+    with pytest.raises(OSError, match=r"/proc/self/mem: cannot be read: Input/output error") as raised:
+        load_checkpoint("/proc/self/mem")  # a regular file, of which even the superuser cannot read the first byte
+    assert raised.value.errno == errno.EIO
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [3000, 100_000])
+def test_what_is_nested_too_deeply_is_named(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "run.pt"
+    save_checkpoint({"step": 1}, path)
+    with pytest.raises(ValueError, match=rf"contents\['run'\]\['a'\]\['a'\].*: got a value {depth + 1} levels deep"):
+        save_checkpoint({"step": 2, "run": nested(depth)}, path)
+    assert load_checkpoint(path) == {"step": 1}
+    assert not partials(tmp_path)
+
+
+def test_a_list_that_holds_itself_is_saved(tmp_path: Path) -> None:
+    values: list[Any] = [1]
+    values.append(values)
+    save_checkpoint({"values": values}, tmp_path / "run.pt")
+    loaded = load_checkpoint(tmp_path / "run.pt")["values"]
+    assert loaded[0] == 1
+    assert loaded[1] is loaded
+    with pytest.raises(TypeError, match=r"contents\['f'\]"):
+        save_checkpoint({"values": values, "f": lambda: 0}, tmp_path / "run.pt")
 
 
 # Saves step after step and says so afterwards. `slow` names the moment at which it dwells, so that kills hit it.

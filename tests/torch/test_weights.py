@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -161,6 +163,77 @@ def test_a_record_of_tied_names_that_is_none_is_refused(tmp_path: Path) -> None:
         save_file(weights, path, metadata={"everybit.tied": record})
         with pytest.raises(ValueError, match=r"'everybit.tied' in its metadata: got .*; accepted are names"):
             load_safetensors(path, model, optimizer)
+
+
+RECORDS = [
+    "[" * 100_000, '{"head.weight": ' * 5000, "{" + '"a": {' * 3000 + "}" * 3001, '{"head.weight": ["embedding.weight"]}', "[]", "null",
+    "7", '{"head.weight": {}}', '{"embedding.weight": "frozen"}', '{"head.weight": null}', "\\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_any_other_record_of_tied_names_is_refused(tmp_path: Path, record: str) -> None:
+    model, optimizer = trained("FP32")
+    weights = {name: x for name, x in export_weights(model, optimizer).items() if name != "head.weight"}
+    save_file(weights, path := tmp_path / "w.safetensors", metadata={"everybit.tied": record})
+    with pytest.raises(ValueError, match=r"w.safetensors: 'everybit.tied' in its metadata: got .*; accepted are names"):
+        load_safetensors(path, model, optimizer)
+
+
+def damaged_header(header: dict[str, Any], random: Random) -> Any:
+    """A copy of a safetensors header in which one thing is another."""
+    junk: list[Any] = [
+        None, -1, 0, 1, 2**63, 1.5, "", "F32", "I64", [], [0], [0, 4], [4, 0], [3, 10**12], {}, {"dtype": "F32"}, "x" * 1000,
+        {"everybit.tied": "{}"}, {"everybit.tied": '{"frozen": "norm.bias"}'},
+    ]  # fmt: skip
+    copy: Any = json.loads(json.dumps(header))
+    inside = copy
+    while isinstance(inside, (dict, list)) and inside:
+        key = random.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
+        if random.random() < 0.4 or not isinstance(inside[key], (dict, list)):
+            what = random.random()
+            if what < 0.6:
+                inside[key] = random.choice(junk)
+            elif what < 0.8 or isinstance(inside, list):
+                del inside[key]
+            else:
+                inside[random.choice(["shape", "everybit.tied", "frozen", "x", "__metadata__"])] = inside.pop(key)
+            break
+        inside = inside[key]
+    return copy
+
+
+def test_thousands_of_damaged_files_are_refused_and_change_nothing_or_load_whole(tmp_path: Path) -> None:
+    model, optimizer = trained("LEAN_BF16")
+    save_safetensors(path := tmp_path / "w.safetensors", model, optimizer)
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    random, accepted, said = Random(5), 0, []
+    for number in range(1500):
+        if number % 2:
+            text = json.dumps(damaged_header(header, random)).encode()
+            file = len(text).to_bytes(8, "little") + text + whole[8 + size :]
+        else:
+            changed = bytearray(whole[: random.randrange(len(whole))] if random.random() < 0.2 else whole)
+            for _ in range(random.choice([1, 1, 3])):
+                if changed:
+                    changed[random.randrange(min(len(changed), 8 + size))] ^= 1 << random.randrange(8)
+            file = bytes(changed)
+        path.write_bytes(file)
+        before = [x.clone() for x in export_weights(model, optimizer).values()]
+        try:
+            load_safetensors(path, model, optimizer)
+        except ValueError as error:
+            said.append(str(error))
+            assert same_bits(before, list(export_weights(model, optimizer).values()))
+        else:
+            accepted += 1
+            after = export_weights(model, optimizer)
+            assert all(same_bits([after[name]], [value]) for name, value in load_file(path).items())
+    assert all(one.startswith((str(path), "weights: do not fit the model, and nothing was changed")) for one in said)
+    assert accepted > 10  # a space in the header, another format's name
+    assert len(said) > 1000
 
 
 def test_what_the_optimizer_does_not_hold_goes_along_and_is_copied() -> None:

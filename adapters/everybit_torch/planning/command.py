@@ -58,6 +58,12 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> None:
             raise OptionError(f"--{name}", getattr(options, name), "a whole number, at least 1")
     if not options.strategies:
         raise OptionError("--strategies", "none", "at least one")
+    if options.outer_strategy == "optim":
+        accepted = "optim with --outer 2 or more, and with optim_grads_params among --strategies"
+        if options.outer == 1:
+            raise OptionError("--outer-strategy", "optim with --outer 1", accepted)
+        if "optim_grads_params" not in options.strategies:
+            raise OptionError("--outer-strategy", f"optim with --strategies {' '.join(options.strategies)}", accepted)
     policies = _policies(options)
     dtype = None if options.dtype == "model" else getattr(torch, _DTYPES[options.dtype])
     model, blocks = build(options.model, dtype)
@@ -150,6 +156,8 @@ def _plan(
 
 def _title(options: PlanOptions, first: Plan, units: list[type[nn.Module]]) -> str:
     ranks = f"{options.ranks} ranks" if options.outer == 1 else f"{options.outer} x {options.ranks} ranks"
+    if options.outer_strategy == "optim":
+        ranks += " (outer: optim under optim_grads_params, else no_shard)"
     names = ", ".join(kind.__name__ for kind in units) or "the whole model"
     passes = f"{options.microbatches} microbatch{'es' * (options.microbatches > 1)} a step"
     return (

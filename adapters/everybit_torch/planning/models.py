@@ -53,11 +53,8 @@ def _hugging_face(path: Path) -> nn.Module:
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        said = " ".join(str(error).split())
-        raise OptionError(
-            "--model", f"{path} ({type(error).__name__}: {said})", "the config.json of a causal language model"
-        ) from None
+    except Exception as error:  # of transformers' own making, of many kinds
+        raise OptionError("--model", f"{path} ({_said(error)})", "the config.json of a causal language model") from None
     return model
 
 
@@ -65,12 +62,22 @@ def _imported(name: str) -> nn.Module:
     where, _, attribute = name.partition(":")
     try:
         function: Callable[[], object] = getattr(importlib.import_module(where), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # importing a module runs it
         raise OptionError("--model", f"{name} ({error})", "module:function, importable from here") from None
-    with torch.device("meta"):
-        model = function()
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as error:
+        got = f"{name}, which raised {_said(error)}"
+        raise OptionError(
+            "--model", got, "a function that returns a torch.nn.Module when it is called with nothing"
+        ) from None
     if not isinstance(model, nn.Module):
         raise OptionError(
             "--model", f"{name}, which returned a {type(model).__name__}", "a function that returns a torch.nn.Module"
         )
     return model
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -6,6 +6,9 @@ what a stepper saved under one strategy is read under another, by another number
 
 A checkpoint's directory holds a directory for each save, and a file ``latest`` that names the one that is whole. That file is replaced
 when every rank has written, so a rank that is killed while it saves leaves the previous checkpoint in place.
+
+Every piece has a checksum, which is compared by whoever reads it (see :mod:`~everybit_torch.sharded.checked_storage`); reading runs no code
+from a checkpoint. What is loaded is put aside first, in the host's memory, and taken over when all ranks have all of it.
 """
 
 from __future__ import annotations
@@ -15,37 +18,40 @@ import os
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit_torch.checkpoint_file import replace_file
+from everybit_torch.dtensors import like, local
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
+from everybit_torch.sharded.agreement import from_first, on_all, same_kind
+from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, overlaps, read_piece
+from everybit_torch.sharded.inventory import Inventory
+from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.shard_tensor import ShardTensor
+from everybit_torch.sharded.shared_state import adopt, require_one_value, shared_names, split
 from everybit_torch.sharded.stepper import FlatStepper
 
 LATEST = "latest"
-"""The file that names the checkpoint that is whole."""
+"""The file that names the checkpoint that is whole, with a checksum of the name."""
 
 MARK = ".everybit"
-"""In every folder that a save made."""
+"""In every folder that a save made. It is empty in those of the first versions, which wrote no checksums."""
 
-T = TypeVar("T")
 Flat = dict[str, Tensor]
-
-_HYPERPARAMETERS = "hyperparameters."
-_BETWEEN = "/"
 
 
 def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
@@ -54,17 +60,30 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
     Args:
         stepper: Before its first step, too.
         clone: Copy the tensors, so that training may go on while they are written.
+
+    Raises:
+        TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
     """
     optimizer = stepper.as_optimizer()
     optimizer._place()
+    copied: Callable[[Tensor], Tensor] = torch.clone if clone else (lambda x: x)
+    found = {
+        key: ShardTensor(copied(value.local), value.shape, value.low)
+        if isinstance(value, ShardTensor)
+        else copied(value)
+        for key, value in (_model_parts(stepper) | _state_parts(stepper)).items()
+    }
+    return found | saved_hyperparameters.tensors(optimizer, _labels(stepper))
+
+
+def _model_parts(stepper: FlatStepper) -> Flat:
     found: Flat = {}
     laid_out: set[str] = set()
-    copied: Callable[[Tensor], Tensor] = torch.clone if clone else (lambda x: x)
     for weights in stepper.weights:
         low, high = stepper._own_range(weights.group)
         laid_out.update(name for placement in weights.group.placements for name in placement.spec.names)
         for s in weights.group.slices(low, high):
-            part = ShardTensor(copied(weights.own[s.offset : s.offset + s.high - s.low]), s.placement.spec.shape, s.low)
+            part = ShardTensor(weights.own[s.offset : s.offset + s.high - s.low], s.placement.spec.shape, s.low)
             found |= {f"model.{name}": part for name in s.placement.spec.names}
         for placement in weights.group.placements:
             if placement.start == placement.stop:
@@ -77,23 +96,45 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
                 " it beside them."
             )
         if name not in laid_out:
-            found[f"model.{name}"] = copied(tensor.detach())
-    for shard in stepper._shards:
-        for s, parameter in zip(shard.slices, shard.parameters, strict=True):
-            for entry, value in optimizer.state[parameter].items():
-                key = f"optimizer.state.{s.placement.spec.name}.{entry}"
-                whole = value.dtype is torch.int64 and value.ndim == 0
-                found[key] = copied(value) if whole else ShardTensor(copied(value), s.placement.spec.shape, s.low)
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            numbers = value if isinstance(value, (tuple, list)) else (value,)
-            if (
-                all(isinstance(one, (int, float, Tensor)) and not isinstance(one, bool) for one in numbers)
-                and name != "params"
-            ):
-                key = f"{_HYPERPARAMETERS}{group['label']}{_BETWEEN}{name}"
-                found[key] = torch.as_tensor([float(one) for one in numbers], dtype=torch.float64)
+            found[f"model.{name}"] = tensor.detach()
     return found
+
+
+def _state_parts(stepper: FlatStepper) -> Flat:
+    found: Flat = {}
+    slices = _slices(stepper)
+    for unit in stepper.as_optimizer()._units:
+        shared = shared_names(unit)
+        for member in unit.members:
+            s = slices[id(member.parameter)]
+            for entry, value in unit.named_state(member).items():
+                key = f"optimizer.state.{s.placement.spec.name}.{entry}"
+                if entry in shared and value.ndim:
+                    raise TypeError(
+                        f"{key}: got a tensor of shape {tuple(value.shape)} that several parameters share; accepted in a sharded checkpoint"
+                        " are slots, with a number for each element, and numbers (0-d)."
+                    )
+                found[key] = value if entry in shared else ShardTensor(value, s.placement.spec.shape, s.low)
+    return found
+
+
+def _slices(stepper: FlatStepper) -> dict[int, Slice]:
+    """Which part of which parameter the optimizer's parameters are, by their ids."""
+    return {
+        id(parameter): s
+        for shard in stepper._shards
+        for s, parameter in zip(shard.slices, shard.parameters, strict=True)
+    }
+
+
+def _labels(stepper: FlatStepper) -> dict[str, str]:
+    """The label of each parameter that is trained, by name."""
+    return {
+        placement.spec.name: group.label
+        for group in stepper.layout.groups
+        if group.requires_grad
+        for placement in group.placements
+    }
 
 
 def save_sharded(
@@ -109,31 +150,34 @@ def save_sharded(
 
     Returns:
         Done when every rank has written, with the directory of this checkpoint; if ``asynchronous`` is False, it is done. Its
-        ``result()`` raises what went wrong: the previous checkpoint is in place then.
+        ``result()`` raises what went wrong: the previous checkpoint is in place then, and nothing of this one is left.
 
     Raises:
+        OSError: Some rank cannot write (the disk is full); the message names the rank and the file, and says why.
+        TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
         ValueError: ``keep`` below 0.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
     _require_outside(stepper, "save_sharded")
     directory = Path(path)
-    state = sharded_state_dict(stepper, clone=asynchronous)
     group = _group(stepper, "saving")
     _finish_pending(stepper)
+    state = on_all(lambda: sharded_state_dict(stepper, clone=asynchronous), group)
 
     def write() -> Path:
-        name: str = _from_first(lambda: _next_name(directory), group)
+        name = from_first(lambda: _next_name(directory), group)
         place = directory / name
-        with _without_word_of_one_process(group):
-            save(state, checkpoint_id=place, process_group=group, no_dist=group is None)
-        _require_group(group)
-
-        def finish() -> None:
-            replace_file(directory / LATEST, lambda partial: _write_text(partial, name))
-            _remove_old(directory, name, keep)
-
-        _from_first(finish, group)
+        try:
+            with _in_plain_words(f"{place}: saving failed", "the previous checkpoint is in place", group):
+                save(state, storage_writer=CheckedWriter(place), process_group=group, no_dist=group is None)
+            text = f"{name} {_check(name)}\n"
+            from_first(lambda: replace_file(directory / LATEST, lambda partial: _write_text(partial, text)), group)
+        except BaseException:
+            if _is_first(group):
+                _remove_unless_named(place)
+            raise
+        from_first(lambda: _remove_old(directory, name, keep), group)
         return place
 
     if asynchronous:
@@ -147,54 +191,68 @@ def save_sharded(
     return done
 
 
-def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str]) -> None:
+def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperparameters: bool = True) -> None:
     """Continue from a checkpoint, whatever number of ranks and strategy wrote it. Every rank has to call it.
 
-    Weights, residuals, state, counts of steps, and hyperparameters if the checkpoint has them for the same groups.
+    Weights, residuals, state, counts of steps, and the hyperparameters of each parameter. Everything is read and compared with its
+    checksums before anything is changed, on any rank; this takes room for one more copy of this rank's part, in the host's memory.
 
     Args:
         stepper: For the same model, transform and policy.
-        path: What :func:`save_sharded` was given; or a directory that ``dcp.save`` wrote with the same names.
+        path: What :func:`save_sharded` was given; or a directory that ``dcp.save`` wrote with the same names, of which nothing can be
+            verified, which is said by a warning.
+        hyperparameters: Take over those that were saved under a param group's label, or for its parameters where that label is not there.
+            False: the stepper's stay.
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
-        ValueError: It is of another model, transform or policy; the message names what differs, and nothing is changed.
+        FileNotFoundError: There is no checkpoint, or a file of it is missing.
+        OSError: A file cannot be read.
+        ValueError: It is damaged, or of another model, transform or policy; the message names the file, or what differs. In all cases
+            nothing is changed on any rank.
     """
     _require_outside(stepper, "load_sharded")
     _finish_pending(stepper)
     group = _group(stepper, "loading")
-    place = Path(_from_first(lambda: str(latest_checkpoint(path)), group))
-    into = sharded_state_dict(stepper)
-    metadata = FileSystemReader(place).read_metadata()
-    hyperparameters = {key: into.pop(key) for key in list(into) if key.startswith(_HYPERPARAMETERS)}
-    _require_same(into, metadata, place, _expected(stepper, into), group)
-    into |= {key: torch.empty_like(value) for key, value in hyperparameters.items() if _has(metadata, key, value)}
-    # Counts are shared by parameters here, and need not be there.
-    counts = {key: value for key, value in into.items() if value.dtype is torch.int64 and value.ndim == 0}
-    into |= {key: torch.empty_like(value) for key, value in counts.items() if key.startswith("optimizer.")}
+    place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
+    found = on_all(lambda: _read(place, group), group)
+    optimizer = stepper.as_optimizer()
+    optimizer._place()
+    labels = _labels(stepper)
+    own = on_all(lambda: _model_parts(stepper) | _state_parts(stepper), group)
+    _require_same(own, found, _expected(stepper, own), group)
+    tables: Flat = on_all(lambda: saved_hyperparameters.empty(found, labels), group) if hyperparameters else {}
+    aside = on_all(lambda: {key: _room_for(value) for key, value in own.items()}, group)
     with torch.no_grad():
-        with _without_word_of_one_process(group):
-            load(into, checkpoint_id=place, process_group=group, no_dist=group is None)
-        optimizer = stepper.as_optimizer()
-        optimizer._adopt_counts({
-            id(parameter): {
-                entry: into[f"optimizer.state.{s.placement.spec.name}.{entry}"]
-                for entry, value in optimizer.state[parameter].items()
-                if f"optimizer.state.{s.placement.spec.name}.{entry}" in counts
-            }
-            for shard in stepper._shards
-            for s, parameter in zip(shard.slices, shard.parameters, strict=True)
-        })  # fmt: skip
-        for param_group in optimizer.param_groups:
-            for name, value in list(param_group.items()):
-                key = f"{_HYPERPARAMETERS}{param_group['label']}{_BETWEEN}{name}"
-                if key in hyperparameters and key in into:
-                    param_group[name] = _restored(value, into[key])
+        _load(aside | tables, found, group)
+
+        def judge() -> list[dict[str, Any]]:
+            _require_ties(own, aside, place)
+            try:
+                return saved_hyperparameters.restored(optimizer, tables, labels) if tables else []
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+
+        groups = on_all(judge, group)
+        _verify_rest(found, aside | tables, group)
+        # All ranks have everything, and nothing is refused from here on.
+        shared, given = _shared_parts(stepper, aside)
+        for key, value in own.items():
+            if key not in shared:
+                _elements(value).copy_(_elements(aside[key]))
+        adopt(optimizer, given)
+        for param_group, values in zip(optimizer.param_groups, groups, strict=False):
+            saved_hyperparameters.take(param_group, values)
         stepper.loaded()
+    if hyperparameters and not tables and _is_first(group):
+        warnings.warn(f"{place}: holds no hyperparameters; the stepper's stay as they are.", stacklevel=2)
+    _warn_if_unverified(found, group)
 
 
 def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | os.PathLike[str]) -> None:
     """Continue from a stepper's checkpoint with a plain or FSDP2 model and its optimizer. Every rank has to call it.
+
+    As :func:`load_sharded`, everything is read and compared with its checksums before anything is changed, on any rank. What is put aside
+    for that lies where the model and the state do.
 
     Args:
         model: With its parameters in place.
@@ -202,32 +260,47 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
         path: As :func:`load_sharded`'s.
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
-        ValueError: It does not fit; the message names what differs, and nothing is changed.
+        FileNotFoundError: There is no checkpoint, or a file of it is missing.
+        OSError: A file cannot be read.
+        ValueError: It is damaged, or does not fit; the message names the file, or what differs. In all cases nothing is changed.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    place = Path(_from_first(lambda: str(latest_checkpoint(path)), group))
+    place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
+    found = on_all(lambda: _read(place, group), group)
     weights = get_model_state_dict(model)
-    optimizer._place()
+    on_all(optimizer._place, group)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    into: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
-    state: dict[Tensor, dict[str, Tensor]] = {}
-    for parameter, entries in optimizer.state.items():
-        if id(parameter) not in names:
-            raise ValueError(
-                "optimizer: has a parameter that is not the model's; accepted is an optimizer of this model."
-            )
-        if parameter.numel():
-            state[parameter] = {entry: torch.empty_like(value) for entry, value in entries.items()}
-            into |= {f"optimizer.state.{names[id(parameter)]}.{entry}": x for entry, x in state[parameter].items()}
-    _require_same(into, FileSystemReader(place).read_metadata(), place, set(into), group)
+    own: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
+    aside: Flat = {key: torch.empty_like(value) for key, value in own.items()}
+    given: dict[int, dict[str, Tensor]] = {}
+    for unit in optimizer._units:
+        for member in unit.members:
+            parameter = member.parameter
+            if id(parameter) not in names:
+                raise ValueError(
+                    "optimizer: has a parameter that is not the model's; accepted is an optimizer of this model."
+                )
+            if parameter.numel():
+                given[id(parameter)] = {}
+                for entry, value in unit.named_state(member).items():
+                    key = f"optimizer.state.{names[id(parameter)]}.{entry}"
+                    own[key] = like(parameter, value)
+                    aside[key] = given[id(parameter)][entry] = torch.empty_like(own[key])
+    _require_same(own, found, set(own), group)
     with torch.no_grad():
-        with _without_word_of_one_process(group):
-            load(into, checkpoint_id=place, process_group=group, no_dist=group is None)
-        given = {id(parameter): entries for parameter, entries in state.items()}
-        optimizer._require_one_count(given)
-        set_model_state_dict(model, weights)
+        _load(aside, found, group)
+
+        def judge() -> None:
+            _require_ties(own, aside, place)
+            optimizer._require_one_count(given)
+            require_one_value(optimizer, given)
+
+        on_all(judge, group)
+        _verify_rest(found, aside, group)
+        set_model_state_dict(model, {name: aside.get(f"model.{name}", value) for name, value in weights.items()})
+        split(optimizer, given)
         optimizer._take_state(given)
+    _warn_if_unverified(found, group)
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
@@ -235,18 +308,120 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileNotFoundError: There is none.
+        ValueError: The file that names it is damaged.
     """
     directory = Path(path)
-    if (directory / ".metadata").is_file():
+    if (directory / dcp_metadata.FILE).is_file():
         return directory
     pointer = directory / LATEST
     if not pointer.is_file():
         what = "has no whole checkpoint" if directory.is_dir() else "does not exist"
         raise FileNotFoundError(f"{directory}: {what}; accepted is a directory that save_sharded wrote to.")
-    place = directory / pointer.read_text(encoding="utf-8").strip()
-    if not (place / ".metadata").is_file():
+    words = pointer.read_bytes().decode("utf-8", "replace").split()
+    # The first versions wrote the name alone.
+    if len(words) not in (1, 2) or PurePath(words[0]).name != words[0] or words[1:] not in ([], [_check(words[0])]):
+        raise ValueError(
+            f"{pointer}: bits have changed since it was written; accepted is the name of a checkpoint beside it. One of those can be loaded"
+            f" by its own path, such as {directory / '000001'}."
+        )
+    place = directory / words[0]
+    if not (place / dcp_metadata.FILE).is_file():
         raise FileNotFoundError(f"{place}: is what {pointer} names, and is gone or not whole.")
     return place
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------------------
+
+
+def _read(place: Path, group: dist.ProcessGroup | None) -> Inventory:
+    """What a checkpoint holds.
+
+    Raises:
+        OSError: Something of it cannot be read.
+        ValueError: It is damaged.
+    """
+    if (place / inventory.FILE).exists():
+        return inventory.read_inventory(place)
+    mark = place / MARK
+    if mark.is_file() and mark.stat().st_size:
+        raise FileNotFoundError(f"{place / inventory.FILE}: does not exist, and was written with this checkpoint.")
+    found = dcp_metadata.read_dcp_metadata(place)
+    if _is_first(group) and (twice := next(overlaps(found), None)) is not None:
+        raise ValueError(
+            f"{place / dcp_metadata.FILE}: {twice!r}: pieces of it overlap; bits have changed since it was written."
+        )
+    return found
+
+
+def _warn_if_unverified(found: Inventory, group: dist.ProcessGroup | None) -> None:
+    if not found.checked and _is_first(group):
+        warnings.warn(
+            f"{found.folder}: has no checksums (it was written by dcp.save, or by a version before them), so that nothing could be"
+            " verified: bits that have changed since it was written were loaded as they are. Save it again to have them.",
+            stacklevel=3,
+        )
+
+
+def _load(into: Flat, found: Inventory, group: dist.ProcessGroup | None) -> None:
+    with _in_plain_words(f"{found.folder}: cannot be loaded", "nothing was changed", group):
+        load(into, storage_reader=CheckedReader(found), process_group=group, no_dist=group is None)
+
+
+def _verify_rest(found: Inventory, read: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Compare the checksums of what no rank had a use for, too: a file with a flipped bit is not to be trusted."""
+
+    def verify() -> None:
+        # What other ranks have read is theirs: names of parameters and their state are the same on all.
+        for name in found.tensors if _is_first(group) else ():
+            if name not in read and not name.startswith(("model.", "optimizer.state.")):
+                for piece in found.tensors[name].pieces:
+                    read_piece(found, name, piece)
+
+    on_all(verify, group)
+
+
+def _room_for(value: Tensor) -> Tensor:
+    """As much memory on the host, to load into."""
+    if isinstance(value, ShardTensor):
+        return ShardTensor(torch.empty_like(value.local, device="cpu"), value.shape, value.low)
+    return torch.empty(value.shape, dtype=value.dtype)
+
+
+def _elements(value: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return value.local if isinstance(value, ShardTensor) else local(value)
+
+
+def _require_ties(own: Mapping[str, Tensor], aside: Mapping[str, Tensor], place: Path) -> None:
+    """Refuse values that differ between names of one tensor.
+
+    Raises:
+        ValueError: They do.
+    """
+    first: dict[tuple[int, torch.Size], str] = {}
+    for key, value in own.items():
+        here = _elements(value)
+        if not key.startswith("model.") or not here.numel():
+            continue
+        other = first.setdefault((here.data_ptr(), here.shape), key)
+        if other != key and not _same_bits(_elements(aside[other]), _elements(aside[key])):
+            raise ValueError(
+                f"{place}: does not fit: {other} and {key} are one tensor here, and differ there. Nothing was changed."
+            )
+
+
+def _shared_parts(stepper: FlatStepper, aside: Flat) -> tuple[set[str], dict[int, dict[str, Tensor]]]:
+    """Keys of the numbers that parameters share, and these by id of the parameter."""
+    names = _slices(stepper)
+    shared: set[str] = set()
+    given: dict[int, dict[str, Tensor]] = {}
+    for unit in stepper.as_optimizer()._units:
+        for member in unit.members:
+            name = names[id(member.parameter)].placement.spec.name
+            keys = {entry: f"optimizer.state.{name}.{entry}" for entry in shared_names(unit)}
+            shared.update(keys.values())
+            given[id(member.parameter)] = {entry: aside[key] for entry, key in keys.items()}
+    return shared, given
 
 
 def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
@@ -274,34 +449,8 @@ def _require_outside(stepper: FlatStepper, name: str) -> None:
         )
 
 
-def _require_group(group: dist.ProcessGroup | None) -> None:
-    if group is not None and not dist.is_initialized():
-        raise RuntimeError(
-            "save_sharded: the process group was destroyed while a checkpoint was written, which is not whole; wait for the save (result())"
-            " before destroy_process_group()."
-        )
-
-
-def _from_first(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What ``function`` gives on the first rank, on all of them; what it raises there is raised everywhere."""
-    if group is None:
-        return function()
-    _require_group(group)
-    outcome: list[Any] = [None]
-    error: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            outcome = [(function(), None)]
-        except Exception as raised:
-            error, outcome = raised, [(None, f"{type(raised).__name__}: {raised}")]
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
-    value, message = outcome[0]
-    if error is not None:
-        raise error
-    if message is not None:
-        kind = FileNotFoundError if message.startswith("FileNotFoundError") else RuntimeError
-        raise kind(f"on the first rank: {message}")
-    return value  # type: ignore[no-any-return]
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or not dist.is_initialized() or dist.get_rank(group) == 0
 
 
 def _expected(stepper: FlatStepper, into: Mapping[str, Tensor]) -> set[str]:
@@ -331,11 +480,23 @@ def _without_word_of_one_process(group: dist.ProcessGroup | None) -> Iterator[No
         yield
 
 
+@contextmanager
+def _in_plain_words(what: str, then: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Say what went wrong on the first rank on which something did, without the tracebacks of all of them."""
+    try:
+        with _without_word_of_one_process(group):
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
+        where = "" if group is None else f" on rank {rank}"
+        raise same_kind(cause, f"{what}{where}: {cause} {then[0].upper()}{then[1:]}.") from cause
+
+
 def _next_name(directory: Path) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     name = f"{max((int(one.name) for one in _saves(directory)), default=0) + 1:06d}"
     (directory / name).mkdir()
-    (directory / name / MARK).touch()
+    (directory / name / MARK).write_text(f"{inventory.FILE}\n", encoding="utf-8")
     return name
 
 
@@ -343,6 +504,16 @@ def _saves(directory: Path) -> list[Path]:
     """The folders that saves made, oldest first."""
     found = [one for one in directory.iterdir() if re.fullmatch(r"\d{6,}", one.name) and (one / MARK).is_file()]
     return sorted(found, key=lambda one: int(one.name))
+
+
+def _remove_unless_named(place: Path) -> None:
+    """Remove what a save that failed has written."""
+    try:
+        named = latest_checkpoint(place.parent) == place
+    except (OSError, ValueError):
+        named = False
+    if not named:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _remove_old(directory: Path, latest: str, keep: int) -> None:
@@ -360,29 +531,31 @@ def _write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def _check(name: str) -> str:
+    return f"{zlib.crc32(name.encode()):08x}"
+
+
 def _require_same(
-    into: Mapping[str, Tensor], metadata: Metadata, place: Path, expected: set[str], group: dist.ProcessGroup | None
+    own: Mapping[str, Tensor], found: Inventory, expected: set[str], group: dist.ProcessGroup | None
 ) -> None:
     """Refuse, on every rank, a checkpoint that holds more, less or something else than what is here."""
     problems = []
-    saved = metadata.state_dict_metadata
-    for key, value in into.items():
-        there = saved.get(key)
-        if there is None:
-            problems.append(f"{key} is not there")
-        elif not isinstance(there, TensorStorageMetadata):
+    for key, value in own.items():
+        there = found.tensors.get(key)
+        if key in found.others:
             problems.append(f"{key} is no tensor there")
-        elif there.size != value.shape:
-            problems.append(f"{key} is of shape {tuple(there.size)} there, and {tuple(value.shape)} here")
-        elif there.properties.dtype is not value.dtype:
-            problems.append(f"{key} is {there.properties.dtype} there, and {value.dtype} here")
-        elif sum(math.prod(chunk.sizes) for chunk in there.chunks) != math.prod(there.size):
-            problems.append(f"{key} is not whole there")
-    known = expected | set(into)
+        elif there is None:
+            problems.append(f"{key} is not there")
+        elif there.shape != tuple(value.shape):
+            problems.append(f"{key} is of shape {there.shape} there, and {tuple(value.shape)} here")
+        elif there.dtype is not value.dtype:
+            problems.append(f"{key} is {there.dtype} there, and {value.dtype} here")
+    known = expected | set(own)
+    elsewhere = [key for key, there in found.tensors.items() if math.prod(there.shape)] + sorted(found.others)
     problems += [
         f"{key} is there, and not here"
-        for key, there in saved.items()
-        if key not in known and key.startswith(("model.", "optimizer.state.")) and _elements(there)
+        for key in elsewhere
+        if key not in known and key.startswith(("model.", "optimizer.state."))
     ]
     if group is not None:
         gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -391,24 +564,11 @@ def _require_same(
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
-            f"{place}: does not fit: {'; '.join(problems[:5])}{more}. It was written for another model, transform or policy; nothing is"
-            " cast, and nothing was changed."
+            f"{found.folder}: does not fit: {'; '.join(problems[:5])}{more}. It was written for another model, transform or policy; nothing"
+            " is cast, and nothing was changed."
         )
 
 
-def _elements(there: object) -> int:
-    return math.prod(there.size) if isinstance(there, TensorStorageMetadata) else 1
-
-
-def _has(metadata: Metadata, key: str, value: Tensor) -> bool:
-    there = metadata.state_dict_metadata.get(key)
-    return isinstance(there, TensorStorageMetadata) and there.size == value.shape
-
-
-def _restored(value: Any, saved: Tensor) -> Any:
-    """A hyperparameter as it was saved, of the kind that it is; a user's tensor stays the same object."""
-    if isinstance(value, Tensor):
-        return value.fill_(float(saved[0]))
-    if isinstance(value, (tuple, list)):
-        return type(value)(saved.tolist())
-    return type(value)(saved.tolist()[0])
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    left, right = (x.detach().reshape(-1).view(torch.uint8) for x in (one, other))
+    return torch.equal(left, right)

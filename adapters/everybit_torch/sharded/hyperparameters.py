@@ -16,35 +16,54 @@ import everybit as eb
 from everybit.combinators.chain import Chain, NamedChain, chain
 from everybit.combinators.masked import Masked, Partition
 from everybit.transform import ALONE
+from everybit_torch.hyperparameter_names import FIELDS, core_names
 from everybit_torch.transform_parts import is_transform, parts_of
 
 P = TypeVar("P")
 
-# torch's names, as in its param groups.
-_TORCH_NAMES: dict[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2")}
+RESERVED = ("params", "param_names", "label", "policy")
+"""Keys of param groups that are no hyperparameters."""
 
 
 def hyperparameters(transform: eb.Transform[Any]) -> dict[str, Any]:
     """The numbers and 0-d tensors in a transform's fields, nested ones included, by torch's names.
 
-    A name that comes with two values in different places, or that a schedule fills, is left out: there is nothing one could set.
+    A name that comes with two values in different places, that a schedule fills, or that param groups have a use of their own for, is left
+    out: there is nothing one could set.
     """
+    single = _single(transform)
+    return {
+        name: tuple(single[field] for field in fields) if len(fields) > 1 else single[fields[0]]
+        for name, fields in hyperparameter_fields(transform).items()
+    }
+
+
+def hyperparameter_fields(transform: eb.Transform[Any]) -> dict[str, tuple[str, ...]]:
+    """Under which names :func:`hyperparameters` shows which fields."""
+    left = list(_single(transform))
+    called = {name for name, _ in _numbers(transform)} | _scheduled(transform)
+    shown: dict[str, tuple[str, ...]] = {}
+    for torch_name in FIELDS:
+        fields = core_names(torch_name, FIELDS, called)
+        if all(field in left for field in fields):
+            shown[torch_name] = fields
+            left = [field for field in left if field not in fields]
+    return shown | {field: (field,) for field in left}
+
+
+def _single(transform: eb.Transform[Any]) -> dict[str, Any]:
+    """The fields, by name, that one number may be given to."""
     found: dict[str, list[Any]] = {}
     for name, value in _numbers(transform):
         found.setdefault(name, []).append(value)
-    single = {
+    scheduled = _scheduled(transform)
+    return {
         name: values[0]
         for name, values in found.items()
-        if all(value is values[0] or value == values[0] for value in values)
+        if name not in scheduled
+        and name not in RESERVED
+        and all(value is values[0] or value == values[0] for value in values)
     }
-    for name in _scheduled(transform):
-        single.pop(name, None)
-    named: dict[str, Any] = {}
-    for torch_name, names in _TORCH_NAMES.items():
-        if all(name in single for name in names):
-            values = tuple(single.pop(name) for name in names)
-            named[torch_name] = values[0] if len(values) == 1 else values
-    return named | single
 
 
 def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]) -> eb.Transform[Any]:

@@ -20,14 +20,15 @@ optim_grads_params    ``k (c + 2 w)``, without ``reshard_after_forward`` ``k (c 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 import everybit as eb
 from everybit.dtypes import dtype_name, torch_dtype
+from everybit.metrics import Metrics
 from everybit.optimizer import nbytes, state_bytes
 from everybit.policy import Resolved, resolve
 from everybit_torch.sharded.allocations import AllocationCounter
@@ -36,7 +37,7 @@ from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms
 from everybit_torch.sharded.reduction import Wire, accumulate_bytes, chunk_size, install_bytes
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
-from everybit_torch.stepping import PIECE, Part, draws_bits, find_totals, piece_size, step_in_place
+from everybit_torch.stepping import PIECE, Part, draws_bits, find_totals, is_number, piece_size, step_in_place
 from everybit_torch.units import Unit
 
 SMALLEST = 64
@@ -126,9 +127,14 @@ def plan(
     reshard_after_forward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
+    metrics: bool = False,
     device: torch.device | str = "cpu",
+    rank: int | tuple[int, int] = 0,
 ) -> Plan:
-    """What a :class:`FlatStepper` of these arguments will take on its first rank, which has the most.
+    """What a :class:`FlatStepper` of these arguments takes on one of its ranks, from the moment when it is made.
+
+    Ranks differ by their padding and by counters, some bytes. What a model has beside its parameters (buffers) is not counted. Where a
+    parameter had no gradient on any rank in some step, counters of its own are added, which only ``FlatStepper.plan`` can know.
 
     Args:
         model: May be on the meta device: no memory is taken.
@@ -143,11 +149,13 @@ def plan(
         reshard_after_forward: As the stepper's.
         compile: As the stepper's.
         keep_gradients: As the stepper's; gradients that are not kept are among what is there for moments.
+        metrics: As the stepper's; they are there from the first step on.
         device: Where it will run: accelerators are given larger pieces to work on than a CPU.
+        rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
 
     Raises:
         TypeError: As the stepper.
-        ValueError: As the stepper; and for numbers below 1.
+        ValueError: As the stepper; and for numbers below 1, or a rank that there is not.
 
     Example:
         >>> import torch, everybit as eb
@@ -162,13 +170,16 @@ def plan(
     for name, value in (("ranks", inner_size), ("ranks", outer_size), ("microbatches", microbatches)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: got {value!r}; accepted is 1 or more.")
+    outer_rank, inner_rank = rank if isinstance(rank, tuple) else divmod(rank, inner_size)
+    if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
+        raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
     kind = sharding(strategy, outer)
     described = describe(model, transform, policy, units, labels)
     layout = build(described.specs, shards=inner_size * outer_size, units=[name for name, _ in described.units])
     return plan_layout(
-        layout, described.labelled, kind, Ranks(inner_size, outer_size),
+        layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank),
         microbatches=microbatches, reshard_after_forward=reshard_after_forward, compile=compile,
-        keep_gradients=keep_gradients,
+        keep_gradients=keep_gradients, metrics=metrics, device=device,
     )  # fmt: skip
 
 
@@ -182,11 +193,17 @@ def plan_layout(
     reshard_after_forward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
+    metrics: bool = False,
     device: torch.device | str = "cpu",
+    runs: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
-    """As :func:`plan`, for any rank."""
+    """As :func:`plan`, for any rank; ``runs``: for each group that is trained, elements of what is stepped at once."""
     where = torch.device(device)
     groups = [_GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
+    if runs is not None:
+        trained = [number for number, one in enumerate(groups) if one.resolved is not None]
+        for number, given in zip(trained, runs, strict=True):
+            groups[number] = replace(groups[number], given_runs=tuple(given))
     persistent: Counter[str] = Counter()
     for one in groups:
         persistent.update(one.persistent(labelled))
@@ -194,9 +211,11 @@ def plan_layout(
     if compile:
         from everybit_torch.sharded.hyperparameters import hyperparameters
 
-        numbers = [value for one in labelled.values() for value in hyperparameters(one.transform).values()]
-        scalars = sum(len(value) if isinstance(value, tuple) else 1 for value in numbers)
-        persistent["bookkeeping"] += scalars * torch.float64.itemsize
+        values = [value for one in labelled.values() for value in hyperparameters(one.transform).values()]
+        numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+        persistent["bookkeeping"] += sum(map(is_number, numbers)) * torch.float64.itemsize
+    if metrics:
+        persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
     lazy = 0 if keep_gradients else persistent.pop("gradients")
     order = ("parameters", "main parameters", "compensation", "gradients")
     ordered = {name: persistent[name] for name in order if persistent[name]}
@@ -224,6 +243,7 @@ class _GroupPlan:
     wire: Wire
     outer_wire: Wire
     chunk: int
+    given_runs: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -236,7 +256,7 @@ class _GroupPlan:
         resolved = resolve(labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
         return cls(
             group, kind, ranks, low, high, resolved, torch_dtype(resolved.grads_main),
-            Wire.of(resolved, ranks.inner), Wire.of(resolved, ranks.outer), chunk,
+            *Wire.pair(resolved, ranks.inner, ranks.outer), chunk,
         )  # fmt: skip
 
     @property
@@ -262,6 +282,8 @@ class _GroupPlan:
 
     def runs(self, labelled: Mapping[str, LabelledTransform]) -> list[int]:
         """Elements of each run that is stepped."""
+        if self.given_runs is not None:
+            return list(self.given_runs)
         slices = list(self.group.slices(self.low, self.high))
         runs = contiguous_runs(slices, by_index=draws_bits(labelled[self.group.label].policy))
         return [sum(slices[number].high - slices[number].low for number in run) for run in runs]

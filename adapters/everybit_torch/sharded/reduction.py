@@ -5,7 +5,8 @@ for three ranks and bfloat16 is off by 0.2 % every time. The divisor is applied 
 
 With an exact wire every rank receives the others' parts as they are (all-to-all) and adds them up in float64, so that the sum is
 rounded once, to the main gradient: the error of a ring in bfloat16 grows with the root of the number of ranks (2.7 % at 512), this one
-does not grow. It sends as many bytes as a ring does.
+does not grow. It sends as many bytes as a ring does. On a mesh of two dimensions the sums over the inner ranks are sent on as the main
+gradient holds them, and are added up in float64 again: rounded once in each dimension.
 
 Everything happens in chunks with scratch of a fixed size. Mixed-dtype arithmetic in torch would convert whole tensors first.
 """
@@ -61,6 +62,19 @@ class Wire:
         exact = resolved.reduce == "fp32" and dtype.itemsize < 4 and ranks > 1
         half = dtype is torch.float16 and not exact
         return cls(dtype, exact, 2.0 ** -math.ceil(math.log2(ranks)) if half else 1.0)
+
+    @classmethod
+    def pair(cls, resolved: Resolved, inner: int, outer: int) -> tuple[Wire, Wire]:
+        """Of the inner and of the outer dimension of a mesh with so many ranks.
+
+        What the outer ranks send are sums over the inner ones. If those are exact, they are sent as the main gradient holds them, and added
+        up at the receiver as well: rounding them to the wire's 16 bits would lose again what the exact sum has gained. They are
+        ``1 / inner`` of the gradient. One inner rank adds nothing up, and the outer ranks are then what the ranks of one dimension are.
+        """
+        within = cls.of(resolved, inner)
+        if within.exact and outer > 1:
+            return within, cls(torch_dtype(resolved.grads_main), exact=True)
+        return within, cls.of(resolved, outer)
 
 
 @dataclass(slots=True)

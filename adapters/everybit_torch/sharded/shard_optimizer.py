@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.metrics import Metrics
 from everybit.policy import Policy
+from everybit_torch.compiling import can_compile
+from everybit_torch.hyperparameter_names import spread
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
-from everybit_torch.sharded.hyperparameters import hyperparameters, with_hyperparameters
+from everybit_torch.sharded.hyperparameters import hyperparameter_fields, hyperparameters, with_hyperparameters
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.offload import on_host, step_streamed
 from everybit_torch.sharded.weights import WeightBuffer
@@ -72,18 +74,18 @@ class Shard:
 
 
 class _ShardGradients:
-    """The part of a main gradient that belongs to a unit; its memory may come and go."""
+    """The part of a main gradient (``source``) that belongs to a unit; its memory may come and go."""
 
     def __init__(self, source: GradientBuffer, low: int, high: int) -> None:
-        self._source, self._low, self._high = source, low, high
+        self.source, self._low, self._high = source, low, high
 
     @property
     def buffer(self) -> Tensor:
         """The gradients, while they are there."""
-        return self._source.own[self._low : self._high]
+        return self.source.own[self._low : self._high]
 
     def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:
-        return _ShardGradients(self._source, self._low + start, self._low + stop)
+        return _ShardGradients(self.source, self._low + start, self._low + stop)
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         return [parameter.grad for parameter in parameters]
@@ -139,20 +141,22 @@ class ShardOptimizer(TorchOptimizer):
             label="",
             **absent,
         )
+        # Buffers are laid out: nothing moves any more, and what a stepper takes it takes at once.
+        self._place()
+        if compile and self._shards and can_compile(device := self._shards[0].weights.own.device):
+            for group in self._groups:
+                group._hyperparameters(device)
 
     def _transform(self, label: str, **values: Any) -> eb.Transform[Any]:
         """The factory: a label's transform, with other numbers."""
-        given = {name: value for name, value in values.items() if value is not None}
-        return with_hyperparameters(self._labelled[label].transform, given)
+        return with_hyperparameters(self._labelled[label].transform, values)
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """As :class:`TorchOptimizer`'s; a number that another label's transform has, and this one not, is left out."""
-        present = {name: value for name, value in group.items() if value is not None}
-        names, self._names = self._names, tuple(name for name in self._names if name in present)
-        try:
-            return super().factory_arguments(present)
-        finally:
-            self._names = names
+        """As :class:`TorchOptimizer`'s: the fields of the label's transform; a number that only another label's has, is left out."""
+        arguments: dict[str, Any] = {"label": group["label"]}
+        for name, fields in hyperparameter_fields(self._labelled[group["label"]].transform).items():
+            arguments |= spread(name, group[name], fields)
+        return arguments
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: what a stepper shards is settled then.
@@ -216,6 +220,14 @@ class ShardOptimizer(TorchOptimizer):
             )
             self._units.append(unit)
             self._publish(unit)
+
+    def runs(self) -> list[list[int]]:
+        """For each shard, elements of what is stepped at once: runs, or the parts into which parameters without a gradient cut them."""
+        found: dict[int, list[int]] = {id(shard.gradients): [] for shard in self._shards}
+        for unit in self._units:
+            assert isinstance(unit.gradients, _ShardGradients)
+            found[id(unit.gradients.source)].append(unit.tensors[0].numel())
+        return list(found.values())
 
     # -- stepping -------------------------------------------------------------------------------------------------------------------
 
@@ -285,14 +297,6 @@ class ShardOptimizer(TorchOptimizer):
         gradient = unit.gradients.buffer
         found = step_streamed(unit, gradient, step) if self._offload else [step(unit, gradient)]
         return [one for one in found if one is not None]
-
-    def _adopt_counts(self, given: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take over counts of steps, by id of the parameter; parameters whose counts differ are stepped apart from here on."""
-        self._cut_by_counts(given)
-        for unit in self._units:
-            for member in unit.members:
-                for name, value in given[id(member.parameter)].items():
-                    self.state[member.parameter][name].copy_(value)
 
     def _entries(self, unit: Unit) -> list[str]:
         """What is kept for each parameter of a unit, by name."""

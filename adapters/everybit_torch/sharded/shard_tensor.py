@@ -60,6 +60,11 @@ class ShardTensor(torch.Tensor):
         """The elements that are here, 1-d."""
         return self._local
 
+    @property
+    def low(self) -> int:
+        """The first of them, counted through the whole."""
+        return self._low
+
     # -- torch.distributed.checkpoint's protocol -----------------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

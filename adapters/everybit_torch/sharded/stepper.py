@@ -240,7 +240,7 @@ class FlatStepper:
     def _gradient_buffer(self, group: Group, device: torch.device) -> GradientBuffer:
         resolved = self._resolved(group)
         main = torch_dtype(resolved.grads_main)
-        wires = Wire.of(resolved, self.inner.size), Wire.of(resolved, self.outer.size)
+        wires = Wire.pair(resolved, self.inner.size, self.outer.size)
         return GradientBuffer(
             group, self.sharding, self.inner, self.outer, main, *wires, device, keep=self._keep_gradients
         )
@@ -613,6 +613,8 @@ class FlatStepper:
             compile=self._compile,
             keep_gradients=self._keep_gradients,
             device=self._nonfinite.device,
+            metrics=self._optimizer.metrics_enabled,
+            runs=self._optimizer.runs(),
         )
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:
@@ -641,7 +643,7 @@ class FlatStepper:
         self._labelled = changed
         for buffer in self.gradients:
             resolved = self._resolved(buffer.group)
-            buffer.wire, buffer.outer_wire = Wire.of(resolved, self.inner.size), Wire.of(resolved, self.outer.size)
+            buffer.wire, buffer.outer_wire = Wire.pair(resolved, self.inner.size, self.outer.size)
 
     @contextmanager
     def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> Iterator[None]:

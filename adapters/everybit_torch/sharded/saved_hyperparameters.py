@@ -1,0 +1,212 @@
+"""Hyperparameters in a sharded checkpoint: a float64 tensor for each label and name, and who is of which label.
+
+=============================  ======================================================================================================
+``hyperparameters.<label>/lr``  the values of a hyperparameter of the label's transform
+``options.<label>/initial_lr``  the values of another number in the param group, which somebody else keeps there: torch's schedulers
+``groups.<label>``              for each parameter that is trained, in the order of the names, whether it is of this label: uint8
+=============================  ======================================================================================================
+
+A param group takes over what was saved under its label. Where there is no such label, because the run that loads calls or divides its
+parameters otherwise, it takes over what was saved for its parameters, if that is one and the same for all of them. Nothing is left out
+without a word. (The first versions did not write who is of which label.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+import torch
+from torch import Tensor
+
+from everybit_torch.sharded.hyperparameters import RESERVED, hyperparameter_fields
+from everybit_torch.sharded.inventory import Inventory
+from everybit_torch.sharded.shard_optimizer import ShardOptimizer
+
+HYPERPARAMETERS, OPTIONS, GROUPS = "hyperparameters.", "options.", "groups."
+
+KEEP = "load_sharded(..., hyperparameters=False) keeps the stepper's own."
+
+_MOST = 64
+"""Values of one hyperparameter."""
+
+Values = tuple[float, ...]
+
+
+class _Saved(NamedTuple):
+    """What a checkpoint has for one label."""
+
+    own: dict[str, Values]
+    options: dict[str, Values]
+
+
+def tensors(optimizer: ShardOptimizer, labels: Mapping[str, str]) -> dict[str, Tensor]:
+    """What is saved.
+
+    Args:
+        optimizer: The stepper's.
+        labels: Of each parameter that is trained, on any rank, by name.
+    """
+    found: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        label = group["label"]
+        own = hyperparameter_fields(optimizer._labelled[label].transform)
+        for name, value in group.items():
+            values = _values(value)
+            if isinstance(name, str) and name not in RESERVED and values:
+                key = f"{HYPERPARAMETERS if name in own else OPTIONS}{label}/{quote(name, safe='')}"
+                found[key] = torch.tensor(values, dtype=torch.float64)
+        members = [labels[name] == label for name in sorted(labels)]
+        found[f"{GROUPS}{label}"] = torch.tensor(members, dtype=torch.uint8)
+    return found
+
+
+def _values(value: object) -> Values:
+    """A hyperparameter's values; none if it is no number and no tuple of numbers."""
+    several: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
+    good = all(
+        (isinstance(one, (int, float)) and not isinstance(one, bool)) or (isinstance(one, Tensor) and one.ndim == 0)
+        for one in several
+    )
+    return tuple(float(one) for one in several) if good else ()
+
+
+def empty(found: Inventory, labels: Mapping[str, str]) -> dict[str, Tensor]:
+    """What a checkpoint has of them, to be loaded into.
+
+    Raises:
+        ValueError: Something of these names that is not of this kind.
+    """
+    into: dict[str, Tensor] = {}
+    for key, saved in found.tensors.items():
+        if key.startswith(GROUPS):
+            fits = saved.dtype is torch.uint8 and saved.shape == (len(labels),)
+            accepted = f"a uint8 for each of {len(labels)} parameters that are trained"
+        elif key.startswith((HYPERPARAMETERS, OPTIONS)):
+            fits = saved.dtype is torch.float64 and len(saved.shape) == 1 and 1 <= saved.shape[0] <= _MOST
+            fits = fits and "/" in key
+            accepted = f"at most {_MOST} numbers of float64, by label and name"
+        else:
+            continue
+        if not fits:
+            raise ValueError(
+                f"{found.folder}: {key!r} is {saved.dtype} of shape {saved.shape}; accepted is {accepted}."
+            )
+        into[key] = torch.empty(saved.shape, dtype=saved.dtype)
+    return into
+
+
+def restored(
+    optimizer: ShardOptimizer, loaded: Mapping[str, Tensor], labels: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """For each param group, what is to be put into it.
+
+    Args:
+        optimizer: The stepper's.
+        loaded: What :func:`empty` made, with its values.
+        labels: As of :func:`tensors`.
+
+    Raises:
+        ValueError: A hyperparameter that is missing, that the transform here has not, or that it refuses; or parameters of one group here
+            that had different ones. The message names them.
+    """
+    names, there = sorted(labels), _by_label(loaded)
+    problems: list[str] = []
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        members = [number for number, name in enumerate(names) if labels[name] == group["label"]]
+        try:
+            saved = _of_group(group["label"], members, names, there, loaded)
+            groups.append(_entries(group, saved, hyperparameter_fields(optimizer._labelled[group["label"]].transform)))
+        except ValueError as error:
+            problems.append(f"param group {group['label']!r}: {error}")
+    if not problems:
+        for own, (group, new) in zip(optimizer._groups, zip(optimizer.param_groups, groups, strict=True), strict=True):
+            try:
+                optimizer._build(own, optimizer.factory_arguments({**group, **new}))
+            except (TypeError, ValueError) as error:
+                problems.append(str(error))
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(
+            f"the checkpoint's hyperparameters do not fit: {'; '.join(problems[:5])}{more}. Nothing was changed; {KEEP}"
+        )
+    return groups
+
+
+def _by_label(loaded: Mapping[str, Tensor]) -> dict[str, _Saved]:
+    there: dict[str, _Saved] = {}
+    for key, values in loaded.items():
+        if key.startswith(GROUPS):
+            there.setdefault(key.removeprefix(GROUPS), _Saved({}, {}))
+            continue
+        kind = HYPERPARAMETERS if key.startswith(HYPERPARAMETERS) else OPTIONS
+        label, _, name = key.removeprefix(kind).rpartition("/")
+        saved = there.setdefault(label, _Saved({}, {}))
+        (saved.own if kind is HYPERPARAMETERS else saved.options)[unquote(name)] = tuple(values.tolist())
+    return there
+
+
+def _of_group(
+    label: str, members: list[int], names: list[str], there: Mapping[str, _Saved], loaded: Mapping[str, Tensor]
+) -> _Saved:
+    """What was saved under a group's label, or for its parameters."""
+    if label in there:
+        # Before it was written who is of which label, nobody told what is a hyperparameter and what an option.
+        return there[label] if f"{GROUPS}{label}" in loaded else _Saved({}, there[label].own)
+    masks = {one: loaded[f"{GROUPS}{one}"].tolist() for one in there if f"{GROUPS}{one}" in loaded}
+    first: tuple[str, _Saved] | None = None
+    for number in members:
+        of = next((one for one, mask in masks.items() if mask[number] == 1), None)
+        if of is None:
+            raise ValueError(f"there is no such label there, and it is not said of which {names[number]} was")
+        if first is None:
+            first = names[number], there[of]
+        elif repr(first[1]) != repr(there[of]):
+            raise ValueError(
+                f"there is no such label there, and {first[0]} and {names[number]} had different hyperparameters"
+                f" ({_shown(first[1])}; {_shown(there[of])})"
+            )
+    return _Saved({}, {}) if first is None else first[1]
+
+
+def _entries(group: Mapping[str, Any], saved: _Saved, own: Mapping[str, Any]) -> dict[str, Any]:
+    new: dict[str, Any] = {}
+    if strange := sorted(set(saved.own) - set(own)):
+        raise ValueError(f"{', '.join(strange)} is there, and its transform has none")
+    missing = sorted(set(own) - set(saved.own) - set(saved.options))
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is not there")
+    for name, values in (saved.own | saved.options).items():
+        new[name] = _like(group.get(name), values)
+        if new[name] is None:
+            raise ValueError(f"{name} is {values if len(values) != 1 else values[0]!r} there, and {group[name]!r} here")
+    return new
+
+
+def _shown(saved: _Saved) -> str:
+    return ", ".join(f"{name}={values[0] if len(values) == 1 else values!r}" for name, values in saved.own.items())
+
+
+def _like(present: Any, values: Values) -> Any:
+    """Saved values, as what is there is kept; None if they cannot be."""
+    if isinstance(present, (tuple, list)):
+        return type(present)(values) if len(present) == len(values) else None
+    if present is None:
+        return values[0] if len(values) == 1 else values
+    if len(values) != 1 or isinstance(present, bool):
+        return None
+    (value,) = values
+    if isinstance(present, int) and value.is_integer():
+        return int(value)
+    return value if isinstance(present, (int, float, Tensor)) else None
+
+
+def take(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Put them into a param group; a user's tensor stays the same object."""
+    for name, value in values.items():
+        if isinstance(group.get(name), Tensor):
+            group[name].fill_(value)
+        else:
+            group[name] = value

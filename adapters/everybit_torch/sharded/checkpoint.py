@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit_torch.checkpoint_file import replace_file
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.sharded import groups
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
 
@@ -70,7 +71,7 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
             if placement.start == placement.stop:
                 empty = torch.empty(placement.spec.shape, dtype=placement.spec.dtype)
                 found |= {f"model.{name}": empty for name in placement.spec.names}
-    for name, tensor in stepper.model.state_dict().items():
+    for name, tensor in stepper.own_state_dict().items():
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"{name}: the model's state has a {type(tensor).__name__} here (get_extra_state?), and checkpoints hold tensors only. Save"
@@ -117,6 +118,7 @@ def save_sharded(
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
     _require_outside(stepper, "save_sharded")
+    stepper.require_complete("save_sharded")
     directory = Path(path)
     state = sharded_state_dict(stepper, clone=asynchronous)
     group = _group(stepper, "saving")
@@ -254,7 +256,7 @@ def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
     if stepper.inner.group is None:
         return None
     if purpose not in stepper.groups:
-        stepper.groups[purpose] = dist.new_group(stepper.all_ranks, backend="gloo", use_local_synchronization=True)
+        stepper.groups[purpose] = groups.take(stepper.all_ranks, "gloo", stepper.inner.timeout)
     return stepper.groups[purpose]
 
 

@@ -75,6 +75,7 @@ class GradientBuffer:
         self.phase: Phase = "empty"
         self.arrived: set[int] = set()  # since the last reduction
         self.seen: set[int] = set()  # in this backward pass
+        self._expected = len(group.placements)
         self._bucket: Tensor | None = None
         self.clear()
 
@@ -87,8 +88,8 @@ class GradientBuffer:
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter's gradient has arrived in this backward pass."""
-        return len(self.seen) == len(self.group.placements)
+        """Whether the gradient of every parameter that is trained now has arrived in this backward pass."""
+        return len(self.seen) >= self._expected
 
     @property
     def own(self) -> Tensor:
@@ -121,9 +122,14 @@ class GradientBuffer:
         self.arrived.add(number)
         self.seen.add(number)
 
-    def begin_pass(self) -> None:
-        """A backward pass begins."""
+    def begin_pass(self, expected: int | None = None) -> None:
+        """A backward pass begins.
+
+        Args:
+            expected: How many of the group's parameters require a gradient now; None: all.
+        """
         self.seen = set()
+        self._expected = len(self.group.placements) if expected is None else expected
 
     def open(self) -> None:
         """Make room for what will arrive."""
@@ -131,6 +137,13 @@ class GradientBuffer:
             self._open_bucket()
         else:
             self._open_main()
+
+    def close(self) -> None:
+        """Give back what :meth:`open` made, if nothing has arrived."""
+        if not self.arrived:
+            self._bucket = None
+            if self.phase == "empty" and not self._keep:
+                self.main.untyped_storage().resize_(0)
 
     def _open_main(self) -> None:
         storage = self.main.untyped_storage()

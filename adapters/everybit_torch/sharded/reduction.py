@@ -81,6 +81,10 @@ class Reduction:
     received: Tensor | None = None
     after: Callable[[], None] | None = None
 
+    def is_done(self) -> bool:
+        """Whether :meth:`finish` would not wait for another rank."""
+        return self.after is None and self.pending.is_done()
+
     def finish(self) -> None:
         """Wait, and put the sum into the main gradient."""
         self.pending.wait()

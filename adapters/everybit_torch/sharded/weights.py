@@ -1,8 +1,9 @@
-"""The model's own tensors as pieces of flat buffers, whole on every rank or shared out and gathered unit by unit."""
+"""The model's own tensors as pieces of flat buffers, whole on every rank or sharded and gathered unit by unit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,16 @@ from everybit_torch.sharded.communicator import Communicator, Done, Pending
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.strategies import Sharding
 
+MOVED = (
+    "{name}: was moved, cast or given other memory since the stepper was made, and is not in its buffer now. Cast and move a model first,"
+    " then make its stepper; close() gives a model back."
+)
+
 
 class WeightBuffer:
     """The weights of one group of parameters.
 
-    Where parameters are shared out, the model's tensors have their values only while their unit is gathered. At other times they have
+    Where parameters are sharded, the model's tensors have their values only while their unit is gathered. At other times they have
     their shapes, and every element is NaN: whoever looks at them then sees that something is wrong, and nothing is read that is not there.
 
     Args:
@@ -28,7 +34,8 @@ class WeightBuffer:
 
     Attributes:
         shard: This inner rank's part, which is all that there is between gatherings if parameters are shared out.
-        gathered: Whether the model's tensors have their values.
+        gathered: Whether the weights are there, or on their way.
+        shown: Whether the model's tensors have their values.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class WeightBuffer:
         for parameter, place in zip(self.parameters, group.placements, strict=True):
             self.whole[place.start : place.stop].view(parameter.shape).copy_(parameter.detach())
         self._pending: Pending = Done()
-        self.gathered = True
+        self.gathered = self.shown = True
         if sharding.params:
             # The buffer's memory comes and goes, and graphs hold tensors in it: they all have to share its storage.
             self._pieces = [
@@ -55,11 +62,11 @@ class WeightBuffer:
             ]
             self.shard = self.whole.view(inner.size, -1)[inner.rank].clone()
             # One element for each, so that who writes to one spoils no other.
+            self._nan = [
+                torch.full((min(p.numel(), 1),), torch.nan, dtype=group.dtype, device=device) for p in self.parameters
+            ]
             self._absent = [
-                torch.full((min(p.numel(), 1),), torch.nan, dtype=group.dtype, device=device)
-                .expand(p.numel())
-                .view(p.shape)
-                for p in self.parameters
+                nan.expand(p.numel()).view(p.shape) for nan, p in zip(self._nan, self.parameters, strict=True)
             ]
         else:
             self._pieces = [
@@ -88,42 +95,90 @@ class WeightBuffer:
         """Bytes that persist."""
         return self.shard.nbytes if self.sharding.params else self.whole.nbytes
 
-    # -- parameters that are shared out -----------------------------------------------------------------------------------------
+    # -- parameters that are sharded ----------------------------------------------------------------------------------------------
 
     def start_gather(self, communicator: Communicator) -> None:
-        """Ask the other ranks for their parts; :meth:`wait` for them before computing."""
+        """Ask the other ranks for their parts; :meth:`wait` for them before computing.
+
+        Raises:
+            RuntimeError: A parameter was written to, or given other memory, while its values were not there.
+        """
         if self.gathered or not self.sharding.params:
             return
+        self._require_in_place(self._absent)
         for parameter, version, place in zip(self.parameters, self._versions, self.group.placements, strict=True):
             if parameter._version != version:
                 raise RuntimeError(
-                    f"{place.spec.name}: was written to while its values were shared out, and there was nothing to write to; accepted is"
+                    f"{place.spec.name}: was written to while its values were sharded, and there was nothing to write to; accepted is"
                     " inside `with stepper.full_parameters():`."
                 )
         self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self._pending = communicator.all_gather(self.whole, self.shard, self.what)
         self.gathered = True
+        try:
+            self._pending = communicator.all_gather(self.whole, self.shard, self.what)
+        except BaseException:
+            self.release()
+            raise
 
     def wait(self) -> None:
         """Until the model's tensors have their values."""
-        if not self.gathered or not self.sharding.params:
+        if not self.gathered or self.shown:
             return
         self._pending.wait()
         self._pending = Done()
         for parameter, tensor in zip(self.parameters, self._pieces, strict=True):
             parameter.data = tensor
+        self.shown = True
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back.
+
+        Raises:
+            RuntimeError: A parameter was given other memory, whose values are lost.
+        """
         if not self.gathered or not self.sharding.params:
             return
-        self._pending.wait()
-        self._pending = Done()
-        for parameter, tensor in zip(self.parameters, self._absent, strict=True):
+        pending, self._pending = self._pending, Done()
+        shown, self.shown = self.shown, False
+        try:
+            pending.wait()
+            if shown:
+                self._require_in_place(self._pieces)
+        finally:
+            for parameter, tensor in zip(self.parameters, self._absent, strict=True):
+                parameter.data = tensor
+            self._versions = [parameter._version for parameter in self.parameters]
+            self.whole.untyped_storage().resize_(0)
+            self.gathered = False
+
+    def reset(self) -> None:
+        """After an error: the model's tensors have no values, whatever was done to them."""
+        if not self.sharding.params:
+            return
+        with suppress(Exception):  # what is wrong was told
+            self.release()
+        for parameter, tensor, nan in zip(self.parameters, self._absent, self._nan, strict=True):
+            nan.fill_(torch.nan)
             parameter.data = tensor
         self._versions = [parameter._version for parameter in self.parameters]
-        self.whole.untyped_storage().resize_(0)
-        self.gathered = False
+
+    def gather_again(self, communicator: Communicator) -> Pending:
+        """While the model's tensors have their values: have those of after a step."""
+        return communicator.all_gather(self.whole, self.shard, self.what)
+
+    def keep_what_was_written(self) -> None:
+        """While the model's tensors have their values: this rank's part is what is there now.
+
+        Raises:
+            RuntimeError: A parameter was given other memory.
+        """
+        self._require_in_place(self._pieces)
+        self.shard.copy_(self.whole.view(self.inner.size, -1)[self.inner.rank])
+
+    def _require_in_place(self, expected: Sequence[Tensor]) -> None:
+        for parameter, tensor, place in zip(self.parameters, expected, self.group.placements, strict=True):
+            if parameter.numel() and parameter.data_ptr() != tensor.data_ptr():
+                raise RuntimeError(MOVED.format(name=place.spec.name))
 
     # -- after a step -------------------------------------------------------------------------------------------------------------
 

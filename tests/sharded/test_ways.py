@@ -1,0 +1,177 @@
+"""Ranks go through a model's units as they like: leave some out, run them in another order, use a part of them, or stop early.
+
+What a rank computes with is gathered from all, and what it contributes is summed over all, so that no way of one rank may keep another
+waiting. All gradients here are whole numbers, so that sums are the same in every order: a case is right if the weights after its steps
+are those of ``no_shard``, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import on_a_mesh, weights_of
+from ranks import run
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import everybit as eb
+from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import Strategy
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done with one unit."""
+
+    unit: int
+    number: int
+    second: bool  # whether the unit's second parameter is used
+    inner: tuple[int, ...]  # of the units that lie in it, in this order
+    recompute: Literal["no", "saved tensors", "reentrant"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A rank's way through the units in one microbatch."""
+
+    steps: tuple[Step, ...]
+    loss_after: int | None  # the loss is what there is after so many steps; None: all
+    backward: bool
+
+
+class Part(nn.Module):
+    """A unit: adds whole multiples of its parameters' sums."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(2, 2))
+
+    def forward(self, x: Tensor, number: int, second: bool) -> Tensor:
+        x = x + (self.first * number).sum()
+        return x + (self.second * (number + 1)).sum() if second else x
+
+
+class Whole(nn.Module):
+    """A unit with units inside, and parameters before and after them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(3))
+        self.inner = nn.ModuleList([Part(size + 1), Part(size), Part(2)])
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        x = x + (self.before * step.number).sum()
+        for one in step.inner:
+            x = self.inner[one](x, step.number + one, step.second)
+        return x + (self.after * (step.number + 2)).sum()
+
+
+class Maze(nn.Module):
+    """Units in a row, one of them frozen, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(5))
+        self.parts = nn.ModuleList([Part(3), Whole(4), Part(7), Part(1), Whole(2), Part(6)])
+        self.parts[2].requires_grad_(False)
+
+    def forward(self, way: Way) -> list[Tensor]:
+        x = (self.own * 3).sum()
+        seen = [x]
+        for step in way.steps:
+            part = self.parts[step.unit]
+            arguments = (x, step) if isinstance(part, Whole) else (x, step.number, step.second)
+            if step.recompute == "no":
+                x = part(*arguments)
+            else:
+                x = checkpoint(part, *arguments, use_reentrant=step.recompute == "reentrant")
+            seen.append(x)
+        return seen
+
+
+Kind = Literal["skips", "orders", "recomputed"]
+
+
+def draw(kind: Kind, seed: str) -> Way:
+    """A way at random."""
+    chance = random.Random(seed)
+    units = [unit for unit in range(6) if chance.random() < 0.7]
+    if kind == "orders":
+        chance.shuffle(units)
+    steps = []
+    for unit in units:
+        inner = [one for one in range(3) if chance.random() < 0.7]
+        if kind == "orders":
+            chance.shuffle(inner)
+        recompute: Any = chance.choice(["no", "saved tensors", "reentrant"]) if kind == "recomputed" else "no"
+        steps.append(Step(unit, chance.randrange(1, 9), chance.random() < 0.8, tuple(inner), recompute))
+    loss_after = chance.randrange(len(steps) + 1) if chance.random() < 0.2 else None
+    return Way(tuple(steps), loss_after, chance.random() < 0.9)
+
+
+def walk(
+    strategy: Strategy, kind: Kind, case: int, alike: bool, reshard: bool, context: str, mesh: Any = None
+) -> Weights:
+    """Two steps of two microbatches."""
+    model = Maze()
+    stepper = FlatStepper(
+        model,
+        eb.sgd(1.0),
+        strategy=strategy,
+        units=[Part, Whole],
+        divisor=1.0,
+        reshard_after_forward=reshard,
+        mesh=mesh,
+    )
+    rank = 0 if alike else dist.get_rank()
+    for step in range(2):
+        for number in range(2):
+            way = draw(kind, f"{kind} {case} {rank} {step} {number}")
+            within: Any = contextlib.nullcontext()
+            if context == "microbatch":
+                within = stepper.microbatch(last=number == 1)
+            elif context == "no_sync":
+                within = stepper.sync() if number else stepper.no_sync()
+            with within:
+                seen = model(way)
+                if way.backward or context != "microbatch":
+                    (seen[-1] if way.loss_after is None else seen[way.loss_after]).backward()
+        stepper.step()
+    weights = weights_of(stepper)
+    stepper.close()
+    return weights
+
+
+def differences(kind: Kind, cases: range, mesh: Any = None) -> list[str]:
+    """The cases that do not agree with ``no_shard``."""
+    wrong = []
+    for case in cases:
+        chance = random.Random(case)
+        alike, reshard = chance.random() < 0.2, chance.random() < 0.7
+        context = chance.choice(["microbatch", "microbatch", "no_sync", "neither"])
+        expected = walk("no_shard", kind, case, alike, reshard, context, mesh)
+        got = walk("optim_grads_params", kind, case, alike, reshard, context, mesh)
+        if not all(torch.equal(got[name], expected[name]) for name in expected):
+            wrong.append(f"{kind} {case} alike={alike} reshard={reshard} {context}")
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["skips", "orders", "recomputed"])
+@pytest.mark.parametrize(("size", "cases"), [(2, 10), (3, 4), (4, 2)])
+def test_random_ways_that_differ_from_rank_to_rank(size: int, cases: int, kind: Kind) -> None:
+    for wrong in run(size, differences, kind, range(100 * size, 100 * size + cases), timeout=30):
+        assert not wrong
+
+
+def test_random_ways_on_a_mesh() -> None:
+    for kind in ("skips", "orders"):
+        for wrong in run(4, on_a_mesh, differences, 2, 2, kind, range(2), timeout=30):
+            assert not wrong

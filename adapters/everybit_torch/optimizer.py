@@ -106,6 +106,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._arriving: list[Tensor] = []  # parameters of a group that is being added
         self._units: list[Unit] = []
         self._counted: dict[torch.dtype, int] = {}
+        self._numbers: dict[Tensor, int] = {}  # of first elements, by parameter, where a model was named
         self._had_gradients = False
         self._release: Release | None = None  # set by enable_gradient_release
         self._metrics: Metrics | None = None
@@ -240,7 +241,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 # Elements are numbered through all parameters of a dtype, so that a parameter's random bits are its own.
                 first = self._counted.get(parameter.dtype, 0)
                 self._counted[parameter.dtype] = first + parameter.numel()
-                waiting.append((parameter, first))
+                waiting.append((parameter, self._numbers.get(parameter, first)))
             group.known = list(params)
             group.waiting = []
             buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}
@@ -298,6 +299,42 @@ class TorchOptimizer(torch.optim.Optimizer):
             unit = Unit(group.number, tensors, members, state, first, flat=share, gradients=gradients)
             self._units.append(unit)
             self._publish(unit)
+
+    def _number_elements(self, model: torch.nn.Module) -> None:
+        """Number elements through all parameters of a model, as a ``FlatStepper`` does, whichever of them are this optimizer's.
+
+        By its number an element draws its random bits: a run goes on with the same ones in another front end.
+
+        Raises:
+            ValueError: A transform steps several parameters at once, between which others lie in the model.
+        """
+        counted: dict[torch.dtype, int] = {}
+        for parameter in model.parameters():
+            self._numbers[parameter] = counted.get(parameter.dtype, 0)
+            counted[parameter.dtype] = self._numbers[parameter] + parameter.numel()
+        for group in self._groups:
+            group.waiting = [(parameter, self._numbers.get(parameter, first)) for parameter, first in group.waiting]
+        units: list[Unit] = []
+        for unit in self._units:
+            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            if not draws_bits(optimizer.policy) or any(p not in self._numbers for p in unit.parameters):
+                units.append(unit)
+                continue
+            sizes = [local(p).numel() for p in unit.parameters]
+            firsts = [self._numbers[p] + first_element(p) for p in unit.parameters]
+            gaps = [i for i in range(1, len(firsts)) if firsts[i] != firsts[i - 1] + sizes[i - 1]]
+            if gaps and not unit.flat:
+                raise ValueError(
+                    f"{type(self).__name__}: a transform that reduces over all gradients steps its parameters at once, and others of the"
+                    " model lie between them, whose random bits it would draw; accepted is an optimizer of all of the model's parameters."
+                )
+            parts = list(unit.split(gaps)) if gaps else [unit]
+            for part, at in zip(parts, [0, *gaps], strict=True):
+                part.first = firsts[at]
+                part.first_tensor.fill_(part.first)
+                self._publish(part)
+            units += parts
+        self._units = units
 
     def _publish(self, unit: Unit) -> None:
         """Show each parameter's share of the unit's state in ``self.state``, as views."""

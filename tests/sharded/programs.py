@@ -189,6 +189,7 @@ def integer_gradients(
                                         (strategy, outer, size, count, one, pattern, name, got.tolist(), float(right))
                                     )
                         stepper.zero_grad()
+                    stepper.close()
     return wrong
 
 

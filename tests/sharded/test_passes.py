@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import re
 import weakref
 from dataclasses import dataclass
 from typing import Any

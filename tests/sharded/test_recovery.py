@@ -30,7 +30,7 @@ CONTEXTS = ["microbatch", "no_sync", "neither"]
 SHARDED: Strategy = "optim_grads_params"
 
 
-class Boom(Exception):
+class BoomError(Exception):
     """What is raised in the middle of things."""
 
 
@@ -63,14 +63,14 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-# -- at every point ----------------------------------------------------------------------------------------------------------------------
+# -- at every point -----------------------------------------------------------------------------------------------------------------------
 
 
 Point = tuple[str, int]
 
 
 @contextlib.contextmanager
-def watched(calls: Counter[str], point: Point | None = None, error: type[BaseException] = Boom) -> Iterator[None]:
+def watched(calls: Counter[str], point: Point | None = None, error: type[BaseException] = BoomError) -> Iterator[None]:
     """Count the calls of the stepper's functions by name; at one of them, raise."""
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
@@ -103,7 +103,9 @@ def points(model: nn.Module, stepper: FlatStepper, context: str) -> list[Point]:
     return sorted({(name, n) for name, count in alike.items() for n in (1, (count + 1) // 2, count)})
 
 
-def raising_everywhere(path: Path, strategy: Strategy, context: str, part: int, parts: int) -> tuple[int, int, list[str]]:
+def raising_everywhere(
+    path: Path, strategy: Strategy, context: str, part: int, parts: int
+) -> tuple[int, int, list[str]]:
     """How many points were tried, how many of them came after the first weights had changed, and what went wrong."""
     model = network()
     stepper = FlatStepper(
@@ -117,11 +119,11 @@ def raising_everywhere(path: Path, strategy: Strategy, context: str, part: int, 
     late, wrong = 0, []
     for number, point in enumerate(wanted):
         try:
-            with watched(Counter(), point, Boom if number % 2 else KeyboardInterrupt):
+            with watched(Counter(), point, BoomError if number % 2 else KeyboardInterrupt):
                 cycle(model, stepper, context)
                 stepper.step()
             wrong.append(f"{point}: not reached")
-        except (Boom, KeyboardInterrupt):
+        except (BoomError, KeyboardInterrupt):
             stepper.zero_grad()
         try:
             found = gradients(model, stepper, context), weights_of(stepper)
@@ -154,7 +156,7 @@ def test_an_error_at_any_point_leaves_nothing_behind(tmp_path: Path, strategy: S
         assert not wrong
 
 
-# -- ranks that fail in different places ---------------------------------------------------------------------------------------------------
+# -- ranks that fail in different places --------------------------------------------------------------------------------------------------
 
 
 def failing(model: Any, place: str, x: Tensor) -> None:
@@ -162,7 +164,7 @@ def failing(model: Any, place: str, x: Tensor) -> None:
     handles = []
 
     def boom(*arguments: object) -> None:
-        raise Boom(place)
+        raise BoomError(place)
 
     if place == "first block":
         handles.append(model.blocks[0].register_forward_hook(boom))
@@ -194,7 +196,7 @@ def failing_apart(strategy: Strategy) -> list[str]:
     for shift in range(len(PLACES)):
         place = PLACES[(2 * rank + shift) % len(PLACES)]
         for failed in (0, 1):
-            with contextlib.suppress(Boom):
+            with contextlib.suppress(BoomError):
                 for number in range(2):
                     with stepper.microbatch(last=number == 1):
                         x = data(1, rank, number, torch.float32)
@@ -214,7 +216,7 @@ def test_ranks_may_fail_in_different_places_of_a_microbatch(strategy: Strategy) 
         assert not wrong
 
 
-# -- what is under way -----------------------------------------------------------------------------------------------------------------------
+# -- what is under way --------------------------------------------------------------------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -236,7 +238,7 @@ def dropped(strategy: Strategy, size: int) -> int:
     model, wrong = Wide(size), 0
     stepper = FlatStepper(model, eb.sgd(0.0), strategy=strategy, units=[nn.Linear])
     for _ in range(10):
-        handle = model.one.weight.register_hook(lambda grad: 1 / 0)
+        handle = model.one.weight.register_hook(lambda grad: 1 / 0)  # type: ignore[no-untyped-call]
         with contextlib.suppress(ZeroDivisionError), stepper.microbatch(last=True):
             model(torch.full((1, 1), 64.0)).sum().backward()
         handle.remove()
@@ -254,7 +256,7 @@ def test_a_sum_that_an_error_left_under_way_is_waited_for(strategy: Strategy) ->
         assert run(2, dropped, strategy, size) == [0, 0]
 
 
-# -- what cannot be undone --------------------------------------------------------------------------------------------------------------------
+# -- what cannot be undone ----------------------------------------------------------------------------------------------------------------
 
 
 def half_stepped(path: Path, strategy: Strategy) -> tuple[list[str], bool]:
@@ -263,8 +265,8 @@ def half_stepped(path: Path, strategy: Strategy) -> tuple[list[str], bool]:
     stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block])
     save_sharded(stepper, path)
     expected = gradients(model, stepper, "microbatch"), weights_of(stepper)
-    with pytest.raises(Boom), watched(Counter(), ("FlatStepper._hand_out", 1)):
-        cycle(model, stepper, "microbatch")
+    cycle(model, stepper, "microbatch")
+    with pytest.raises(BoomError), watched(Counter(), ("FlatStepper._hand_out", 1)):
         stepper.step()
     stepper.zero_grad()
     refused = []
@@ -272,14 +274,15 @@ def half_stepped(path: Path, strategy: Strategy) -> tuple[list[str], bool]:
     def plainly() -> None:
         model(data(0, 0, 0, torch.float32)).sum().backward()
 
-    for name, attempt in {
+    attempts: dict[str, Any] = {
         "microbatch": lambda: cycle(model, stepper, "microbatch"),
         "no_sync": lambda: cycle(model, stepper, "no_sync"),
         "backward": plainly,
         "step": stepper.step,
         "finish_gradients": stepper.finish_gradients,
         "save_sharded": lambda: save_sharded(stepper, path),
-    }.items():
+    }
+    for name, attempt in attempts.items():
         with pytest.raises(RuntimeError, match=f"{name}: a step ended in an error.*accepted is load_sharded"):
             attempt()
         refused.append(name)

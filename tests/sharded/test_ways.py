@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from programs import on_a_mesh, weights_of
 from ranks import run
+from test_plan import counting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -77,10 +78,18 @@ class Whole(nn.Module):
 class Maze(nn.Module):
     """Units in a row, one of them frozen, and a parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
         self.own = nn.Parameter(torch.zeros(5))
-        self.parts = nn.ModuleList([Part(3), Whole(4), Part(7), Part(1), Whole(2), Part(6)])
+        kinds: list[tuple[type[Part | Whole], int]] = [
+            (Part, 3),
+            (Whole, 4),
+            (Part, 7),
+            (Part, 1),
+            (Whole, 2),
+            (Part, 6),
+        ]
+        self.parts = nn.ModuleList([kind(scale * size) for kind, size in kinds])
         self.parts[2].requires_grad_(False)
 
     def forward(self, way: Way) -> list[Tensor]:
@@ -89,10 +98,9 @@ class Maze(nn.Module):
         for step in way.steps:
             part = self.parts[step.unit]
             arguments = (x, step) if isinstance(part, Whole) else (x, step.number, step.second)
-            if step.recompute == "no":
-                x = part(*arguments)
-            else:
-                x = checkpoint(part, *arguments, use_reentrant=step.recompute == "reentrant")
+            reentrant = step.recompute == "reentrant"
+            again = step.recompute != "no"
+            x = checkpoint(part, *arguments, use_reentrant=reentrant) if again else part(*arguments)
             seen.append(x)
         return seen
 
@@ -169,6 +177,112 @@ def differences(kind: Kind, cases: range, mesh: Any = None) -> list[str]:
 def test_random_ways_that_differ_from_rank_to_rank(size: int, cases: int, kind: Kind) -> None:
     for wrong in run(size, differences, kind, range(100 * size, 100 * size + cases), timeout=30):
         assert not wrong
+
+
+# -- what all ranks have to do alike -----------------------------------------------------------------------------------------------------
+
+
+class Repeating(nn.Module):
+    """Runs its units in any order, and as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(5))
+        self.parts = nn.ModuleList([Part(4), Part(4), Part(4)])
+
+    def forward(self, units: tuple[int, ...]) -> Tensor:
+        x = (self.own * 3).sum()
+        for number, unit in enumerate(units):
+            x = self.parts[unit](x, number + 1, True)
+        return x
+
+
+def repeating(programs: list[list[tuple[int, ...]]], strategy: Strategy = "optim_grads_params") -> tuple[str, Weights]:
+    """What is said of a pass in which each rank runs its own list of forward passes; and the weights after a step that follows."""
+    model = Repeating()
+    stepper = FlatStepper(model, eb.sgd(1.0), strategy=strategy, units=[Part], divisor=1.0)
+    said = "nothing"
+    try:
+        with stepper.microbatch(last=True):
+            losses = [model(units) for units in programs[dist.get_rank() % len(programs)]]
+            sum(losses, torch.zeros(())).backward()
+        stepper.step()
+    except RuntimeError as error:
+        said = str(error)
+        stepper.zero_grad()
+    with stepper.microbatch(last=True):
+        model((0, 1, 2)).backward()
+    stepper.step()
+    weights = weights_of(stepper)
+    stepper.close()
+    return said, weights
+
+
+UNALIKE: dict[str, list[list[tuple[int, ...]]]] = {
+    "one unit once more": [[(0, 1, 2, 0)], [(0, 1, 2)]],
+    "one unit once more, others": [[(0, 1, 1, 0, 2)], [(2, 1)]],
+    "another unit once more": [[(0, 1, 2, 0)], [(0, 1, 2, 1)]],
+    "two forward passes": [[(0, 1, 2), (0, 2)], [(0, 1, 2)]],
+}
+
+
+@pytest.mark.parametrize("case", UNALIKE)
+def test_units_and_passes_that_only_some_ranks_repeat_are_refused_by_name(case: str) -> None:
+    """A gathering for each would pair with another unit's on other ranks: an abort, or, where sizes agree, that unit's weights."""
+    (_, expected), _ = run(2, repeating, [[(0, 1, 2)]], "no_shard")
+    once = {name: value / 2 for name, value in expected.items()}  # one step of two alike
+    for said, weights in run(2, repeating, UNALIKE[case], timeout=20):
+        assert "optim_grads_params: this rank " in said
+        assert (
+            "same number of forward passes, and use a unit equally often in each; accepted next is zero_grad()" in said
+        )
+        assert all(torch.equal(weights[name], once[name]) for name in once)
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [
+        [[(0, 1, 2, 0, 1, 2)]],
+        [[(2, 1, 0)]],
+        [[(0, 1, 2), (0, 1, 2)]],
+        [[(0, 2), (2, 1, 1)]],
+        [[(1, 0, 2), (0, 2)], [(2, 1), (1,)]],
+    ],
+)
+def test_units_and_passes_that_all_ranks_repeat_are_gathered_again(programs: list[list[tuple[int, ...]]]) -> None:
+    (_, expected), *_ = run(2, repeating, programs, "no_shard")
+    for said, weights in run(2, repeating, programs, timeout=20):
+        assert said == "nothing"
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def peak(kind: str) -> int:
+    """The most bytes that the stepper allocates on top of what persists, in a backward pass."""
+    torch.manual_seed(0)
+    model, rank, found = Maze(1000), dist.get_rank(), 0
+    order = {
+        "alike": (0, 1, 3, 4, 5),
+        "skips": (0, 1, 3, 4, 5)[: 5 - rank],
+        "orders": ((0, 1, 3, 4, 5), (5, 4, 3, 1, 0))[rank],
+    }
+    way = Way(tuple(Step(unit, 1, True, (0, 1, 2), "no") for unit in order[kind]), None, True)
+    with counting() as counter:
+        stepper = FlatStepper(model, eb.sgd(1.0), strategy="optim_grads_params", units=[Part, Whole], divisor=1.0)
+        for number in range(2):
+            with stepper.microbatch(last=number == 1):
+                before = counter.live
+                counter.peak = counter.live
+                model(way)[-1].backward()
+                found = counter.peak - before
+    return found
+
+
+def test_a_way_that_leaves_units_out_costs_no_memory_and_one_in_another_order_does() -> None:
+    """A rank that skips the last unit sends zeros for it as soon as its backward pass is past it, so that nobody holds anything longer."""
+    alike, skips, orders = (run(2, peak, kind) for kind in ("alike", "skips", "orders"))
+    assert skips[0] <= alike[0]
+    assert skips[1] <= alike[1]
+    assert orders[0] > alike[0]
 
 
 def test_random_ways_on_a_mesh() -> None:

@@ -210,6 +210,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     group = dist.group.WORLD if dist.is_initialized() else None
     place = Path(_from_first(lambda: str(latest_checkpoint(path)), group))
     weights = get_model_state_dict(model)
+    optimizer._number_elements(model)
     optimizer._place()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     into: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import zip_longest
 from types import CellType, FunctionType, MethodType
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.sharded.model_layout import ModelLayout
+from everybit_torch.sharded.strategies import Sharding
 
 Facts = Sequence[tuple[str, str]]
 """What has to be the same on every rank: names and values, in the order in which differences are looked for."""
@@ -52,7 +53,9 @@ def describe(value: object, depth: int = _DEPTH) -> str:
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, functools.partial):
-        return f"partial({describe(value.func, below)}, {describe(value.args, below)}, {describe(value.keywords, below)})"
+        return (
+            f"partial({describe(value.func, below)}, {describe(value.args, below)}, {describe(value.keywords, below)})"
+        )
     if isinstance(value, MethodType):
         return f"{describe(value.__func__, below)} of {describe(value.__self__, below)}"
     if isinstance(value, FunctionType):
@@ -68,6 +71,30 @@ def _content(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
+
+
+def facts_of(model: nn.Module, described: ModelLayout, kind: Sharding, sizes: tuple[int, int]) -> list[tuple[str, str]]:
+    """What of a stepper's model, layout, transforms and policies has to be the same on every rank.
+
+    Args:
+        model: For its buffers, which are sent.
+        described: The rest of it, and what it is stepped with.
+        kind: What is sharded.
+        sizes: Numbers of inner and outer ranks.
+    """
+    facts = [("strategy", repr(kind.strategy)), ("outer", repr(kind.outer))]
+    facts.append(("mesh", f"{sizes[0]} ranks" + (f" x {sizes[1]} outer" if sizes[1] > 1 else "")))
+    facts += [("number of units", str(len(described.units))), ("number of parameters", str(len(described.specs)))]
+    facts += [("a unit", repr(name)) for name, _ in described.units]
+    for spec in described.specs:
+        unit, trained = described.units[spec.unit][0], "trained" if spec.requires_grad else "frozen"
+        text = f"{spec.dtype} {spec.shape}, {trained}, unit {unit!r}, label {spec.label!r}"
+        facts.append((" and ".join(spec.names), text))
+    facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
+    for label, one in described.labelled.items():
+        facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
+        facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
+    return facts
 
 
 def require_alike(facts: Facts | Exception, inner: Communicator, outer: Communicator) -> None:

@@ -52,7 +52,7 @@ class Unit:
     @property
     def shown(self) -> bool:
         """Whether the model's tensors have their values."""
-        return all([buffer.shown for buffer in self.buffers])  # a list: it is asked before every module's forward pass
+        return False not in [buffer.shown for buffer in self.buffers]  # fast: asked before every module's forward pass
 
     def start(self, communicator: Communicator) -> None:
         """Begin to gather."""
@@ -163,7 +163,9 @@ class Gathering:
         self.entered: set[int] = set()
         self.ran: set[int] = set()
         self.in_forward = self.in_backward = self.forward_over = False
-        self._forward_records = False  # whether the model's forward pass that is going on, or none, is for a backward pass
+        self._forward_records = (
+            False  # whether the model's forward pass that is going on, or none, is for a backward pass
+        )
         self._forwards = 0
         self._next_forward = 0
         self._next_backward = len(self.units) - 1
@@ -417,7 +419,7 @@ class Gathering:
                 self.release_what_is_over()
 
     def before_reduction(self, number: int) -> None:
-        """Before a unit's gradients are sent: be where a rank whose backward pass has come to the unit is, so that none waits for this one."""
+        """Before a unit's gradients are sent: be where a rank is that has come to the unit, so that none waits for this one."""
         self.take_part(self._nesting.outermost(number))
 
     def end_backward(self) -> None:

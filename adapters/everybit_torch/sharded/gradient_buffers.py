@@ -25,6 +25,7 @@ from everybit_torch.sharded.reduction import (
     Wire,
     accumulate,
     all_reduce_into,
+    can_be_freed,
     cast,
     divide,
     reduce_scatter_into,
@@ -143,7 +144,12 @@ class GradientBuffer:
         if not self.arrived:
             self._bucket = None
             if self.phase == "empty" and not self._keep:
-                self.main.untyped_storage().resize_(0)
+                self._free_main()
+
+    def _free_main(self) -> None:
+        if not can_be_freed(self.main):
+            self.main = torch.empty_like(self.main)  # the other stays with whoever holds on to it
+        self.main.untyped_storage().resize_(0)
 
     def _open_main(self) -> None:
         storage = self.main.untyped_storage()
@@ -270,4 +276,4 @@ class GradientBuffer:
         self.arrived, self.seen = set(), set()
         self._bucket = None
         if not self._keep:
-            self.main.untyped_storage().resize_(0)
+            self._free_main()

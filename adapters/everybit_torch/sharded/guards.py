@@ -1,8 +1,8 @@
 """Refusals, by name, of what would silently compute with, save or copy weights that are not there, where parameters are sharded.
 
 A parameter whose unit is not gathered has its shape, and NaN for every element. Whoever looks at it sees that. But whoever calls a module
-below its unit (``model.encoder(x)``, ``generate()``), saves a ``state_dict()`` or copies the model would carry NaN on without a word, so hooks
-on every module that holds parameters refuse it. Gathering there instead would need all ranks to be there, which nothing tells.
+below its unit (``model.encoder(x)``, ``generate()``), saves a ``state_dict()`` or copies the model would carry NaN on without a word, so
+hooks on every module that holds parameters refuse it. Gathering there instead would need all ranks to be there, which nothing tells.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class _Guard:
         def before_saving(given: nn.Module, prefix: str, keep_vars: bool) -> None:
             if absent(given) is not None:
                 raise RuntimeError(
-                    f"state_dict: the weights of {name} are sharded, and this rank has a part of them; accepted is model.state_dict() inside"
-                    f" {INSIDE}, or save_sharded(stepper, path)."
+                    f"state_dict: the weights of {name} are sharded, and this rank has a part of them; accepted is model.state_dict()"
+                    f" inside {INSIDE}, or save_sharded(stepper, path)."
                 )
 
         def before_loading(given: nn.Module, *arguments: Any) -> None:
@@ -114,8 +114,8 @@ class _Guard:
             module = here()
             if module is not None and absent(module) is not None:
                 raise RuntimeError(
-                    f"copy: the weights of {name} are sharded, and a copy of the model would be of NaN; accepted is to copy, pickle or save"
-                    f" it inside {INSIDE}."
+                    f"copy: the weights of {name} are sharded, and a copy of the model would be of NaN; accepted is to copy, pickle or"
+                    f" save it inside {INSIDE}."
                 )
 
         self.before_forward = _Hook(before_forward, before_copying)

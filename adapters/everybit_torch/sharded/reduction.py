@@ -104,6 +104,12 @@ def give_back(x: Tensor | None) -> None:
         x.untyped_storage().resize_(0)
 
 
+def can_be_freed(x: Tensor) -> bool:
+    """Whether a tensor's memory is ours to free and allocate again. It is not after ``numpy()`` or ``share_memory_()``."""
+    storage = x.untyped_storage()
+    return storage.resizable() and not (x.device.type == "cpu" and storage.is_shared())
+
+
 def reduce_scatter_into(
     main: Tensor,
     partial: Tensor,

@@ -62,7 +62,15 @@ class ShardGradient(Tensor):
     ) -> Any:
         """Run ``function``, on plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
-            result = function(*arguments, **(keywords or {}))
+            if function is torch.linalg.vector_norm and arguments[0].numel() == 0:
+                result: Any = arguments[0].new_zeros(())  # torch has none of order infinity
+            elif function is torch._foreach_norm:
+                options = {"ord": arguments[1]} if len(arguments) > 1 else keywords or {}
+                result = [
+                    torch.linalg.vector_norm(x, **options) if x.numel() else x.new_zeros(()) for x in arguments[0]
+                ]
+            else:
+                result = function(*arguments, **(keywords or {}))
         if function is torch._amp_foreach_non_finite_check_and_unscale_:
             gradients, found_inf, *_ = arguments
             if _of(gradients).nonfinite:

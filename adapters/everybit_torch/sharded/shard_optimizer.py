@@ -34,7 +34,9 @@ WEIGHTS = "accepted is to read or write the model's weights inside `with stepper
 
 
 def _refusal(name: str, instead: str) -> RuntimeError:
-    return RuntimeError(f"{name}: as_optimizer() holds this rank's parts of the parameters, and its state lies with them; {instead}")
+    return RuntimeError(
+        f"{name}: as_optimizer() holds this rank's parts of the parameters, and its state lies with them; {instead}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,10 +322,8 @@ class ShardOptimizer(TorchOptimizer):
             return group.step(part, [grad], [True], compile=self._compile, metrics=self.metrics_enabled, totals=totals)
 
         gradient = unit.gradients.buffer
-        if self._copies is None:
-            found = [step(unit, gradient)]
-        else:
-            found = step_streamed(unit, gradient, step, self._copies)
+        copies = self._copies
+        found = [step(unit, gradient)] if copies is None else step_streamed(unit, gradient, step, copies)
         return [one for one in found if one is not None]
 
     # -- what would be about this rank's part alone -----------------------------------------------------------------------------------
@@ -398,7 +398,9 @@ class ShardOptimizer(TorchOptimizer):
         Raises:
             TypeError: Always.
         """
-        raise TypeError("as_optimizer(): cannot be copied or pickled, for its tensors are parts of the stepper's buffers; " + SAVING)
+        raise TypeError(
+            "as_optimizer(): cannot be copied or pickled, for its tensors are parts of the stepper's buffers; " + SAVING
+        )
 
     # -- counts and reductions ------------------------------------------------------------------------------------------------------
 

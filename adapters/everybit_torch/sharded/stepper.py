@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,39 +14,33 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 import everybit as eb
-from everybit import borders
 from everybit.dtypes import FloatDType, dtype_name, torch_dtype
 from everybit.policy import Resolved, resolve
 from everybit_torch.sharded import groups
 from everybit_torch.sharded.communicator import Communicator, GroupAxis, Pending
-from everybit_torch.sharded.fingerprint import Facts, require_alike
-from everybit_torch.sharded.fingerprint import describe as described_value
+from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
 from everybit_torch.sharded.gathering import Gathering, ModuleHook, Unit, each
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import Group, build
+from everybit_torch.sharded.meshes import Mesh, communicators, ranks_of
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
-from everybit_torch.sharded.nonfinite import count_nonfinite, find_nonfinite, has_nonfinite
+from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.offload import is_host
-from everybit_torch.sharded.plan import AGREED, Plan, Ranks, plan_layout
-from everybit_torch.sharded.reduction import Wire, divide, give_back
+from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
+from everybit_torch.sharded.reduction import Wire, divide
 from everybit_torch.sharded.reduction_queue import ReductionQueue
-from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
+from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
+from everybit_torch.sharded.step_agreement import StepAgreement, agree
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
 from everybit_torch.sharded.ways import Comparer
 from everybit_torch.sharded.weights import MOVED, WeightBuffer
-from everybit_torch.stepping import piece_size
-
-Mesh = DeviceMesh | dist.ProcessGroup | None
-
-# Sums of squares outside are made again in float64.
-_TINY, _HUGE = 1e-24, 1e36
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FlatStepper]] = weakref.WeakKeyDictionary()
 
@@ -188,7 +180,8 @@ class FlatStepper:
         self._nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
         self._queue = ReductionQueue(self.gradients)
         self._last: bool | None = None
-        self._in_context = self._in_pass = self._arrived = self.in_full_parameters = False
+        self._in_context = self._in_pass = self.in_full_parameters = False
+        self._accumulates = self._arrived = False
         self._failed = self._owes_pass = self._finishing = False
         self._incomplete: str | None = None
         self._passes = self._cycle_passes = 0
@@ -268,19 +261,7 @@ class FlatStepper:
             )
         _device_of(described)
         _judge(described, seed, unsafe)
-        ranks = f"{self.inner.size} x {self.outer.size} outer"
-        facts = [("strategy", repr(self.sharding.strategy)), ("outer", repr(self.sharding.outer)), ("mesh", ranks)]
-        facts += [("a unit", repr(name)) for name, _ in described.units]
-        for spec in described.specs:
-            unit = described.units[spec.unit][0]
-            trained = "trained" if spec.requires_grad else "frozen"
-            names = " and ".join(spec.names)
-            facts.append((names, f"{spec.dtype} {spec.shape}, {trained}, unit {unit!r}, label {spec.label!r}"))
-        facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
-        for label, one in described.labelled.items():
-            facts.append((f"transform of {label or 'all parameters'}", described_value(one.transform)))
-            facts.append((f"policy of {label or 'all parameters'}", described_value(one.policy)))
-        return described, facts
+        return described, facts_of(model, described, self.sharding, (self.inner.size, self.outer.size))
 
     def _make_gathering(self, described: ModelLayout) -> Gathering:
         unit_weights: list[list[WeightBuffer]] = [[] for _ in described.units]
@@ -290,7 +271,10 @@ class FlatStepper:
         hosts = self.inner.for_host_memory(), self.outer.for_host_memory()
         self._made = [gathers, *hosts]
         return Gathering(
-            [Unit(name, module, buffers) for (name, module), buffers in zip(described.units, unit_weights, strict=True)],
+            [
+                Unit(name, module, buffers)
+                for (name, module), buffers in zip(described.units, unit_weights, strict=True)
+            ],
             gathers,
             Comparer(*hosts),
             reshard_after_forward=self._reshard_after_forward,
@@ -416,6 +400,7 @@ class FlatStepper:
         self._require_in_place()
         self._queue.begin()
         self._in_pass, self._arrived = True, False
+        self._accumulates = any(map(_accumulates, (p for _, p in self._parameters)))
         for buffer, members in zip(self.gradients, self._members, strict=True):
             buffer.begin_pass(sum(parameter.requires_grad for parameter in members))
             if buffer.group.unit == 0:
@@ -435,7 +420,9 @@ class FlatStepper:
         return self.sharding.grads or self._last is True
 
     def _advance(self) -> None:
-        """Send what is complete, and what will not be, from the layout's last group on: on every rank in this order, whatever comes first."""
+        """Send what is complete, and what will not be, from the layout's last group on: in this order, whatever comes first."""
+        if not (self._accumulates or self._arrived):
+            return  # torch.autograd.grad, after which there is still a backward pass to come
         while self._reduces and (buffer := self._queue.next) is not None:
             over = self._gathering is not None and self._gathering.ways.is_over(buffer.group.unit)
             if not (buffer.complete or over):
@@ -564,7 +551,9 @@ class FlatStepper:
         if self._gathering is None or "storage of size 0" not in str(error):
             return
         units = list(enumerate(self._gathering.units))
-        first, *others = [str(unit) for n, unit in reversed(units) if n and n not in self._gathering.entered] or ["the model"]
+        first, *others = [str(unit) for n, unit in reversed(units) if n and n not in self._gathering.entered] or [
+            "the model"
+        ]
         raise RuntimeError(
             f"{first}: the backward pass needed weights of this unit{f' (or of {others[0]}, ...)' if others else ''} before it came to what"
             " the unit had returned. Accepted are units that return every tensor that the loss depends on, and hide none (in an attribute,"
@@ -628,13 +617,11 @@ class FlatStepper:
         if loss_scale != 1.0:
             for buffer in self.gradients:
                 divide(buffer.own, loss_scale)
-        touched, norm, is_nan, skipped, nonfinite = self._agree()
-        untouched = tuple(
-            name for name, here in zip(self._names, touched, strict=True) if not here and name in self._trained_names
-        )
-        self._require_sense(untouched, is_nan=is_nan)
-        if not skipped and len(untouched) < len(self._trained_names):
-            by_name = dict(zip(self._names, touched, strict=True))
+        agreed = self._agree()
+        by_name = dict(zip(self._names, agreed.touched, strict=True))
+        untouched = tuple(name for name, here in by_name.items() if not here and name in self._trained_names)
+        self._require_sense(untouched, is_nan=agreed.is_nan)
+        if not agreed.skipped and len(untouched) < len(self._trained_names):
             step_shards = self._optimizer.prepare_shards(lambda s: by_name[s.placement.spec.name])
             self.mark_incomplete("a step ended in an error after weights had been changed")
             step_shards()
@@ -646,7 +633,7 @@ class FlatStepper:
                 self._gather_again()
         self._incomplete = None
         self._forget()
-        return StepReport(norm, skipped, nonfinite, untouched)
+        return StepReport(agreed.norm, agreed.skipped, agreed.nonfinite, untouched)
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -751,62 +738,18 @@ class FlatStepper:
                     " sharded. Call units, and the model, as modules."
                 )
 
-    def _agree(self) -> tuple[list[bool], Tensor, bool, bool, tuple[NonFinite, ...]]:
-        """Which parameters have a gradient on any rank, the gradient's norm, whether it is NaN, whether to skip the step, and why.
-
-        One sum over the ranks.
-
-        Raises:
-            RuntimeError: Ranks had different numbers of passes, where every pass is summed over the ranks.
-        """
-        count = len(self._names)
-        numbers = torch.zeros(count + AGREED, dtype=torch.float64)
-        numbers[:count] = torch.tensor(self._touched)
-        passes = self._cycle_passes if self.sharding.grads else 0
-        numbers[count + 2], numbers[count + 3] = passes, passes**2
-        numbers = numbers.to(self._nonfinite.device, non_blocking=True)
-        mine = self._shard_communicators()
-        # Of ranks that hold the same the first one counts.
-        counts = all(one.rank == 0 for one in (self.inner, self.outer) if one not in mine)
-        if counts:
-            numbers[count] = self._sum_of_squares(torch.float32)
-        if self._nan == "step":
-            numbers[count + 1] = has_nonfinite(self._shards)
-        for communicator in (self.inner, self.outer):
-            communicator.all_reduce(numbers, "what the gradients are like").wait()
-        *flags, square, nonfinite, passes_sum, passes_squares = numbers.tolist()
-        if self.inner.size * self.outer.size * passes_squares != passes_sum**2:  # equal exactly if all are alike
-            raise RuntimeError(
-                f"step: ranks had different numbers of backward passes in this cycle, this one {passes}: zero_grad() was called on some of"
-                " them only. Accepted next is zero_grad(), on every rank."
-            )
-        touched, bad = [flag > 0 for flag in flags], nonfinite > 0
-        if not _TINY < square < _HUGE:
-            # Squares of float32 numbers may be too large or too small for it, where the numbers are not. All ranks see the same here.
-            numbers[count] = 0.0
-            if counts:
-                numbers[count] = self._sum_of_squares(torch.float64)
-            for communicator in (self.inner, self.outer):
-                communicator.all_reduce(numbers[count : count + 1], "the gradient's norm").wait()
-        norm = borders.sqrt(numbers[count])
-        give_back(numbers)
-        is_nan = math.isnan(square)
-        if self._nan != "param":
-            return touched, norm, is_nan, bad, ()
-        found = find_nonfinite(self._shards, self._names, self._nonfinite, self.inner, self.outer)
-        return touched, norm, is_nan, bool(found), found
-
-    def _sum_of_squares(self, precision: torch.dtype) -> Tensor:
-        """Of this rank's part of the gradient: float64, 0-d. Short pieces are summed in ``precision`` at least, and added up in float64."""
-        total = torch.zeros((), dtype=torch.float64, device=self._nonfinite.device)
-        for shard in self._shards:
-            own = shard.without_padding
-            wide = torch.promote_types(own.dtype, precision)
-            size = piece_size(own.device)
-            for low in range(0, own.numel(), size):
-                part = own[low : low + size].to(wide)
-                total += torch.dot(part, part)
-        return total
+    def _agree(self) -> StepAgreement:
+        return agree(
+            self._names,
+            self._touched,
+            self._cycle_passes if self.sharding.grads else 0,
+            self._nonfinite,
+            self._shards,
+            self._nan,
+            self.inner,
+            self.outer,
+            self._shard_communicators(),
+        )
 
     def _hand_out(self, *, trained_only: bool = True) -> None:
         changed = [weights for weights in self.weights if weights.group.requires_grad or not trained_only]
@@ -993,46 +936,14 @@ class FlatStepper:
         return "\n".join(lines)
 
 
-def communicators(mesh: Mesh) -> tuple[Communicator, Communicator]:
-    """The inner and the outer ranks of a mesh.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: A mesh of more than two dimensions.
-    """
-    if mesh is None:
-        _require_group()
-        return Communicator(dist.group.WORLD if dist.is_initialized() else None), Communicator(None)
-    if isinstance(mesh, dist.ProcessGroup):
-        return Communicator(mesh), Communicator(None)
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: got {mesh!r}; accepted are a DeviceMesh, a process group, or None.")
-    if mesh.ndim == 1:
-        return Communicator(mesh.get_group()), Communicator(None)
-    if mesh.ndim == 2:
-        return Communicator(mesh.get_group(1)), Communicator(mesh.get_group(0))
-    raise ValueError(f"mesh: got {mesh.ndim} dimensions; accepted are one, or two: (outer, inner).")
-
-
-def _require_group() -> None:
-    """Refuse to be alone among processes that somebody started together."""
-    started = os.environ.get("WORLD_SIZE", "1")
-    if not dist.is_initialized() and started.isdecimal() and int(started) > 1:
-        raise ValueError(
-            f"mesh: got None in one of {started} processes (RANK={os.environ.get('RANK', '?')} and WORLD_SIZE={started} are set, as torchrun"
-            " sets them) without a process group, so that each would train a model of its own. Before the stepper is made, write:\n\n"
-            "    import torch.distributed as dist\n"
-            "    dist.init_process_group()\n"
-        )
-
-
-def ranks_of(mesh: Mesh) -> list[int]:
-    """The ranks of a mesh, numbered as in the world."""
-    if isinstance(mesh, DeviceMesh):
-        return [int(rank) for rank in mesh.mesh.flatten().tolist()]
-    if mesh is None and not dist.is_initialized():
-        return [0]
-    return dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh)
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the backward pass that is going on accumulates a parameter's gradient, as far as its own graph tells."""
+    if not parameter.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # its gradient is what torch.autograd.grad was asked for
+        return False
 
 
 def _device_of(described: ModelLayout) -> torch.device:

@@ -14,6 +14,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everybit_torch.sharded.communicator import Communicator, Pending
-
 
 UseKey = tuple[int, int]
 
@@ -95,8 +95,9 @@ class Ways:
         """A unit's forward pass has ended. Returns what names this use."""
         if self._over:
             self.forget()
-        # A block without gradients records nothing, and autograd's count stands still.
-        self._uses.append(_Use(unit, differentiable, 0 if differentiable else torch.autograd._get_sequence_nr()))
+        # Nothing is recorded in a block without gradients, so that autograd's count of what it records stands still.
+        block = 0 if differentiable else torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._uses.append(_Use(unit, differentiable, block))
         self._left.append(len(self._uses) - 1)
         self._left_of[unit] += 1
         return self._cycle, len(self._uses) - 1
@@ -105,7 +106,7 @@ class Ways:
     def in_the_layouts_order(self) -> bool:
         """Whether units ran once each, in the layout's order; some may have been left out."""
         units = [use.unit for use in self._uses]
-        return all(self._nesting.ends_after(b, a) for a, b in zip(units, units[1:], strict=False))
+        return all(self._nesting.ends_after(after, before) for before, after in pairwise(units))
 
     @property
     def digest(self) -> int:
@@ -222,8 +223,8 @@ class Comparison:
                 other = turns[most if mine != most else -least]
                 raise RuntimeError(
                     f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank"
-                    f" {_TURNS[other] if other != self._turn else 'does so for another unit'}. Between two backward passes all ranks run the"
-                    " same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every rank."
+                    f" {_TURNS[other] if other != self._turn else 'does so for another unit'}. Between two backward passes all ranks run"
+                    " the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every rank."
                 )
             self._result = Agreement(alike, in_order)
         return self._result

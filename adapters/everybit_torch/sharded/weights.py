@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from everybit_torch.gradients import piece
 from everybit_torch.sharded.communicator import Communicator, Done, Pending
 from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.reduction import can_be_freed
 from everybit_torch.sharded.strategies import Sharding
 
 MOVED = (
@@ -56,10 +57,7 @@ class WeightBuffer:
         self.gathered = self.shown = True
         if sharding.params:
             # The buffer's memory comes and goes, and graphs hold tensors in it: they all have to share its storage.
-            self._pieces = [
-                self.whole[place.start : place.stop].view(p.shape)
-                for p, place in zip(self.parameters, group.placements, strict=True)
-            ]
+            self._pieces = self._views()
             self.shard = self.whole.view(inner.size, -1)[inner.rank].clone()
             # One element for each, so that who writes to one spoils no other.
             self._nan = [
@@ -148,8 +146,21 @@ class WeightBuffer:
             for parameter, tensor in zip(self.parameters, self._absent, strict=True):
                 parameter.data = tensor
             self._versions = [parameter._version for parameter in self.parameters]
-            self.whole.untyped_storage().resize_(0)
+            self._free()
             self.gathered = False
+
+    def _views(self) -> list[Tensor]:
+        return [
+            self.whole[place.start : place.stop].view(p.shape)
+            for p, place in zip(self.parameters, self.group.placements, strict=True)
+        ]
+
+    def _free(self) -> None:
+        if not can_be_freed(self.whole):
+            # It stays with whoever holds on to it, or with a graph that was made with it.
+            self.whole = torch.empty_like(self.whole)
+            self._pieces = self._views()
+        self.whole.untyped_storage().resize_(0)
 
     def reset(self) -> None:
         """After an error: the model's tensors have no values, whatever was done to them."""

@@ -287,18 +287,15 @@ def test_torchs_grad_scaler_skips_on_all_ranks_or_on_none(strategy: Strategy) ->
 
 
 def test_torchs_grad_scaler_on_a_mesh() -> None:
+    expected = run(4, on_a_mesh, meshed, 2, 2, False, "no_shard")[0][0]
     for outer in ("no_shard", "optim"):
-        arguments = (plainly_scaled, 2, 2, SHARDED)
-        expected = run(4, on_a_mesh, *arguments, False, False, False)[0][0]
-        for weights, scales in run(4, meshed, outer, timeout=20):
+        for weights, scales in run(4, on_a_mesh, meshed, 2, 2, True, outer, timeout=20):
             assert scales == [256.0, 256.0, 128.0, 128.0]
             assert equal(weights, expected)
 
 
-def meshed(outer: OuterStrategy) -> tuple[Weights, list[float]]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return plainly_scaled(SHARDED, True, True, False, init_device_mesh("cpu", (2, 2)), outer)
+def meshed(plain: bool, outer: OuterStrategy, mesh: Any) -> tuple[Weights, list[float]]:
+    return plainly_scaled(SHARDED, plain, False, True, mesh, outer)
 
 
 def clipped(strategy: Strategy, order: float, foreach: bool | None, tiny: bool) -> tuple[float, float, list[float]]:

@@ -37,6 +37,7 @@ class Step:
     second: bool  # whether the unit's second parameter is used
     inner: tuple[int, ...]  # of the units that lie in it, in this order
     recompute: Literal["no", "saved tensors", "reentrant"]
+    with_next: bool = False  # whether one checkpoint covers the next step as well
 
 
 @dataclass(frozen=True)
@@ -94,34 +95,48 @@ class Maze(nn.Module):
 
     def forward(self, way: Way) -> list[Tensor]:
         x = (self.own * 3).sum()
-        seen = [x]
-        for step in way.steps:
-            part = self.parts[step.unit]
-            arguments = (x, step) if isinstance(part, Whole) else (x, step.number, step.second)
-            reentrant = step.recompute == "reentrant"
-            again = step.recompute != "no"
-            x = checkpoint(part, *arguments, use_reentrant=reentrant) if again else part(*arguments)
+        seen, covered = [x], []
+        for number, step in enumerate(way.steps):
+            covered.append(step)
+            if step.with_next and number + 1 < len(way.steps):
+                continue
+            first = covered[0].recompute
+            x = (
+                checkpoint(self.run, x, covered, use_reentrant=first == "reentrant")
+                if first != "no"
+                else self.run(x, covered)
+            )
             seen.append(x)
+            covered = []
         return seen
 
+    def run(self, x: Tensor, steps: list[Step]) -> Tensor:
+        for step in steps:
+            part = self.parts[step.unit]
+            x = part(x, step) if isinstance(part, Whole) else part(x, step.number, step.second)
+        return x
 
-Kind = Literal["skips", "orders", "recomputed"]
+
+Kind = Literal["skips", "orders", "recomputed", "losses"]
 
 
-def draw(kind: Kind, seed: str) -> Way:
-    """A way at random."""
-    chance = random.Random(seed)
+def draw(kind: Kind, seed: str, rank: int) -> Way:
+    """A way at random; of kind "losses" all ranks go alike, in any order, and only what their losses are differs."""
+    chance = random.Random(seed if kind == "losses" else f"{seed} {rank}")
     units = [unit for unit in range(6) if chance.random() < 0.7]
-    if kind == "orders":
+    if kind in ("orders", "losses"):
         chance.shuffle(units)
     steps = []
     for unit in units:
         inner = [one for one in range(3) if chance.random() < 0.7]
-        if kind == "orders":
+        if kind in ("orders", "losses"):
             chance.shuffle(inner)
-        recompute: Any = chance.choice(["no", "saved tensors", "reentrant"]) if kind == "recomputed" else "no"
-        steps.append(Step(unit, chance.randrange(1, 9), chance.random() < 0.8, tuple(inner), recompute))
-    loss_after = chance.randrange(len(steps) + 1) if chance.random() < 0.2 else None
+        again = kind in ("recomputed", "losses")
+        recompute: Any = chance.choice(["no", "saved tensors", "reentrant"]) if again else "no"
+        with_next = recompute != "no" and chance.random() < 0.4
+        steps.append(Step(unit, chance.randrange(1, 9), chance.random() < 0.8, tuple(inner), recompute, with_next))
+    chance = random.Random(f"{seed} {rank}")
+    loss_after = chance.randrange(len(steps) + 1) if chance.random() < (0.7 if kind == "losses" else 0.2) else None
     return Way(tuple(steps), loss_after, chance.random() < 0.9)
 
 
@@ -142,7 +157,7 @@ def walk(
     rank = 0 if alike else dist.get_rank()
     for step in range(2):
         for number in range(2):
-            way = draw(kind, f"{kind} {case} {rank} {step} {number}")
+            way = draw(kind, f"{kind} {case} {step} {number}", rank)
             within: Any = contextlib.nullcontext()
             if context == "microbatch":
                 within = stepper.microbatch(last=number == 1)
@@ -151,7 +166,7 @@ def walk(
             with within:
                 seen = model(way)
                 if way.backward or context != "microbatch":
-                    (seen[-1] if way.loss_after is None else seen[way.loss_after]).backward()
+                    seen[-1 if way.loss_after is None else min(way.loss_after, len(seen) - 1)].backward()
         stepper.step()
     weights = weights_of(stepper)
     stepper.close()
@@ -172,7 +187,7 @@ def differences(kind: Kind, cases: range, mesh: Any = None) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("kind", ["skips", "orders", "recomputed"])
+@pytest.mark.parametrize("kind", ["skips", "orders", "recomputed", "losses"])
 @pytest.mark.parametrize(("size", "cases"), [(2, 10), (3, 4), (4, 2)])
 def test_random_ways_that_differ_from_rank_to_rank(size: int, cases: int, kind: Kind) -> None:
     for wrong in run(size, differences, kind, range(100 * size, 100 * size + cases), timeout=30):
@@ -285,7 +300,7 @@ def test_a_way_that_leaves_units_out_costs_no_memory_and_one_in_another_order_do
     assert orders[0] > alike[0]
 
 
-def test_random_ways_on_a_mesh() -> None:
-    for kind in ("skips", "orders"):
-        for wrong in run(4, on_a_mesh, differences, 2, 2, kind, range(2), timeout=30):
-            assert not wrong
+@pytest.mark.parametrize("kind", ["orders", "losses"])
+def test_random_ways_on_a_mesh(kind: Kind) -> None:
+    for wrong in run(4, on_a_mesh, differences, 2, 2, kind, range(3), timeout=30):
+        assert not wrong

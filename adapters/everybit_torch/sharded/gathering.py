@@ -157,9 +157,9 @@ class Gathering:
     ) -> None:
         self.units, self.communicator = list(units), communicator
         self.reshard_after_forward = reshard_after_forward
-        self._comparer, self._nesting = comparer, Nesting([unit.name for unit in self.units])
+        self._comparer = comparer
         self._on_backward, self._on_unit = weakref.WeakMethod(on_backward), weakref.WeakMethod(on_unit)
-        self.ways = Ways(self._nesting)
+        self.ways = Ways(Nesting([unit.name for unit in self.units]))
         self.entered: set[int] = set()
         self.ran: set[int] = set()
         self.in_forward = self.in_backward = self.forward_over = False
@@ -420,7 +420,7 @@ class Gathering:
 
     def before_reduction(self, number: int) -> None:
         """Before a unit's gradients are sent: be where a rank is that has come to the unit, so that none waits for this one."""
-        self.take_part(self._nesting.outermost(number))
+        self.take_part(self.ways.lowest_beside(number))
 
     def end_backward(self) -> None:
         """Take part in gathering what other ranks may have needed, and give everything back."""

@@ -29,7 +29,7 @@ UseKey = tuple[int, int]
 class _Use(NamedTuple):
     unit: int
     differentiable: bool  # whether its outputs require gradients
-    block: int  # of uses without gradients: which ones a checkpoint covers together
+    block: int  # uses with the same number, but 0, are run again together by a checkpoint
 
 
 class Nesting:
@@ -85,6 +85,7 @@ class Ways:
         self._uses: list[_Use] = []
         self._left: list[int] = []  # the numbers of the uses that may still come, in order
         self._left_of: Counter[int] = Counter()  # how many of them each unit has
+        self._lowest: dict[int, int] = {}
         self._forward_uses = self._cycle = 0
         self._over = False
         self.current: int | None = None
@@ -95,23 +96,22 @@ class Ways:
         """A unit's forward pass has ended. Returns what names this use."""
         if self._over:
             self.forget()
-        # Nothing is recorded in a block without gradients, so that autograd's count of what it records stands still.
-        block = 0 if differentiable else torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self._uses.append(_Use(unit, differentiable, block))
+        self._uses.append(_Use(unit, differentiable, _checkpoint(differentiable)))
         self._left.append(len(self._uses) - 1)
         self._left_of[unit] += 1
         return self._cycle, len(self._uses) - 1
 
     @property
     def in_the_layouts_order(self) -> bool:
-        """Whether units ran once each, in the layout's order; some may have been left out."""
-        units = [use.unit for use in self._uses]
-        return all(self._nesting.ends_after(after, before) for before, after in pairwise(units))
+        """Whether units ran once each, in the layout's order, and none with another in one checkpoint; some may have been left out."""
+        pairs = list(pairwise(self._uses))
+        return all(self._nesting.ends_after(b.unit, a.unit) and (not b.block or a.block != b.block) for a, b in pairs)
 
     @property
     def digest(self) -> int:
-        """The same number for the same uses in the same order."""
-        text = ",".join(f"{use.unit}{'+' if use.differentiable else '-'}" for use in self._uses)
+        """The same number for the same uses in the same order, in the same checkpoints."""
+        blocks = {block: number for number, block in enumerate(dict.fromkeys(use.block for use in self._uses))}
+        text = ",".join(f"{use.unit}{'+' if use.differentiable else '-'}{blocks[use.block]}" for use in self._uses)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     # -- backward -----------------------------------------------------------------------------------------------------------------
@@ -121,6 +121,16 @@ class Ways:
         self._keep(range(len(self._uses)))
         self._forward_uses = len(self._uses)
         self.current = None
+        # From each use on, the lowest unit that the backward pass may want the weights of while it has not left that use.
+        together: dict[int, int] = {}
+        for use in self._uses:
+            if use.block and use.unit:
+                together[use.block] = min(use.unit, together.get(use.block, use.unit))
+        self._lowest, lowest = {}, None
+        for use in reversed(self._uses):
+            if use.unit:
+                wanted = together.get(use.block, use.unit)
+                self._lowest[use.unit] = lowest = wanted if lowest is None else min(lowest, wanted)
 
     def came_to(self, unit: int, key: UseKey) -> None:
         """The pass has come to what a use of a unit returned."""
@@ -152,6 +162,10 @@ class Ways:
         self._left = list(uses)
         self._left_of = Counter(self._uses[n].unit for n in self._left)
 
+    def lowest_beside(self, unit: int) -> int:
+        """The lowest unit that a rank which went this way may want before it has left ``unit``."""
+        return min(self._lowest.get(unit, unit), self._nesting.outermost(unit))
+
     def may_come(self, unit: int) -> bool:
         """Whether the backward pass may still come to a unit."""
         return self._left_of[unit] > 0
@@ -171,6 +185,15 @@ class Ways:
         self._cycle += 1
         self._keep(())
         self.current = None
+
+
+def _checkpoint(differentiable: bool) -> int:
+    """A number for the checkpoint that is being recorded; 0 for none."""
+    if not differentiable:
+        # A reentrant one, or no_grad(). Nothing is recorded in it, so that autograd's count of what it records stands still.
+        return -1 - int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return id(hooks[0]) if hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "") else 0
 
 
 Turn = Literal["forward", "again", "backward"]

@@ -318,3 +318,31 @@ def test_sums_that_only_some_ranks_forgot_are_told_of(strategy: Strategy) -> Non
     """Every pass is summed over the ranks there, and a rank that forgets its part of the sums has forgotten everybody's."""
     for message in run(2, on_one_rank_only, strategy):
         assert "zero_grad() was called on some of them only" in message
+
+
+def going_on(strategy: Strategy) -> list[str]:
+    """What is said if training goes on after an error in a backward pass, without ``zero_grad()`` and without any context."""
+    model: Any = network()
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block])
+    handle = model.blocks[0].inner.weight.register_hook(lambda grad: 1 / 0)
+    said = []
+    for attempt in range(2):
+        try:
+            model(data(0, dist.get_rank(), 0, torch.float32)).square().mean().backward()
+            stepper.step()
+        except (ZeroDivisionError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        if attempt == 0:
+            handle.remove()
+    stepper.zero_grad()
+    model(data(0, dist.get_rank(), 0, torch.float32)).square().mean().backward()
+    return [*said, str(stepper.step().skipped)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nobody_goes_on_from_half_a_backward_pass(strategy: Strategy) -> None:
+    for first, second, skipped in run(2, going_on, strategy, timeout=20):
+        assert first.startswith("ZeroDivisionError")
+        assert second.startswith("RuntimeError")
+        assert "zero_grad()" in second or "inside a microbatch or a backward pass" in second
+        assert skipped == "False"

@@ -206,6 +206,7 @@ class Gathering:
     def begin_cycle(self) -> None:
         """A step is over."""
         self.ran = set()
+        self.ways.forget()
 
     @contextmanager
     def everything(self) -> Iterator[None]:
@@ -232,6 +233,11 @@ class Gathering:
     def _before_forward(self, number: int, arguments: Any) -> None:
         self.ran.add(number)
         if self.in_backward:
+            if torch._C._current_graph_task_id() == -1:
+                raise RuntimeError(
+                    f"{self.units[number]}: the backward pass before ended in an error, and its gradients are in part; accepted is"
+                    " zero_grad(), on every rank."
+                )
             self._run_again(number)
             return
         if number == 0:

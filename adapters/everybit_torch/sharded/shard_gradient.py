@@ -18,7 +18,7 @@ import everybit as eb
 
 
 class AllGradients:
-    """The gradients of all ranks in one cycle, of which this rank has parts.
+    """The gradients of all ranks, of which this rank has parts.
 
     Args:
         axis: Sums and maxima over the ranks that have the other parts.
@@ -29,9 +29,13 @@ class AllGradients:
         self._axis, self._has_nonfinite = axis, has_nonfinite
         self._nonfinite: bool | None = None
 
+    def forget(self) -> None:
+        """They are other gradients from here on."""
+        self._nonfinite = None
+
     @property
     def nonfinite(self) -> bool:
-        """Whether any rank's part has an element that is not finite. Asked once, of all ranks, whoever has how many parts."""
+        """Whether any rank's part has an element that is not finite. Asked once of all ranks, however many parts each has."""
         if self._nonfinite is None:
             self._nonfinite = bool(self._axis.max(self._has_nonfinite().double()))
         return self._nonfinite

@@ -147,6 +147,8 @@ class ShardOptimizer(TorchOptimizer):
         ]
         absent: dict[str, Any] = dict.fromkeys(names)
         self._placeholders: list[tuple[nn.Parameter, torch.dtype]] = []
+        self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self._shards))
+        self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
         super().__init__(
             groups,
             self._transform,
@@ -266,20 +268,26 @@ class ShardOptimizer(TorchOptimizer):
         Args:
             of: Which parameters have one.
         """
-        all_gradients = AllGradients(self._axis, lambda: has_nonfinite(self._shards))
-        for shard in self._shards:
-            own = shard.gradients.own
-            for s, parameter in zip(shard.slices, shard.parameters, strict=True):
-                part = own[s.offset : s.offset + s.high - s.low]
-                parameter.grad = ShardGradient.of(part, all_gradients) if of(s) else None
+        self._all_gradients.forget()
+        for number, shard in enumerate(self._shards):
+            known = self._parts.get(number)
+            if known is None or known[0] is not shard.gradients.main:
+                own = shard.gradients.own
+                parts = [own[s.offset : s.offset + s.high - s.low] for s in shard.slices]
+                known = shard.gradients.main, [ShardGradient.of(part, self._all_gradients) for part in parts]
+                self._parts[number] = known
+            for s, parameter, gradient in zip(shard.slices, shard.parameters, known[1], strict=True):
+                parameter.grad = gradient if of(s) else None
         for parameter, dtype in self._placeholders:
             # So that a rank without elements of a label is asked with the others.
-            parameter.grad = ShardGradient.of(torch.empty_like(parameter.detach(), dtype=dtype), all_gradients)
+            none = torch.empty_like(parameter.detach(), dtype=dtype)
+            parameter.grad = ShardGradient.of(none, self._all_gradients)
 
     def hide_gradients(self) -> None:
         """There are none, until the next cycle's are final."""
-        for parameter in (p for shard in self._shards for p in shard.parameters):
-            parameter.grad = None
+        for shard in self._shards:
+            for parameter in shard.parameters:
+                parameter.grad = None
         for parameter, _ in self._placeholders:
             parameter.grad = None
 

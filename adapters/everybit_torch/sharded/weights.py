@@ -66,6 +66,8 @@ class WeightBuffer:
             self._absent = [
                 nan.expand(p.numel()).view(p.shape) for nan, p in zip(self._nan, self.parameters, strict=True)
             ]
+            self._absent_at = [tensor.data_ptr() for tensor in self._absent]
+            self._offsets = [place.start * group.dtype.itemsize for place in group.placements]
         else:
             self._pieces = [
                 piece(self.whole, place.start, place.stop, p.shape)
@@ -103,7 +105,7 @@ class WeightBuffer:
         """
         if self.gathered or not self.sharding.params:
             return
-        self._require_in_place(self._absent)
+        self._require_in_place(absent=True)
         for parameter, version, place in zip(self.parameters, self._versions, self.group.placements, strict=True):
             if parameter._version != version:
                 raise RuntimeError(
@@ -141,7 +143,7 @@ class WeightBuffer:
         try:
             pending.wait()
             if shown:
-                self._require_in_place(self._pieces)
+                self._require_in_place(absent=False)
         finally:
             for parameter, tensor in zip(self.parameters, self._absent, strict=True):
                 parameter.data = tensor
@@ -171,6 +173,7 @@ class WeightBuffer:
         for parameter, tensor, nan in zip(self.parameters, self._absent, self._nan, strict=True):
             nan.fill_(torch.nan)
             parameter.data = tensor
+        self._absent_at = [tensor.data_ptr() for tensor in self._absent]
         self._versions = [parameter._version for parameter in self.parameters]
 
     def gather_again(self, communicator: Communicator) -> Pending:
@@ -183,12 +186,14 @@ class WeightBuffer:
         Raises:
             RuntimeError: A parameter was given other memory.
         """
-        self._require_in_place(self._pieces)
+        self._require_in_place(absent=False)
         self.shard.copy_(self.whole.view(self.inner.size, -1)[self.inner.rank])
 
-    def _require_in_place(self, expected: Sequence[Tensor]) -> None:
-        for parameter, tensor, place in zip(self.parameters, expected, self.group.placements, strict=True):
-            if parameter.numel() and parameter.data_ptr() != tensor.data_ptr():
+    def _require_in_place(self, *, absent: bool) -> None:
+        start = 0 if absent else self.whole.data_ptr()
+        expected = self._absent_at if absent else [start + offset for offset in self._offsets]
+        for parameter, address, place in zip(self.parameters, expected, self.group.placements, strict=True):
+            if parameter.data_ptr() != address and place.spec.numel:
                 raise RuntimeError(MOVED.format(name=place.spec.name))
 
     # -- after a step -------------------------------------------------------------------------------------------------------------

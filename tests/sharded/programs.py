@@ -161,6 +161,7 @@ def integer_gradients(
                         units=[Addend],
                         mesh=mesh,
                         outer=outer,
+                        synchronize=False,
                     )
                     for cycle in range(2):
                         for number in range(count):

@@ -168,6 +168,7 @@ def _perform(rank: int, job: bytes) -> bytes:
         outcome = pickle.dumps((True, value))  # by value: shared memory would end with this process
         del value
         gc.collect()  # steppers and optimizers that nobody has
+        gc.freeze()  # what is left are modules and caches, which would be looked at again after every program
         return outcome
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
 from collections.abc import Callable
@@ -340,6 +341,37 @@ def test_clip_grad_norm_measures_all_ranks(strategy: Strategy, order: float) -> 
                 torch.testing.assert_close(torch.tensor(steps).double(), moved, rtol=2**-14, atol=2**-22)
 
 
+def mixed_with_others(foreach: bool) -> list[str]:
+    """What is said of norms that would be about this rank's parts alone, or count a whole gradient once for every rank."""
+    model, other = network(), network(seed=1)
+    steppers = [FlatStepper(one, eb.sgd(1.0), units=[Block]) for one in (model, other)]
+    gradients = []
+    for one, stepper in zip((model, other), steppers, strict=True):
+        with stepper.microbatch(last=True):
+            one(data(0, dist.get_rank(), 0, torch.float32)).square().mean().backward()
+        gradients.append([p.grad for group in stepper.as_optimizer().param_groups for p in group["params"]])
+    said = []
+    for given, order in (
+        ([*gradients[0], torch.ones(3)], 2.0),
+        ([torch.ones(3), *gradients[0]], 2.0),
+        ([*gradients[0], *gradients[1]], 2.0),
+        (gradients[0], 0.0),
+        (gradients[0], -float("inf")),
+    ):
+        try:
+            said.append(f"nothing, and {torch.nn.utils.get_total_norm(given, order, foreach=foreach)}")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_norms_that_cannot_be_added_up_over_ranks_are_refused(foreach: bool) -> None:
+    for said in run(2, mixed_with_others, foreach, timeout=20):
+        assert all("accepted are the gradients of one as_optimizer() in one norm" in one for one in said[:3]), said
+        assert all("norm_type: got" in one and "accepted are orders above zero" in one for one in said[3:]), said
+
+
 def test_parts_of_gradients_are_tensors_like_others() -> None:
     model = network()
     stepper = FlatStepper(model, eb.sgd(0.1))
@@ -471,6 +503,34 @@ def many(path: Path) -> tuple[int, int]:
 def test_steppers_that_were_closed_leave_no_threads(tmp_path: Path) -> None:
     for first, last in run(2, many, tmp_path):
         assert first == last
+
+
+def many_that_nobody_has(keep: bool) -> tuple[int, int, list[Weights]]:
+    """As :func:`many`, without ``close()``; with ``keep`` each rank has two of the steppers for longer, not the same ones."""
+    counts: list[int] = []
+    kept: list[FlatStepper] = []
+    weights: list[Weights] = []
+    for number in range(16):
+        model = network()
+        stepper = FlatStepper(model, eb.sgd(0.1), strategy=SHARDED, units=[Block])
+        with stepper.microbatch(last=True):
+            model(data(number, 0, 0, torch.float32)).square().mean().backward()
+        stepper.step()
+        weights.append(weights_of(stepper))
+        if keep and number % 2 == dist.get_rank():
+            kept = [*kept[-1:], stepper]
+        del model, stepper
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts[7], counts[-1], weights
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_steppers_that_nobody_has_leave_no_threads(keep: bool) -> None:
+    """Also where ranks lose them at different times: a group is used again when it is free on all of them."""
+    (first, last, weights), other = run(2, many_that_nobody_has, keep, timeout=20)
+    assert (first, first) == (last, other[1])
+    assert all(equal(one, two) for one, two in zip(weights, other[2], strict=True))
 
 
 # -- one numbering of elements ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,15 +45,15 @@ class Done:
 
 class _Work:
     def __init__(self, work: Any, describe: str, communicator: Communicator) -> None:
-        self.work, self._describe, self._communicator = work, describe, communicator
+        self._work, self._describe, self._communicator = work, describe, communicator
 
     def wait(self) -> None:
         with self._communicator.explained(self._describe):
-            self.work.wait()
-        self._communicator.completed(self)
+            self._work.wait()
+        self._communicator.completed(self._work)
 
     def is_done(self) -> bool:
-        return bool(self.work.is_completed())
+        return bool(self._work.is_completed())
 
 
 class Communicator:
@@ -62,7 +63,7 @@ class Communicator:
 
     Args:
         group: The process group; None for one process alone.
-        owned: Whether the group was made here; :meth:`close` then leaves it to the next who needs one like it.
+        owned: Whether the group was made here; :meth:`close`, or the end of this object, then leaves it to the next who needs one like it.
 
     Attributes:
         size: Number of ranks.
@@ -72,12 +73,15 @@ class Communicator:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, owned: bool = False) -> None:
-        self.group, self._owned = group, owned
+        self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.sent: Counter[str] = Counter()
-        self._under_way: list[_Work] = []
-        self._failed = False
+        self._under_way: list[Any] = []  # torch's objects, which do not keep this one alive
+        self._give_back: weakref.finalize[Any, Communicator] | None = None
+        if owned and group is not None:
+            self._give_back = weakref.finalize(self, groups.give_back, group, self._under_way)
+            self._give_back.atexit = False
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str) -> Pending:
         """``into`` becomes the ranks' shards one after the other. ``shard`` may be this rank's part of ``into``."""
@@ -125,7 +129,7 @@ class Communicator:
         """Wait for everything that is under way, whether it fails or not: its buffers may be used again then."""
         while self._under_way:
             with suppress(Exception):  # one that failed does not write any more
-                self._under_way[-1].work.wait()
+                self._under_way[-1].wait()
             self._under_way.pop()
 
     @property
@@ -158,10 +162,10 @@ class Communicator:
 
     def close(self) -> None:
         """Nothing is sent any more. A group that was made here is free for the next who wants one; every rank has to close it."""
-        if self._owned and self.group is not None:
+        if self._give_back is not None and self._give_back.alive:
             self.drain()
-            groups.give_back(self.group, usable=not self._failed)
-            self.group, self._owned = None, False
+            self._give_back()
+            self.group = None
 
     def _new_group(self, backend: str) -> Communicator:
         ranks = dist.get_process_group_ranks(self._required_group())
@@ -185,13 +189,12 @@ class Communicator:
         return self._opened(work, f"{kind} of {what}")
 
     def _opened(self, work: Any, describe: str) -> Pending:
-        self._under_way.append(one := _Work(work, describe, self))
-        return one
+        self._under_way.append(work)
+        return _Work(work, describe, self)
 
-    def completed(self, work: _Work) -> None:
+    def completed(self, work: Any) -> None:
         """A collective was waited for."""
-        if work in self._under_way:
-            self._under_way.remove(work)
+        self._under_way[:] = [one for one in self._under_way if one is not work]
 
     @contextmanager
     def explained(self, describe: str) -> Iterator[None]:
@@ -201,7 +204,8 @@ class Communicator:
         except RuntimeError as error:
             if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
                 raise
-            self._failed = True
+            if self.group is not None:
+                groups.spoil(self.group)
             raise RuntimeError(
                 f"rank {self.rank} of {self.size}: {describe} did not complete: another rank died, ran into an error, or did not take part"
                 f" within the process group's timeout. Look at the other ranks' output for the cause. ({error})"

@@ -82,7 +82,8 @@ class ShardGradient(Tensor):
         elif function is torch.linalg.vector_norm or function is torch._foreach_norm:
             order = float((keywords or {}).get("ord", arguments[1] if len(arguments) > 1 else 2.0))
             if function is torch._foreach_norm:
-                return [PartialNorm.of(one, _of(arguments[0]), order) for one in result]
+                norms = zip(arguments[0], result, strict=True)
+                return [PartialNorm.of(x, g._all, order) if isinstance(g, ShardGradient) else x for g, x in norms]
             if isinstance(arguments[0], ShardGradient) and len(arguments) < 3 and set(keywords or {}) <= {"ord"}:
                 return PartialNorm.of(result, arguments[0]._all, order)
         return result
@@ -105,17 +106,31 @@ class PartialNorm(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``function``, on plain tensors; norms of norms of one order go over all ranks."""
+        """Run ``function``, on plain tensors; norms of norms of one order go over all ranks.
+
+        Raises:
+            ValueError: The norm has an order that cannot be added up over ranks, or other tensors' norms are among them.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*arguments, **(keywords or {}))
         if function is torch.Tensor.to and isinstance(arguments[0], PartialNorm):
             return PartialNorm.of(result, arguments[0]._all, arguments[0]._order)
-        if function is torch.stack and all(isinstance(one, PartialNorm) for one in arguments[0]):
+        if function is torch.stack:
+            owners = {id(one._all) if isinstance(one, PartialNorm) else None for one in arguments[0]}
+            if len(owners) > 1:
+                raise ValueError(
+                    "gradients: got those of a stepper's as_optimizer(), of which each rank has a part, together with others, whose norm"
+                    " cannot be added to theirs; accepted are the gradients of one as_optimizer() in one norm."
+                )
             orders = {one._order for one in arguments[0]}
             return PartialNorm.of(result, arguments[0][0]._all, orders.pop()) if len(orders) == 1 else result
         if function is torch.linalg.vector_norm and isinstance(arguments[0], PartialNorm):
             order = float(arguments[1] if len(arguments) > 1 else (keywords or {}).get("ord", 2.0))
-            if order == arguments[0]._order and order > 0:
+            if not order > 0:
+                raise ValueError(
+                    f"norm_type: got {order} for gradients of which each rank has a part; accepted are orders above zero, and inf."
+                )
+            if order == arguments[0]._order:
                 return arguments[0]._all.norm(result, order)
         return result
 

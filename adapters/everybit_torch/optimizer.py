@@ -306,35 +306,43 @@ class TorchOptimizer(torch.optim.Optimizer):
         By its number an element draws its random bits: a run goes on with the same ones in another front end.
 
         Raises:
-            ValueError: A transform steps several parameters at once, between which others lie in the model.
+            ValueError: A transform steps several parameters at once, between which others lie in the model. Nothing is changed then.
         """
         counted: dict[torch.dtype, int] = {}
+        numbers: dict[Tensor, int] = {}
         for parameter in model.parameters():
-            self._numbers[parameter] = counted.get(parameter.dtype, 0)
-            counted[parameter.dtype] = self._numbers[parameter] + parameter.numel()
-        for group in self._groups:
-            group.waiting = [(parameter, self._numbers.get(parameter, first)) for parameter, first in group.waiting]
-        units: list[Unit] = []
+            numbers[parameter] = counted.get(parameter.dtype, 0)
+            counted[parameter.dtype] = numbers[parameter] + parameter.numel()
+        found: list[
+            tuple[Unit, list[int], list[int]]
+        ] = []  # units, the numbers of their first elements, and where they are cut
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
-            if not draws_bits(optimizer.policy) or any(p not in self._numbers for p in unit.parameters):
-                units.append(unit)
+            if not draws_bits(optimizer.policy) or any(p not in numbers for p in unit.parameters):
+                found.append((unit, [], []))
                 continue
             sizes = [local(p).numel() for p in unit.parameters]
-            firsts = [self._numbers[p] + first_element(p) for p in unit.parameters]
+            firsts = [numbers[p] + first_element(p) for p in unit.parameters]
             gaps = [i for i in range(1, len(firsts)) if firsts[i] != firsts[i - 1] + sizes[i - 1]]
             if gaps and not unit.flat:
                 raise ValueError(
                     f"{type(self).__name__}: a transform that reduces over all gradients steps its parameters at once, and others of the"
                     " model lie between them, whose random bits it would draw; accepted is an optimizer of all of the model's parameters."
                 )
+            found.append((unit, firsts, gaps))
+        self._numbers |= numbers
+        for group in self._groups:
+            group.waiting = [(parameter, self._numbers.get(parameter, first)) for parameter, first in group.waiting]
+        self._units = []
+        for unit, firsts, gaps in found:
             parts = list(unit.split(gaps)) if gaps else [unit]
+            self._units += parts
+            if not firsts:
+                continue
             for part, at in zip(parts, [0, *gaps], strict=True):
                 part.first = firsts[at]
                 part.first_tensor.fill_(part.first)
                 self._publish(part)
-            units += parts
-        self._units = units
 
     def _publish(self, unit: Unit) -> None:
         """Show each parameter's share of the unit's state in ``self.state``, as views."""

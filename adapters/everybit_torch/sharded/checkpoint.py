@@ -210,7 +210,6 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     group = dist.group.WORLD if dist.is_initialized() else None
     place = Path(_from_first(lambda: str(latest_checkpoint(path)), group))
     weights = get_model_state_dict(model)
-    optimizer._number_elements(model)
     optimizer._place()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     into: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -224,6 +223,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
             state[parameter] = {entry: torch.empty_like(value) for entry, value in entries.items()}
             into |= {f"optimizer.state.{names[id(parameter)]}.{entry}": x for entry, x in state[parameter].items()}
     _require_same(into, FileSystemReader(place).read_metadata(), place, set(into), group)
+    optimizer._number_elements(model)
     with torch.no_grad():
         with _without_word_of_one_process(group):
             load(into, checkpoint_id=place, process_group=group, no_dist=group is None)

@@ -256,6 +256,33 @@ def test_a_sum_that_an_error_left_under_way_is_waited_for(strategy: Strategy) ->
         assert run(2, dropped, strategy, size) == [0, 0]
 
 
+def unqueued(strategy: Strategy, keep: bool) -> list[str]:
+    """Where an error came right after a collective had been started, before anybody had it to wait for."""
+    model = network()
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block], keep_gradients=keep)
+    calls: Counter[str] = Counter()
+    with watched(calls):
+        expected = gradients(model, stepper, "microbatch")
+    wrong = []
+    for call in range(1, calls["_Work.__init__"] + 1):
+        with contextlib.suppress(BoomError), watched(Counter(), ("_Work.__init__", call)):
+            gradients(model, stepper, "microbatch")
+            wrong.append(f"{call}: not reached")
+        stepper.zero_grad()
+        if not same(gradients(model, stepper, "microbatch"), expected):
+            wrong.append(f"{call}: other gradients")
+    return [*wrong, f"{calls['_Work.__init__']} calls"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_collective_that_nobody_has_to_wait_for_is_waited_for(strategy: Strategy) -> None:
+    """Its memory was freed while it was under way, which ended the process."""
+    for keep in (True, False):
+        for found in run(2, unqueued, strategy, keep, timeout=20):
+            assert len(found) == 1, found
+            assert int(found[0].split()[0]) >= 3
+
+
 # -- what cannot be undone ----------------------------------------------------------------------------------------------------------------
 
 

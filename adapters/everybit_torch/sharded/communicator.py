@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -115,9 +115,7 @@ class Communicator:
         if self.size == 1:
             return Done()
         self.sent["all_reduce"] += 2 * (self.size - 1) * x.nbytes // self.size
-        with self.explained(f"all_reduce of {what}"):
-            work = dist.all_reduce(x, op=op, group=self.group, async_op=True)
-        return self._opened(work, f"all_reduce of {what}")
+        return self._launch(f"all_reduce of {what}", lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True))
 
     def broadcast(self, x: Tensor, what: str, source: int = 0) -> None:
         """``x`` becomes that of one of the group's ranks, by default the first."""
@@ -128,8 +126,10 @@ class Communicator:
     def drain(self) -> None:
         """Wait for everything that is under way, whether it fails or not: its buffers may be used again then."""
         while self._under_way:
-            with suppress(Exception):  # one that failed does not write any more
+            try:
                 self._under_way[-1].wait()
+            except Exception:  # one that failed does not write any more
+                self._spoil()
             self._under_way.pop()
 
     @property
@@ -178,19 +178,23 @@ class Communicator:
         assert self.group is not None
         return self.group
 
+    def _spoil(self) -> None:
+        if self.group is not None:
+            groups.spoil(self.group)
+
     # -- what is under way --------------------------------------------------------------------------------------------------------
 
     def _start(
         self, kind: str, function: Callable[..., Any], into: Tensor, given: Tensor, what: str, sent: int
     ) -> Pending:
         self.sent[kind] += sent
-        with self.explained(f"{kind} of {what}"):
-            work = function(into, given, group=self.group, async_op=True)
-        return self._opened(work, f"{kind} of {what}")
+        return self._launch(f"{kind} of {what}", lambda: function(into, given, group=self.group, async_op=True))
 
-    def _opened(self, work: Any, describe: str) -> Pending:
-        self._under_way.append(work)
-        return _Work(work, describe, self)
+    def _launch(self, describe: str, launch: Callable[[], Any]) -> Pending:
+        with self.explained(describe):
+            # At once: whatever fails from here on, drain() waits for it.
+            self._under_way.append(launch())
+        return _Work(self._under_way[-1], describe, self)
 
     def completed(self, work: Any) -> None:
         """A collective was waited for."""
@@ -204,8 +208,7 @@ class Communicator:
         except RuntimeError as error:
             if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
                 raise
-            if self.group is not None:
-                groups.spoil(self.group)
+            self._spoil()
             raise RuntimeError(
                 f"rank {self.rank} of {self.size}: {describe} did not complete: another rank died, ran into an error, or did not take part"
                 f" within the process group's timeout. Look at the other ranks' output for the cause. ({error})"

@@ -692,6 +692,7 @@ class FlatStepper:
                     self._queue.begin()
                 self._take_part()
             elif self._finishing:
+                self._drain_reductions()
                 self._finish_gradients()
         for communicator in (self.inner, self.outer, *self._made):
             communicator.drain()
@@ -708,12 +709,18 @@ class FlatStepper:
         while (buffer := self._queue.next) is not None:
             if self._gathering is not None:
                 self._gathering.before_reduction(buffer.group.unit)
+            self._drain_reductions()
             self._queue.send_next(self.divisor if self._last else None, bounded=True)
             if self._gathering is not None:
                 self._gathering.release_what_is_over()
         self._queue.finish()
         if self._gathering is not None:
             self._gathering.take_part(1)
+
+    def _drain_reductions(self) -> None:
+        """Wait for reductions under way, also for one that an error kept from the queue: its memory is about to be used, and freed."""
+        for communicator in (self.inner, self.outer):
+            communicator.drain()
 
     def _require_sense(self, untouched: tuple[str, ...], *, is_nan: bool) -> None:
         """Refuse a step that would train nothing, or on nothing.

@@ -20,6 +20,22 @@ MOVED = (
 )
 
 
+class _Interrupted:
+    """A gathering of which nobody knows whether it is under way, after an error."""
+
+    def __init__(self, communicator: Communicator, what: str) -> None:
+        self.communicator, self._what = communicator, what
+
+    def wait(self) -> None:
+        """Its result is not to be used."""
+        raise RuntimeError(
+            f"{self._what}: an error interrupted the gathering of these weights; accepted is zero_grad(), on every rank."
+        )
+
+    def is_done(self) -> bool:
+        return False
+
+
 class WeightBuffer:
     """The weights of one group of parameters.
 
@@ -114,11 +130,7 @@ class WeightBuffer:
                 )
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         self.gathered = True
-        try:
-            self._pending = communicator.all_gather(self.whole, self.shard, self.what)
-        except BaseException:
-            self.release()
-            raise
+        self.gather_again(communicator)
 
     def wait(self) -> None:
         """Until the model's tensors have their values."""
@@ -141,7 +153,10 @@ class WeightBuffer:
         pending, self._pending = self._pending, Done()
         shown, self.shown = self.shown, False
         try:
-            pending.wait()
+            if isinstance(pending, _Interrupted):
+                pending.communicator.drain()
+            else:
+                pending.wait()
             if shown:
                 self._require_in_place(absent=False)
         finally:
@@ -178,7 +193,10 @@ class WeightBuffer:
 
     def gather_again(self, communicator: Communicator) -> Pending:
         """While the model's tensors have their values: have those of after a step."""
-        return communicator.all_gather(self.whole, self.shard, self.what)
+        # Until it is known to be under way: an error may come when it is already.
+        self._pending = _Interrupted(communicator, self.what)
+        self._pending = communicator.all_gather(self.whole, self.shard, self.what)
+        return self._pending
 
     def keep_what_was_written(self) -> None:
         """While the model's tensors have their values: this rank's part is what is there now.

@@ -157,8 +157,15 @@ class Communicator:
         return self._new_group(backends.pop() if len(backends) == 1 else config)
 
     def for_host_memory(self) -> Communicator:
-        """The same ranks, for tensors in the host's memory: this communicator, if its backend takes them. Every rank has to call it."""
-        return self if self.device == CPU else self._new_group("gloo")
+        """The same ranks, for tensors in the host's memory: over this group, if its backend takes them. Every rank has to call it.
+
+        :meth:`drain` waits for what was sent over either of the two alone.
+        """
+        if self.device != CPU:
+            return self._new_group("gloo")
+        other = Communicator(self.group)
+        other.sent = self.sent
+        return other
 
     def close(self) -> None:
         """Nothing is sent any more. A group that was made here is free for the next who wants one; every rank has to close it."""

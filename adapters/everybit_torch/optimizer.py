@@ -153,6 +153,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._arriving: list[Tensor] = []  # parameters of a group that is being added
         self._units: list[Unit] = []
         self._counted: dict[torch.dtype, int] = {}
+        self._first_elements: dict[Tensor, int] = {}  # of first elements, by parameter, where a model was named
         self._had_gradients = False
         self._release: Release | None = None  # set by enable_gradient_release
         self._metrics: Metrics | None = None
@@ -330,6 +331,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             present if optimizers is None else optimizers,
             params,
             self._counted,
+            self._first_elements,
             wanted,
             allow_flat=self._layout != "tree",
         )
@@ -376,6 +378,51 @@ class TorchOptimizer(torch.optim.Optimizer):
         unit = Unit(run.group.number, tensors, run.members(), state, first, flat=run.flat, gradients=gradients)
         self._units.append(unit)
         self._publish(unit)
+
+    def _number_elements(self, model: torch.nn.Module) -> None:
+        """Number elements through all parameters of a model, as a ``FlatStepper`` does, whichever of them are this optimizer's.
+
+        By its number an element draws its random bits: a run goes on with the same ones in another front end.
+
+        Raises:
+            ValueError: A transform steps several parameters at once, between which others lie in the model. Nothing is changed then.
+        """
+        counted: dict[torch.dtype, int] = {}
+        numbers: dict[Tensor, int] = {}
+        for parameter in model.parameters():
+            numbers[parameter] = counted.get(parameter.dtype, 0)
+            counted[parameter.dtype] = numbers[parameter] + parameter.numel()
+        # Units, the numbers of their parameters' first elements, and where they are cut.
+        found: list[tuple[Unit, list[int], list[int]]] = []
+        for unit in self._units:
+            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            if not draws_bits(optimizer.policy) or any(p not in numbers for p in unit.parameters):
+                found.append((unit, [], []))
+                continue
+            sizes = [local(p).numel() for p in unit.parameters]
+            firsts = [numbers[p] + first_element(p) for p in unit.parameters]
+            gaps = [i for i in range(1, len(firsts)) if firsts[i] != firsts[i - 1] + sizes[i - 1]]
+            if gaps and not unit.flat:
+                raise ValueError(
+                    f"{type(self).__name__}: a transform that reduces over all gradients steps its parameters at once, and others of the"
+                    " model lie between them, whose random bits it would draw; accepted is an optimizer of all of the model's parameters."
+                )
+            found.append((unit, firsts, gaps))
+        self._first_elements |= numbers
+        for group in self._groups:
+            group.waiting = [
+                (parameter, self._first_elements.get(parameter, first)) for parameter, first in group.waiting
+            ]
+        self._units = []
+        for unit, firsts, gaps in found:
+            parts = list(unit.split(gaps)) if gaps else [unit]
+            self._units += parts
+            if not firsts:
+                continue
+            for part, at in zip(parts, [0, *gaps], strict=True):
+                part.first = firsts[at]
+                part.first_tensor.fill_(part.first)
+                self._publish(part)
 
     def _publish(self, unit: Unit) -> None:
         """Show each parameter's share of the unit's state in ``self.state``, as views; what others keep there stays."""

@@ -6,7 +6,7 @@ would make.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -104,6 +104,7 @@ def plan_placement(
     optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]],
     params: Sequence[list[Tensor]],
     counted: dict[torch.dtype, int],
+    numbers: Mapping[Tensor, int],
     wanted: frozenset[int],
     *,
     allow_flat: bool,
@@ -117,6 +118,7 @@ def plan_placement(
         optimizers: For each group and dtype, what the parameters will be stepped with.
         params: Of each group.
         counted: How many elements of each dtype are numbered.
+        numbers: Of the first elements of parameters that were numbered through a whole model.
         wanted: Parameters that get a unit although they are frozen.
         allow_flat: Whether parameters may become pieces of a buffer.
 
@@ -144,7 +146,7 @@ def plan_placement(
             # Elements are numbered through all parameters of a dtype, so that a parameter's random bits are its own.
             first = plan.counted.get(parameter.dtype, 0)
             plan.counted[parameter.dtype] = first + parameter.numel()
-            waiting.append((parameter, first))
+            waiting.append((parameter, numbers.get(parameter, first)))
         left: list[tuple[Tensor, int]] = []
         buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}
         for parameter, first in waiting:

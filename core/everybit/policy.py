@@ -191,6 +191,11 @@ def resolve(policy: Policy, model: FloatDType) -> Resolved:
             " Accepted is compute='float64', e.g. policies.FP64."
         )
     main = policy.grads.main or model
+    if main == "float64" and policy.compute != "float64":
+        raise ValueError(
+            f"Grads.main: got 'float64' with Policy.compute={policy.compute!r}, in which a step would have to round them first. Accepted"
+            " are Grads(main='float32'), or Policy(compute='float64')."
+        )
     return Resolved(policy, model, params, main, policy.grads.comm or main, policy.grads.reduce)
 
 

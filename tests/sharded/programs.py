@@ -161,6 +161,7 @@ def integer_gradients(
                         units=[Addend],
                         mesh=mesh,
                         outer=outer,
+                        synchronize=False,
                     )
                     for cycle in range(2):
                         for number in range(count):
@@ -189,6 +190,7 @@ def integer_gradients(
                                         (strategy, outer, size, count, one, pattern, name, got.tolist(), float(right))
                                     )
                         stepper.zero_grad()
+                    stepper.close()
     return wrong
 
 

@@ -1,15 +1,26 @@
-"""Real processes that talk over gloo: run a function on each of several ranks, and get what each returned."""
+"""Real processes that talk over gloo: run a function on each of several ranks, and get what each returned.
+
+Processes are kept from one call to the next, for starting them and importing torch took most of the time: each test process (each of
+pytest-xdist's workers) has a pool of its own, of as many as were ever asked for at once. Every call makes a process group of its own. A
+process whose program raised, or that did not end in time, is never used again, and neither are those that it talked to.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
+import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -18,6 +29,8 @@ import torch.distributed as dist
 # Ranks are forked from a process that has imported everything and computed nothing, which takes a tenth of a second each.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "everybit_torch", "everybit_torch.sharded.stepper", "ranks"])
+
+Outcome = tuple[bool, Any]
 
 
 class RankFailedError(AssertionError):
@@ -48,55 +61,114 @@ def run(
 
 def attempt(
     size: int, program: Callable[..., Any], *arguments: Any, timeout: float = 60.0, limit: float = 180.0
-) -> list[tuple[bool, Any]]:
+) -> list[Outcome]:
     """As :func:`run`; for each rank whether it ended well, and what it returned or why not."""
     with tempfile.TemporaryDirectory() as directory:
-        pipes, processes = [], []
-        for rank in range(size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_rank, args=(rank, size, f"{directory}/store", timeout, program, arguments, sender), daemon=True
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        outcomes: list[tuple[bool, Any]] = [(False, "did not end in time")] * size
-        open_pipes = dict(zip(pipes, range(size), strict=True))
-        deadline = limit
-        while open_pipes:
-            ready = wait(list(open_pipes), timeout=deadline)
-            if not ready:
-                break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = open_pipes.pop(pipe)
-                try:
-                    outcomes[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    outcomes[rank] = (False, "died")
-        for process in processes:
-            if open_pipes:
-                process.kill()
-            process.join()
+        workers = _POOL.take(size)
+        job = pickle.dumps((f"{directory}/store", size, timeout, program, arguments))
+        for rank, worker in enumerate(workers):
+            worker.submit(rank, job)
+        outcomes = _outcomes(workers, time.monotonic() + limit)
+        if all(ok for ok, _ in outcomes):
+            _POOL.give_back(workers)
+        else:
+            # Threads of a group that failed may never end, nor may a peer's: none of these ranks is used again.
+            for worker in workers:
+                worker.kill()
         return outcomes
 
 
-def _rank(
-    rank: int, size: int, store: str, timeout: float, program: Callable[..., Any], arguments: Any, sender: Connection
-) -> None:
+def _outcomes(workers: list[_Worker], deadline: float) -> list[Outcome]:
+    outcomes: list[Outcome] = [(False, "did not end in time")] * len(workers)
+    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), timeout=left):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                outcomes[rank] = (False, "died")
+    return outcomes
+
+
+class _Worker:
+    """A process that runs one program after another."""
+
+    def __init__(self) -> None:
+        self.pipe, other = _CONTEXT.Pipe()
+        self.process: BaseProcess = _CONTEXT.Process(target=_serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def submit(self, rank: int, job: bytes) -> None:
+        self.pipe.send_bytes(pickle.dumps((rank, job)))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class _Pool:
+    """The processes that are free."""
+
+    def __init__(self) -> None:
+        self._free: list[_Worker] = []
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def take(self, size: int) -> list[_Worker]:
+        found = [self._free.pop(0) for _ in range(min(size, len(self._free)))]
+        return found + [_Worker() for _ in range(size - len(found))]
+
+    def give_back(self, workers: list[_Worker]) -> None:
+        # To the front, in order: a rank gets the same process again, with what it has compiled.
+        self._free = workers + self._free
+
+    def close(self) -> None:
+        if os.getpid() == self._owner:
+            for worker in self._free:
+                worker.kill()
+            self._free = []
+
+
+_POOL = _Pool()
+
+
+def _serve(pipe: Connection) -> None:
+    """What a worker does: one program after another, until nobody asks any more or one fails."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    gc.freeze()
+    while True:
+        try:
+            rank, job = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        outcome = _perform(rank, job)
+        try:
+            pipe.send_bytes(outcome)
+        except OSError:
+            os._exit(0)
+
+
+def _perform(rank: int, job: bytes) -> bytes:
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-        )
-        value = program(*arguments)
+        store, size, timeout, program, arguments = pickle.loads(job)
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            )
+            value = program(*arguments)
         if dist.is_initialized():
             dist.destroy_process_group()
-        sender.send_bytes(pickle.dumps((True, value)))  # by value: shared memory would end with this process
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        outcome = pickle.dumps((True, value))  # by value: shared memory would end with this process
+        del value
+        gc.collect()  # steppers and optimizers that nobody has
+        gc.freeze()  # what is left are modules and caches, which would be looked at again after every program
+        return outcome
     except BaseException:
-        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
-    finally:
-        sender.close()
-        os._exit(0)  # threads of a group that failed may never end
+        return pickle.dumps((False, traceback.format_exc()))

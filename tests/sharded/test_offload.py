@@ -57,6 +57,73 @@ def test_a_model_on_the_host_has_nothing_to_offload() -> None:
         FlatStepper(network(), eb.adamw(1e-2), offload=True)
 
 
+class Recorder:
+    """Streams and events that write down what they are told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Recorder) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> Recorder:
+        self.log.append(f"{self.name} is marked")
+        return Recorder("the mark", self.log)
+
+    def synchronize(self) -> None:
+        self.log.append(f"the host waits for {self.name}")
+
+
+def test_copies_wait_for_the_device_and_the_host_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order that a device is told, read off without one: the first fetch had waited for nothing, and the host never did."""
+    log: list[str] = []
+    made: list[Recorder] = []
+
+    def stream(device: torch.device) -> Recorder:
+        made.append(Recorder("the copies", log))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Recorder("the step", log))
+    copies, device = offload.HostCopies(), torch.device("cuda")
+    copies.synchronize()
+    assert log == []
+    for _ in range(2):  # two units of one step
+        copies.begin(device)
+        copies.end(device)
+    copies.synchronize()
+    copies.synchronize()
+    assert len(made) == 1  # so that what one unit wrote is there for the next fetch
+    once = ["the copies waits for the step", "the step waits for the copies", "the copies is marked"]
+    assert log == [*once, *once, "the host waits for the mark"]
+
+
+def test_a_step_ends_with_the_host_waiting_for_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(stepper, "is_host", lambda device: False)
+    monkeypatch.setattr(offload.HostCopies, "end", lambda self, device: calls.append("end"))
+    monkeypatch.setattr(offload.HostCopies, "synchronize", lambda self: calls.append("synchronize"))
+    trained("FP32", "optim", True)
+    assert calls.count("synchronize") == 4  # one in each step
+    assert calls[-2:] == ["end", "synchronize"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_state_on_the_host_may_be_read_after_a_step() -> None:
+    """As an asynchronous checkpoint reads it, at once."""
+    model = torch.nn.Linear(4096, 4096, bias=False, device="cuda")
+    one = FlatStepper(model, eb.adamw(1e-2), offload=True)
+    for _ in range(3):
+        with one.microbatch(last=True):
+            model(torch.ones(1, 4096, device="cuda")).sum().backward()
+        one.step()
+        state = [x for entries in one.as_optimizer().state.values() for x in entries.values()]
+        at_once = [x.clone() for x in state]
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(at_once, state, strict=True))
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("compile", [False, True])

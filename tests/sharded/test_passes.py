@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import re
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -177,9 +176,7 @@ def test_results_that_a_unit_hides_are_refused_by_name() -> None:
     for message in run(2, refused, Boxing):
         assert "one: returned a Boxed, in which no tensor is found" in message
     for message in run(2, refused, Auxiliary):
-        assert re.search(
-            r"two\.b\.\w+: its gradient came before that of what its unit, two, returned|storage of size 0", message
-        )
+        assert message.startswith("two: the backward pass needed weights of this unit")
 
 
 class Skipping(Network):
@@ -344,7 +341,7 @@ def test_a_weight_cannot_be_written_to_while_it_is_not_there(name: str) -> None:
     with torch.no_grad():
         written.fill_(0.5)
     assert all(bool(p.isnan().all()) for p in model.parameters() if p is not written)
-    with pytest.raises(RuntimeError, match=rf"{name}: was written to while its values were shared out"):
+    with pytest.raises(RuntimeError, match=rf"{name}: was written to while its values were sharded"):
         model(data(0, 0, 0, torch.float32))
     assert not stepper.closed
 
@@ -396,7 +393,7 @@ def test_a_failed_microbatch_has_to_be_forgotten() -> None:
         model(data(0, 0, 0, torch.float32)).sum().backward()
         raise ZeroDivisionError
     with pytest.raises(
-        RuntimeError, match=r"step: the microbatch before ended in an error.*zero_grad\(\), on every rank"
+        RuntimeError, match=r"step: the microbatch or step before ended in an error.*zero_grad\(\), on every rank"
     ):
         stepper.step()
     stepper.zero_grad()

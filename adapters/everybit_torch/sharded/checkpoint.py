@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from everybit_torch.checkpoint_file import replace_file
 from everybit_torch.dtensors import like, local
 from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
+from everybit_torch.sharded import dcp_metadata, groups, inventory, saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, overlaps, read_piece
 from everybit_torch.sharded.inventory import Inventory
@@ -89,7 +89,7 @@ def _model_parts(stepper: FlatStepper) -> Flat:
             if placement.start == placement.stop:
                 empty = torch.empty(placement.spec.shape, dtype=placement.spec.dtype)
                 found |= {f"model.{name}": empty for name in placement.spec.names}
-    for name, tensor in stepper.model.state_dict().items():
+    for name, tensor in stepper.own_state_dict().items():
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"{name}: the model's state has a {type(tensor).__name__} here (get_extra_state?), and checkpoints hold tensors only. Save"
@@ -160,6 +160,7 @@ def save_sharded(
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
     _require_outside(stepper, "save_sharded")
+    stepper.require_complete("save_sharded")
     directory = Path(path)
     group = _group(stepper, "saving")
     _finish_pending(stepper)
@@ -232,7 +233,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
 
-        groups = on_all(judge, group)
+        settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
         shared, given = _shared_parts(stepper, aside)
@@ -240,7 +241,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
             if key not in shared:
                 _elements(value).copy_(_elements(aside[key]))
         adopt(optimizer, given)
-        for param_group, values in zip(optimizer.param_groups, groups, strict=False):
+        for param_group, values in zip(optimizer.param_groups, settings, strict=False):
             saved_hyperparameters.take(param_group, values)
         stepper.loaded()
     if hyperparameters and not tables and _is_first(group):
@@ -297,6 +298,8 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
 
         on_all(judge, group)
         _verify_rest(found, aside, group)
+        # All ranks have everything; nothing is refused from here on but a transform that steps what is apart in the model.
+        on_all(lambda: optimizer._number_elements(model), group)
         set_model_state_dict(model, {name: aside.get(f"model.{name}", value) for name, value in weights.items()})
         split(optimizer, given)
         optimizer._take_state(given)
@@ -429,7 +432,7 @@ def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
     if stepper.inner.group is None:
         return None
     if purpose not in stepper.groups:
-        stepper.groups[purpose] = dist.new_group(stepper.all_ranks, backend="gloo", use_local_synchronization=True)
+        stepper.groups[purpose] = groups.take(stepper.all_ranks, "gloo", stepper.inner.timeout)
     return stepper.groups[purpose]
 
 

@@ -25,6 +25,7 @@ from everybit_torch.sharded.reduction import (
     Wire,
     accumulate,
     all_reduce_into,
+    can_be_freed,
     cast,
     divide,
     reduce_scatter_into,
@@ -75,6 +76,7 @@ class GradientBuffer:
         self.phase: Phase = "empty"
         self.arrived: set[int] = set()  # since the last reduction
         self.seen: set[int] = set()  # in this backward pass
+        self._expected = len(group.placements)
         self._bucket: Tensor | None = None
         self.clear()
 
@@ -87,8 +89,8 @@ class GradientBuffer:
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter's gradient has arrived in this backward pass."""
-        return len(self.seen) == len(self.group.placements)
+        """Whether the gradient of every parameter that is trained now has arrived in this backward pass."""
+        return len(self.seen) >= self._expected
 
     @property
     def own(self) -> Tensor:
@@ -121,9 +123,14 @@ class GradientBuffer:
         self.arrived.add(number)
         self.seen.add(number)
 
-    def begin_pass(self) -> None:
-        """A backward pass begins."""
+    def begin_pass(self, expected: int | None = None) -> None:
+        """A backward pass begins.
+
+        Args:
+            expected: How many of the group's parameters require a gradient now; None: all.
+        """
         self.seen = set()
+        self._expected = len(self.group.placements) if expected is None else expected
 
     def open(self) -> None:
         """Make room for what will arrive."""
@@ -131,6 +138,18 @@ class GradientBuffer:
             self._open_bucket()
         else:
             self._open_main()
+
+    def close(self) -> None:
+        """Give back what :meth:`open` made, if nothing has arrived."""
+        if not self.arrived:
+            self._bucket = None
+            if self.phase == "empty" and not self._keep:
+                self._free_main()
+
+    def _free_main(self) -> None:
+        if not can_be_freed(self.main):
+            self.main = torch.empty_like(self.main)  # the other stays with whoever holds on to it
+        self.main.untyped_storage().resize_(0)
 
     def _open_main(self) -> None:
         storage = self.main.untyped_storage()
@@ -257,4 +276,4 @@ class GradientBuffer:
         self.arrived, self.seen = set(), set()
         self._bucket = None
         if not self._keep:
-            self.main.untyped_storage().resize_(0)
+            self._free_main()

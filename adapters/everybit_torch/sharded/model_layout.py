@@ -13,6 +13,7 @@ from everybit.dtypes import dtype_name
 from everybit.policies import native
 from everybit.policy import AnyPolicy, ByLabel, Policy, resolve
 from everybit.transform import require_transform
+from everybit_torch.dtensors import is_dtensor
 from everybit_torch.sharded.hyperparameters import choices, chosen
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
@@ -62,6 +63,11 @@ def describe(
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_dtensor(parameter):
+            raise TypeError(
+                f"{name}: got a DTensor (of fully_shard, or tensor parallelism); accepted are plain parameters, which the stepper shards."
+                " For a model that fully_shard has sharded there is TorchOptimizer."
+            )
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     if not parameters:

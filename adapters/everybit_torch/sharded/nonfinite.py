@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from everybit_torch.sharded.communicator import Communicator
 from everybit_torch.sharded.reduction import chunk_size, chunks
 from everybit_torch.sharded.reports import NonFinite
-from everybit_torch.sharded.shard_optimizer import Shard
+
+if TYPE_CHECKING:
+    from everybit_torch.sharded.shard_optimizer import Shard
 
 
 def count_nonfinite(x: Tensor) -> Tensor:

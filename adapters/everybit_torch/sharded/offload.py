@@ -26,15 +26,58 @@ def on_host(x: Tensor, numel: int) -> Tensor:
     return torch.empty(numel, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
 
 
+class HostCopies:
+    """Copies between the host's memory and a device's, in order on one stream of their own, while the device computes on another.
+
+    Where there is no such device copies are made at once.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+        self._last: Any = None
+
+    def begin(self, device: torch.device) -> None:
+        """What the device was told to do so far comes before the next copy."""
+        if device.type != "cuda":
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Copies inside are made on this stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def end(self, device: torch.device) -> None:
+        """What the device is told to do from here on comes after the copies so far. The host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream(device).wait_stream(self._stream)
+            self._last = self._stream.record_event()
+
+    def keep(self, x: Tensor) -> None:
+        """A tensor's memory is not given to another before the copies so far are made."""
+        if self._stream is not None:
+            x.record_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """The host waits for all copies: it may read its memory then."""
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
+
+
 def step_streamed(
-    unit: Unit, grad: Tensor, step: Callable[[Unit, Tensor], Any], bucket: int | None = None
+    unit: Unit, grad: Tensor, step: Callable[[Unit, Tensor], Any], copies: HostCopies, bucket: int | None = None
 ) -> list[Any]:
     """Step a flat unit whose state is on the host: state in, step, state out, bucket by bucket.
+
+    The state on the host is as it should be only after ``copies.synchronize()``.
 
     Args:
         unit: Its tensor is on the device, its state's elements are on the host, its counters on the device.
         grad: On the device.
         step: Steps a part, which is on the device, in place.
+        copies: The same for every call, so that what one call writes is there for the next.
         bucket: Elements at a time; None: :data:`BUCKET`.
 
     Returns:
@@ -43,13 +86,9 @@ def step_streamed(
     size = BUCKET if bucket is None else bucket
     (tensor,) = unit.tensors
     device = tensor.device
-    copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def side() -> AbstractContextManager[Any]:
-        return torch.cuda.stream(copies) if copies is not None else nullcontext()
 
     def fetch(start: int) -> OptimizerState[Any]:
-        with side():
+        with copies.on_stream():
             return map_state(
                 unit.state,
                 lambda x: x[start : start + size].to(device, non_blocking=True, copy=True),
@@ -58,29 +97,26 @@ def step_streamed(
 
     results = []
     starts = list(range(0, max(tensor.numel(), 1), size))
+    copies.begin(device)
     ahead = fetch(0)
     counters: list[Tensor] = []
     for number, start in enumerate(starts):
         state = ahead
-        if copies is not None:
-            torch.cuda.current_stream(device).wait_stream(copies)
+        copies.end(device)
         if number + 1 < len(starts):
             ahead = fetch(starts[number + 1])
         part = Unit(unit.group, [tensor[start : start + size]], [], state, unit.first + start, flat=True)
         results.append(step(part, grad[start : start + size]))
-        if copies is not None:
-            copies.wait_stream(torch.cuda.current_stream(device))
-        with side():
+        copies.begin(device)
+        with copies.on_stream():
             map_state(unit.state, _store(state, start, size), lambda x: x)
-        if copies is not None:
-            for x in _elements(state):
-                x.record_stream(copies)
+        for x in _elements(state):
+            copies.keep(x)
         counters = [value for _, value, is_slot in named_fields(state) if not is_slot]
     # Every bucket counted from the same step; so does the whole, once.
     for counter, value in zip([v for _, v, is_slot in named_fields(unit.state) if not is_slot], counters, strict=True):
         counter.copy_(value)
-    if copies is not None:
-        torch.cuda.current_stream(device).wait_stream(copies)
+    copies.end(device)
     return results
 
 

@@ -40,6 +40,12 @@ from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy,
 from everybit_torch.stepping import PIECE, Part, draws_bits, find_totals, is_number, piece_size, step_in_place
 from everybit_torch.units import Unit
 
+AGREED = 4
+"""Numbers beside one for each parameter in which ranks agree on a step."""
+
+COMPARED = 5
+"""Numbers in which ranks compare their ways through the units in a backward pass, where parameters are sharded."""
+
 SMALLEST = 64
 """Transient tensors of fewer bytes are not counted."""
 
@@ -543,7 +549,9 @@ def _wire(
         elif kind.state and not kind.params:
             exchange("all_gather", one.weights, ranks.inner)
     for size in (ranks.inner, ranks.outer):
-        all_reduce((parameters + 2) * torch.float64.itemsize, size)  # who has gradients, and what they are like
+        all_reduce((parameters + AGREED) * torch.float64.itemsize, size)  # who has gradients, and what they are like
+        for _ in range(microbatches if kind.params else 0):
+            all_reduce(COMPARED * torch.int64.itemsize, size)
     if kind.state:
         for size in (ranks.inner, ranks.outer) if kind.outer == "optim" else (ranks.inner,):
             for _ in range(reductions):

@@ -95,6 +95,10 @@ class Reduction:
     received: Tensor | None = None
     after: Callable[[], None] | None = None
 
+    def is_done(self) -> bool:
+        """Whether :meth:`finish` would not wait for another rank."""
+        return self.after is None and self.pending.is_done()
+
     def finish(self) -> None:
         """Wait, and put the sum into the main gradient."""
         self.pending.wait()
@@ -112,6 +116,12 @@ def give_back(x: Tensor | None) -> None:
     """Free the memory of a tensor that nobody reads any more, though a thread of the communication library may still hold it."""
     if x is not None and x.untyped_storage().nbytes():
         x.untyped_storage().resize_(0)
+
+
+def can_be_freed(x: Tensor) -> bool:
+    """Whether a tensor's memory is ours to free and allocate again. It is not after ``numpy()`` or ``share_memory_()``."""
+    storage = x.untyped_storage()
+    return storage.resizable() and not (x.device.type == "cpu" and storage.is_shared())
 
 
 def reduce_scatter_into(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,13 +18,27 @@ from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import hyperparameter_fields, hyperparameters, with_hyperparameters
 from everybit_torch.sharded.layout import Slice
-from everybit_torch.sharded.offload import on_host, step_streamed
+from everybit_torch.sharded.nonfinite import has_nonfinite
+from everybit_torch.sharded.offload import HostCopies, on_host, step_streamed
+from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
+from everybit_torch.state_dicts import RoundingLoss
 from everybit_torch.stepping import Group, Part, draws_bits, find_totals
 from everybit_torch.units import Member, Unit, init_state, named_fields
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
+
+
+SAVING = "accepted is save_sharded(stepper, path), or, for weights alone, model.state_dict() inside `with stepper.full_parameters():`."
+LOADING = "accepted is load_sharded(stepper, path), or loading before the stepper is made."
+WEIGHTS = "accepted is to read or write the model's weights inside `with stepper.full_parameters():`."
+
+
+def _refusal(name: str, instead: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name}: as_optimizer() holds this rank's parts of the parameters, and its state lies with them; {instead}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +110,9 @@ class ShardOptimizer(TorchOptimizer):
 
     There is a param group for each label, whose hyperparameters schedulers may change. Its parameters are 1-d, and hold what this rank
     has of the model's. ``step`` reduces what has not been reduced yet, steps, and hands the weights to the other ranks.
+
+    ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` work on it as on an optimizer of the whole model, if every rank calls
+    them. What would read or write this rank's part alone (state dicts, ``import_fp32``, ``export_fp32``) is refused, and says what to use.
     """
 
     def __init__(
@@ -112,7 +129,7 @@ class ShardOptimizer(TorchOptimizer):
         unsafe: Literal["refuse", "warn", "allow"],
         offload: bool = False,
     ) -> None:
-        self._offload = offload
+        self._copies = HostCopies() if offload else None
         self._labelled, self._shards, self._axis = dict(labelled), list(shards), axis
         self._step_all, self._clear = step, clear
         found = {label: hyperparameters(one.transform) for label, one in self._labelled.items()}
@@ -131,6 +148,9 @@ class ShardOptimizer(TorchOptimizer):
             for label, values in found.items()
         ]
         absent: dict[str, Any] = dict.fromkeys(names)
+        self._placeholders: list[tuple[nn.Parameter, torch.dtype]] = []
+        self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self._shards))
+        self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
         super().__init__(
             groups,
             self._transform,
@@ -173,7 +193,9 @@ class ShardOptimizer(TorchOptimizer):
         # torch refuses a group without parameters, which a rank without elements of this label has.
         empty = not param_group["params"]
         if empty:
-            placeholder = nn.Parameter(torch.empty(0, dtype=next(iter(dtypes), torch.float32)))
+            like = next(shard for shard in self._shards if shard.weights.group.label == label)
+            placeholder = nn.Parameter(like.weights.own.new_empty(0))
+            self._placeholders.append((placeholder, like.gradients.main.dtype))
             param_group = {**param_group, "params": [("", placeholder)]}
         super().add_param_group({**param_group, "policy": self._labelled[str(label)].policy})
         group = self._groups[-1]
@@ -207,7 +229,7 @@ class ShardOptimizer(TorchOptimizer):
             run_parameters = [shard.parameters[number] for number in run]
             members = [Member(p, 0, start, start := start + p.numel()) for p in run_parameters]
             tensor = own[low:high]
-            allocate = on_host if self._offload else None
+            allocate = None if self._copies is None else on_host
             state = init_state(group.optimizers[tensor.dtype], [tensor], index, allocate=allocate)
             unit = Unit(
                 group.number,
@@ -258,34 +280,59 @@ class ShardOptimizer(TorchOptimizer):
         Args:
             of: Which parameters have one.
         """
-        for shard in self._shards:
-            own = shard.gradients.own
-            for s, parameter in zip(shard.slices, shard.parameters, strict=True):
-                parameter.grad = own[s.offset : s.offset + s.high - s.low] if of(s) else None
+        self._all_gradients.forget()
+        for number, shard in enumerate(self._shards):
+            known = self._parts.get(number)
+            if known is None or known[0] is not shard.gradients.main:
+                own = shard.gradients.own
+                parts = [own[s.offset : s.offset + s.high - s.low] for s in shard.slices]
+                known = shard.gradients.main, [ShardGradient.of(part, self._all_gradients) for part in parts]
+                self._parts[number] = known
+            for s, parameter, gradient in zip(shard.slices, shard.parameters, known[1], strict=True):
+                parameter.grad = gradient if of(s) else None
+        for parameter, dtype in self._placeholders:
+            # So that a rank without elements of a label is asked with the others.
+            none = torch.empty_like(parameter.detach(), dtype=dtype)
+            parameter.grad = ShardGradient.of(none, self._all_gradients)
 
     def hide_gradients(self) -> None:
         """There are none, until the next cycle's are final."""
         for shard in self._shards:
             for parameter in shard.parameters:
                 parameter.grad = None
+        for parameter, _ in self._placeholders:
+            parameter.grad = None
 
-    def step_shards(self, touched: Callable[[Slice], bool]) -> None:
-        """Step what this rank has of every parameter that was ``touched``, by any rank."""
+    def prepare_shards(self, touched: Callable[[Slice], bool]) -> Callable[[], None]:
+        """Look at everything that a step needs and may refuse, and ask all ranks what it asks of them; nothing is changed yet.
+
+        Args:
+            touched: Which parameters have a gradient on any rank.
+
+        Returns:
+            Steps what this rank has of them.
+        """
         self.show_gradients(touched)
         self._prepare()
         work = self._split_by_gradients(self._units)
         self._units = [unit for unit, _ in work]
         stepped = [unit for unit, grads in work if grads and grads[0] is not None]
         totals = self._reduce(stepped)
-        measured: Metrics | None = None
-        for unit in stepped:
-            assert unit.gradients is not None
-            group = self._groups[unit.group]
-            for one in self._step_parts(group, unit, totals[self._source(unit)]):
-                measured = one if measured is None else measured + one
-        if self.metrics_enabled:
-            here = Metrics.zero(self._units[0].tensors[0].device) if measured is None else measured
-            self._metrics = eb.tree.map(self._axis.sum, here)
+
+        def step() -> None:
+            measured: Metrics | None = None
+            for unit in stepped:
+                assert unit.gradients is not None
+                group = self._groups[unit.group]
+                for one in self._step_parts(group, unit, totals[self._source(unit)]):
+                    measured = one if measured is None else measured + one
+            if self._copies is not None:
+                self._copies.synchronize()
+            if self.metrics_enabled:
+                here = Metrics.zero(self._units[0].tensors[0].device) if measured is None else measured
+                self._metrics = eb.tree.map(self._axis.sum, here)
+
+        return step
 
     def _step_parts(self, group: Group, unit: Unit, totals: Sequence[Tensor]) -> list[Metrics]:
         """Step a unit, at once or as its state comes by; what was measured."""
@@ -295,8 +342,87 @@ class ShardOptimizer(TorchOptimizer):
             return group.step(part, [grad], [True], compile=self._compile, metrics=self.metrics_enabled, totals=totals)
 
         gradient = unit.gradients.buffer
-        found = step_streamed(unit, gradient, step) if self._offload else [step(unit, gradient)]
+        copies = self._copies
+        found = [step(unit, gradient)] if copies is None else step_streamed(unit, gradient, step, copies)
         return [one for one in found if one is not None]
+
+    # -- what would be about this rank's part alone -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: it would hold this rank's parts, and not say so.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("state_dict", SAVING)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Refused: it would hold this rank's parts, and not say so.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("full_state_dict", SAVING)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Refused: it would hold this rank's parts, and not say so.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("torch_state_dict", SAVING)
+
+    def export_fp32(self) -> list[list[Tensor]]:
+        """Refused: it would hold this rank's parts, and not say so.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("export_fp32", WEIGHTS)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused: other ranks would not have it.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("load_state_dict", LOADING)
+
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
+        """Refused: other ranks would not have it.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("load_full_state_dict", LOADING)
+
+    def load_torch_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
+        """Refused: other ranks would not have it.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("load_torch_state_dict", LOADING)
+
+    def import_fp32(self, weights: Iterable[Iterable[Tensor]]) -> None:
+        """Refused: other ranks would not have it.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("import_fp32", WEIGHTS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """There are no copies.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "as_optimizer(): cannot be copied or pickled, for its tensors are parts of the stepper's buffers; " + SAVING
+        )
+
+    # -- counts and reductions ------------------------------------------------------------------------------------------------------
 
     def _entries(self, unit: Unit) -> list[str]:
         """What is kept for each parameter of a unit, by name."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,33 +14,33 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 import everybit as eb
-from everybit import borders
 from everybit.dtypes import FloatDType, dtype_name, torch_dtype
 from everybit.policy import Resolved, resolve
+from everybit_torch.sharded import groups
 from everybit_torch.sharded.communicator import Communicator, GroupAxis, Pending
-from everybit_torch.sharded.gathering import Gathering, ModuleHook, Unit
+from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
+from everybit_torch.sharded.gathering import Gathering, ModuleHook, Unit, each
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import Group, build
+from everybit_torch.sharded.meshes import Mesh, communicators, ranks_of
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
-from everybit_torch.sharded.nonfinite import count_nonfinite, find_nonfinite, has_nonfinite
+from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
-from everybit_torch.sharded.reduction import Reduction, Wire, divide, give_back
-from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
+from everybit_torch.sharded.reduction import Wire, divide
+from everybit_torch.sharded.reduction_queue import ReductionQueue
+from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
+from everybit_torch.sharded.step_agreement import StepAgreement, agree
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
-from everybit_torch.sharded.weights import WeightBuffer
-from everybit_torch.stepping import piece_size
-
-Mesh = DeviceMesh | dist.ProcessGroup | None
-
-# Sums of squares outside are made again in float64.
-_TINY, _HUGE = 1e-24, 1e36
+from everybit_torch.sharded.ways import Comparer
+from everybit_torch.sharded.weights import MOVED, WeightBuffer
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FlatStepper]] = weakref.WeakKeyDictionary()
 
@@ -116,47 +117,37 @@ class FlatStepper:
         offload: bool = False,
         keep_gradients: bool = True,
     ) -> None:
-        if nan not in ("off", "step", "param"):
-            raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
-        if divisor is not None and (isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf")):
-            raise ValueError(
-                f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks."
+        self.inner, self.outer = communicators(mesh)
+        # Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
+        try:
+            described, facts = self._describe(
+                model, transform, policy, mesh, strategy, outer, units, labels, divisor, nan, offload, seed, unsafe
             )
-        self.model, self.sharding, self._nan = model, sharding(strategy, outer), nan
+        except Exception as error:
+            require_alike(error, self.inner, self.outer)
+            raise
+        options = {
+            "divisor": self.divisor,
+            "nan": nan,
+            "seed": seed,
+            "reshard_after_forward": reshard_after_forward,
+            "metrics": metrics,
+            "synchronize": synchronize,
+        }
+        require_alike([*facts, *((name, repr(value)) for name, value in options.items())], self.inner, self.outer)
+        self.model, self._nan = model, nan
         self._reshard_after_forward, self._compile = reshard_after_forward, compile
         self._keep_gradients = keep_gradients
-        self.inner, self.outer = communicators(mesh)
-        if outer == "optim" and self.outer.size == 1 and not isinstance(mesh, DeviceMesh):
-            raise ValueError(
-                "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
-            )
         self.closed = False
         self.all_ranks = ranks_of(mesh)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: Future[Path] | None = None
-        self.divisor = float(self.inner.size * self.outer.size if divisor is None else divisor)
-        owner = _OWNERS.get(model)
-        if owner is not None and (other := owner()) is not None and not other.closed:
-            raise ValueError(
-                "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
-            )
-        described = describe(model, transform, policy, units, labels)
-        for spec, parameter in zip(described.specs, described.parameters, strict=True):
-            if parameter.grad is not None:
-                raise ValueError(
-                    f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
-                )
         device = _device_of(described)
-        if offload and is_host(device):
-            raise ValueError(
-                "offload: got True for a model in the host's memory, where its state is already; accepted is False."
-            )
         # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
         shards = self.inner.size * self.outer.size
         self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
         self._names = [spec.name for spec in described.specs]
         self._labelled = described.labelled
-        _judge(described, seed, unsafe)
         if synchronize:
             self._synchronize()
 
@@ -179,18 +170,22 @@ class FlatStepper:
         self._shards = shard_list
         self._trained_names = frozenset(place.spec.name for group in self._trained for place in group.placements)
         laid_out = {place.spec.name for weights in self.weights for place in weights.group.placements}
-        self._flags = [(name, p, p.requires_grad) for name, p in parameters.items()]
+        self._parameters = list(parameters.items())
+        self._frozen = [(name, p) for name, p in parameters.items() if name not in self._trained_names]
+        self._members = [[parameters[place.spec.name] for place in group.placements] for group in self._trained]
         self._homes = [
             (name, p, p.data_ptr()) for name, p in parameters.items() if name in laid_out and not self.sharding.params
         ]
         self._touched = [False] * len(self._names)
         self._nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
+        self._queue = ReductionQueue(self.gradients)
         self._last: bool | None = None
         self._in_context = self._in_pass = self.in_full_parameters = False
-        self._failed = False
-        self._passes = 0
-        self._next = len(self.gradients) - 1
-        self._in_flight: Reduction | None = None
+        self._accumulates = self._arrived = False
+        self._failed = self._owes_pass = self._finishing = False
+        self._incomplete: str | None = None
+        self._passes = self._cycle_passes = 0
+        self._wire_after: Callable[[], None] | None = None
         self._handles: list[Any] = []
         self._watch(parameters)
         self._axis = GroupAxis(self._shard_communicators())
@@ -207,19 +202,11 @@ class FlatStepper:
             unsafe=unsafe,
         )
         self._gathering: Gathering | None = None
+        self._guards: Guards | None = None
+        self._made: list[Communicator] = []
         if self.sharding.params:
-            unit_weights: list[list[WeightBuffer]] = [[] for _ in described.units]
-            for weights in self.weights:
-                unit_weights[weights.group.unit].append(weights)
-            self._gathering = Gathering(
-                [
-                    Unit(name, module, buffers)
-                    for (name, module), buffers in zip(described.units, unit_weights, strict=True)
-                ],
-                self.inner.clone(),
-                reshard_after_forward=reshard_after_forward,
-                on_backward=self._begin_pass,
-            )
+            self._gathering = self._make_gathering(described)
+            self._guards = Guards(model, self._gathering)
         else:
             self._handles.append(
                 model.register_forward_hook(ModuleHook(self, "_after_forward", model, 0, compiled=False))
@@ -227,6 +214,73 @@ class FlatStepper:
         _OWNERS[model] = weakref.ref(self)
 
     # -- making it -----------------------------------------------------------------------------------------------------------------
+
+    def _describe(
+        self,
+        model: nn.Module,
+        transform: Transforms,
+        policy: AnyPrecision,
+        mesh: Mesh,
+        strategy: Strategy | int,
+        outer: OuterStrategy,
+        units: Units | None,
+        labels: Labels | None,
+        divisor: float | None,
+        nan: NanCheck,
+        offload: bool,
+        seed: int,
+        unsafe: Literal["refuse", "warn", "allow"],
+    ) -> tuple[ModelLayout, Facts]:
+        """Judge all arguments; and what of them has to be the same on every rank. Nothing is changed."""
+        if nan not in ("off", "step", "param"):
+            raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
+        if divisor is not None and (isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf")):
+            raise ValueError(
+                f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks."
+            )
+        self.sharding = sharding(strategy, outer)
+        if outer == "optim" and self.outer.size == 1 and not isinstance(mesh, DeviceMesh):
+            raise ValueError(
+                "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
+            )
+        self.divisor = float(self.inner.size * self.outer.size if divisor is None else divisor)
+        owner = _OWNERS.get(model)
+        if owner is not None and (other := owner()) is not None and not other.closed:
+            raise ValueError(
+                "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
+            )
+        described = describe(model, transform, policy, units, labels)
+        for spec, parameter in zip(described.specs, described.parameters, strict=True):
+            if parameter.grad is not None:
+                raise ValueError(
+                    f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
+                )
+        if offload and is_host(_device_of(described)):
+            raise ValueError(
+                "offload: got True for a model in the host's memory, where its state is already; accepted is False."
+            )
+        _device_of(described)
+        _judge(described, seed, unsafe)
+        return described, facts_of(model, described, self.sharding, (self.inner.size, self.outer.size))
+
+    def _make_gathering(self, described: ModelLayout) -> Gathering:
+        unit_weights: list[list[WeightBuffer]] = [[] for _ in described.units]
+        for weights in self.weights:
+            unit_weights[weights.group.unit].append(weights)
+        gathers = self.inner.clone()
+        hosts = self.inner.for_host_memory(), self.outer.for_host_memory()
+        self._made = [gathers, *hosts]
+        return Gathering(
+            [
+                Unit(name, module, buffers)
+                for (name, module), buffers in zip(described.units, unit_weights, strict=True)
+            ],
+            gathers,
+            Comparer(*hosts),
+            reshard_after_forward=self._reshard_after_forward,
+            on_backward=self._begin_pass,
+            on_unit=self._advance,
+        )
 
     def _synchronize(self) -> None:
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
@@ -260,13 +314,13 @@ class FlatStepper:
 
     def _watch(self, parameters: dict[str, nn.Parameter]) -> None:
         numbers = {name: number for number, name in enumerate(self._names)}
-        for buffer in self.gradients:
+        for group, buffer in enumerate(self.gradients):
             for place, placement in enumerate(buffer.group.placements):
                 name = placement.spec.name
-                hook = self._arrival(buffer, place, numbers[name])
+                hook = self._arrival(buffer, group, place, numbers[name])
                 self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _arrival(self, buffer: GradientBuffer, place: int, number: int) -> Callable[[Tensor], None]:
+    def _arrival(self, buffer: GradientBuffer, group: int, place: int, number: int) -> Callable[[Tensor], None]:
         # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
         reference, buffer_reference = weakref.ref(self), weakref.ref(buffer)
 
@@ -276,27 +330,47 @@ class FlatStepper:
             if stepper is not None and into is not None:
                 gradient, parameter.grad = parameter.grad, None
                 assert gradient is not None
-                stepper._take(gradient.detach(), into, place, number)
+                stepper._take(gradient.detach(), into, group, place, number)
 
         return arrive
 
-    def _take(self, gradient: Tensor, buffer: GradientBuffer, place: int, number: int) -> None:
+    def _take(self, gradient: Tensor, buffer: GradientBuffer, group: int, place: int, number: int) -> None:
         """A parameter's gradient is there: into its buffer with it."""
         self._begin_pass()
         if gradient.layout is not torch.strided:
             raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
         unit = buffer.group.unit
-        if self._gathering is not None and unit > 0 and unit not in self._gathering.entered:
+        if self._gathering is not None:
+            self._require_weights(unit, number)
+            if self._queue.was_sent(group):
+                raise RuntimeError(
+                    f"{self._names[number]}: its gradient came after the backward pass had left its unit,"
+                    f" {self.layout.units[unit] or 'the model'}, whose gradients have been sent. Accepted are the other strategies."
+                )
+        if self._nan == "param":
+            self._nonfinite[number] += count_nonfinite(gradient)
+        buffer.add(place, gradient)
+        self._touched[number] = self._arrived = True
+        if buffer.complete:
+            self._advance()
+
+    def _require_weights(self, unit: int, number: int) -> None:
+        """Refuse a gradient that was computed while the weights may not have been there.
+
+        Raises:
+            RuntimeError: The message names the parameter.
+        """
+        assert self._gathering is not None
+        if unit > 0 and unit not in self._gathering.entered:
             raise RuntimeError(
                 f"{self._names[number]}: its gradient came before that of what its unit, {self.layout.units[unit]}, returned, so the unit's"
                 " weights may not have been there. Accepted are units that return every tensor that the loss depends on."
             )
-        if self._nan == "param":
-            self._nonfinite[number] += count_nonfinite(gradient)
-        buffer.add(place, gradient)
-        self._touched[number] = True
-        if buffer.complete:
-            self._advance()
+        if unit == 0 and not self._gathering.units[0].shown:
+            raise RuntimeError(
+                f"{self._names[number]}: was used out of the model's forward pass, while its weights were sharded and NaN. Accepted is to"
+                " use it in the model's forward method, or the whole pass inside `with stepper.full_parameters():`."
+            )
 
     def _after_forward(self, number: int, arguments: Any, outputs: Any) -> None:
         """Have a pass begin when the backward pass comes to what the model returned, and not in the inner pass of a checkpoint."""
@@ -316,25 +390,29 @@ class FlatStepper:
     def _begin_pass(self) -> None:
         if self._in_pass:
             return
-        for name, parameter, flag in self._flags:
-            if parameter.requires_grad is not flag:
+        self._require_ready("backward")
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
                 raise RuntimeError(
-                    f"{name}: requires_grad is {parameter.requires_grad}, and was {flag} when the stepper was made."
+                    f"{name}: requires_grad is True, and was False when the stepper was made, which has no place for its gradient."
                     " Make a new stepper, and carry the state over with a checkpoint."
                 )
-        for name, parameter, address in self._homes:
-            if parameter.data_ptr() != address:
-                raise RuntimeError(
-                    f"{name}: was moved, cast or given other memory since the stepper was made, and is not in its buffer now. Cast and move"
-                    " a model first, then make its stepper; close() gives a model back."
-                )
-        self._in_pass = True
-        self._next = len(self.gradients) - 1
-        for buffer in self.gradients:
-            buffer.begin_pass()
+        self._require_in_place()
+        self._queue.begin()
+        self._in_pass, self._arrived = True, False
+        self._accumulates = any(map(_accumulates, (p for _, p in self._parameters)))
+        for buffer, members in zip(self.gradients, self._members, strict=True):
+            buffer.begin_pass(sum(parameter.requires_grad for parameter in members))
             if buffer.group.unit == 0:
                 buffer.open()  # of the model's own unit, whose gradients come first and last
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        if self._gathering is not None:
+            self._gathering.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_autograd)
+
+    def _require_in_place(self) -> None:
+        for name, parameter, address in self._homes:
+            if parameter.data_ptr() != address:
+                raise RuntimeError(MOVED.format(name=name))
 
     @property
     def _reduces(self) -> bool:
@@ -342,35 +420,50 @@ class FlatStepper:
         return self.sharding.grads or self._last is True
 
     def _advance(self) -> None:
-        """Reduce what is complete, from the layout's last group on: the order is the same on every rank, whatever arrives first."""
-        while self._reduces and self._next >= 0 and self.gradients[self._next].complete:
-            self._reduce_next()
+        """Send what is complete, and what will not be, from the layout's last group on: in this order, whatever comes first."""
+        if not (self._accumulates or self._arrived):
+            return  # torch.autograd.grad, after which there is still a backward pass to come
+        while self._reduces and (buffer := self._queue.next) is not None:
+            over = self._gathering is not None and self._gathering.ways.is_over(buffer.group.unit)
+            if not (buffer.complete or over):
+                break
+            self._send_next()
 
-    def _reduce_next(self) -> None:
-        buffer = self.gradients[self._next]
-        self._next -= 1
-        unit = buffer.group.unit
-        if self._gathering is not None and (self._next < 0 or self.gradients[self._next].group.unit != unit):
-            self._gathering.after_backward(unit)
-        self._finish_in_flight()
-        self._in_flight = buffer.reduce(self.divisor if self._last else None)
+    def _send_next(self) -> None:
+        buffer, closes_unit = self._queue.next, self._queue.closes_unit
+        assert buffer is not None
+        bounded = True
+        if self._gathering is not None:
+            self._gathering.before_reduction(buffer.group.unit)
+            bounded = self._gathering.agreement().bounded
+        self._queue.send_next(self.divisor if self._last else None, bounded=bounded)
+        if self._gathering is not None and closes_unit:
+            self._gathering.release_what_is_over()
 
-    def _finish_in_flight(self) -> None:
-        if self._in_flight is not None:
-            in_flight, self._in_flight = self._in_flight, None
-            in_flight.finish()
+    def _end_autograd(self) -> None:
+        """Autograd is done with everything that it was asked for."""
+        if not self._in_pass:
+            return
+        if self._arrived:
+            self._end_pass()
+            return
+        # torch.autograd.grad, for which this is not the backward pass. (A loss that reaches no parameter: its microbatch takes part.)
+        self._in_pass = False
+        for buffer in self.gradients:
+            if not buffer.arrived:
+                buffer.close()
+        if self._gathering is not None:
+            self._gathering.cancel_backward()
 
     def _end_pass(self) -> None:
-        while self._reduces and self._next >= 0:
-            if self._gathering is not None:
-                # In the order of a rank that came by here in its backward pass, or the two would wait for each other.
-                self._gathering.take_part(self.gradients[self._next].group.unit)
-            self._reduce_next()
-        self._finish_in_flight()
+        while self._reduces and self._queue.next is not None:
+            self._send_next()
+        self._queue.finish()
         if self._gathering is not None:
             self._gathering.end_backward()
         self._in_pass = False
         self._passes += 1
+        self._cycle_passes += 1
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 
@@ -390,38 +483,29 @@ class FlatStepper:
             raise RuntimeError(
                 "microbatch: the last one of this cycle is over; accepted next is step() or zero_grad()."
             )
-        self._require_whole("microbatch")
-        self._in_context, self._last = True, last
-        passes = self._passes
-        self._failed = True
-        try:
+        with self._mode(last=last, name="microbatch"):
+            passes = self._passes
             yield
             if self._passes == passes:
                 self._empty_pass()
             if last:
                 self._optimizer.show_gradients()
-            self._failed = False
-        finally:
-            self._in_context, self._last = False, None
-
-    def _require_whole(self, name: str) -> None:
-        if self._failed:
-            raise RuntimeError(
-                f"{name}: the microbatch before ended in an error, and its gradients are in part; accepted is zero_grad(), on every rank."
-            )
 
     def _empty_pass(self) -> None:
         """Take part in what other ranks' passes do."""
-        if self._gathering is not None and not self._gathering.forward_over:
-            self._gathering.skip_forward()
-        self._next = len(self.gradients) - 1
+        if self._gathering is not None:
+            if not self._gathering.forward_over:
+                self._gathering.skip_forward()
+            self._gathering.begin_backward()
+        self._queue.begin()
+        self._in_pass = True
         for buffer in self.gradients:
             buffer.begin_pass()
         self._end_pass()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here are not the last of their step. Shared-out gradients are summed over the ranks all the same.
+        """Backward passes in here are not the last of their step. Sharded gradients are summed over the ranks all the same.
 
         Raises:
             RuntimeError: Inside a microbatch.
@@ -445,11 +529,71 @@ class FlatStepper:
             raise RuntimeError(
                 f"{name}: a microbatch, sync or no_sync is open already; accepted is one after the other."
             )
+        self._require_ready(name)
+        passes = self._passes
         self._in_context, self._last = True, last
         try:
             yield
-        finally:
-            self._in_context, self._last = False, None
+        except BaseException as error:
+            # zero_grad() goes on from here, and needs to know whether other ranks still wait for this one's pass.
+            self._failed, self._owes_pass = True, self._passes == passes
+            self._in_context = False
+            self._explain(error)
+            raise
+        self._in_context, self._last = False, None
+
+    def _explain(self, error: BaseException) -> None:
+        """Say of an error of autograd's what it is about, if weights that were given back were needed.
+
+        Raises:
+            RuntimeError: They were.
+        """
+        if self._gathering is None or "storage of size 0" not in str(error):
+            return
+        units = list(enumerate(self._gathering.units))
+        first, *others = [str(unit) for n, unit in reversed(units) if n and n not in self._gathering.entered] or [
+            "the model"
+        ]
+        raise RuntimeError(
+            f"{first}: the backward pass needed weights of this unit{f' (or of {others[0]}, ...)' if others else ''} before it came to what"
+            " the unit had returned. Accepted are units that return every tensor that the loss depends on, and hide none (in an attribute,"
+            " a list, or an object that is no pytree)."
+        ) from error
+
+    def _require_ready(self, name: str) -> None:
+        """Refuse to go on from a state that is not what it seems.
+
+        Raises:
+            RuntimeError: An error was not recovered from.
+        """
+        self.require_complete(name)
+        if self._failed:
+            raise RuntimeError(
+                f"{name}: the microbatch or step before ended in an error, and its gradients are in part; accepted is zero_grad(), on every"
+                " rank."
+            )
+
+    def require_complete(self, name: str) -> None:
+        """Refuse to use weights and state that do not belong together.
+
+        Args:
+            name: Of what is refused.
+
+        Raises:
+            RuntimeError: They do not; see :meth:`mark_incomplete`.
+        """
+        if self._incomplete is not None:
+            raise RuntimeError(
+                f"{name}: {self._incomplete}; accepted is load_sharded(stepper, path), on every rank, which makes the state whole."
+            )
+
+    def mark_incomplete(self, reason: str) -> None:
+        """Weights and state do not belong together from here on: nothing but :meth:`loaded` goes on.
+
+        Args:
+            reason: What happened, as the beginning of a message.
+        """
+        self._incomplete = reason
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
@@ -459,30 +603,37 @@ class FlatStepper:
             loss_scale: What the loss was multiplied by; gradients are divided by it.
 
         Raises:
-            RuntimeError: Inside a microbatch, or a rank is gone.
+            RuntimeError: Inside a microbatch, or a rank is gone. An error before anything was stepped leaves weights and state as they
+                were, and ``zero_grad()`` on every rank begins the next cycle; after one that came later a checkpoint has to be loaded.
         """
         if self._in_context or self._in_pass:
             raise RuntimeError("step: inside a microbatch or a backward pass; accepted is after it.")
-        self._require_whole("step")
+        self._require_ready("step")
+        self._require_in_place()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
-        self.finish_gradients()
+        self._failed = True
+        self._keep_what_was_written()
+        self._finish_gradients()
         if loss_scale != 1.0:
             for buffer in self.gradients:
                 divide(buffer.own, loss_scale)
-        touched, norm, skipped, nonfinite = self._agree()
-        untouched = tuple(
-            name for name, here in zip(self._names, touched, strict=True) if not here and name in self._trained_names
-        )
-        self._require_sense(norm, untouched)
-        if not skipped and len(untouched) < len(self._trained_names):
-            by_name = dict(zip(self._names, touched, strict=True))
-            self._optimizer.step_shards(lambda s: by_name[s.placement.spec.name])
+        agreed = self._agree()
+        by_name = dict(zip(self._names, agreed.touched, strict=True))
+        untouched = tuple(name for name, here in by_name.items() if not here and name in self._trained_names)
+        self._require_sense(untouched, is_nan=agreed.is_nan)
+        if not agreed.skipped and len(untouched) < len(self._trained_names):
+            step_shards = self._optimizer.prepare_shards(lambda s: by_name[s.placement.spec.name])
+            self.mark_incomplete("a step ended in an error after weights had been changed")
+            step_shards()
             self._hand_out()
         if self._gathering is not None:
             self._gathering.release_all()
             self._gathering.begin_cycle()
-        self.zero_grad()
-        return StepReport(norm, skipped, nonfinite, untouched)
+            if self.in_full_parameters:
+                self._gather_again()
+        self._incomplete = None
+        self._forget()
+        return StepReport(agreed.norm, agreed.skipped, agreed.nonfinite, untouched)
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -490,31 +641,88 @@ class FlatStepper:
 
         They are the gradients of this rank's parameters in ``as_optimizer()`` until then, and may be scaled.
         """
-        self._next = len(self.gradients) - 1
+        self._require_ready("finish_gradients")
+        self._failed = True
+        self._finish_gradients()
+        self._failed = False
+
+    def _finish_gradients(self) -> None:
+        self._finishing = True
         for buffer in reversed(self.gradients):
             if buffer.phase in ("empty", "partial") and not (self.sharding.grads and buffer.phase == "partial"):
-                self._finish_in_flight()
-                self._in_flight = buffer.reduce(self.divisor)
-        self._finish_in_flight()
+                self._queue.send(buffer, self.divisor)
+        self._queue.finish()
         for buffer in reversed(self.gradients):
             buffer.finalize(self.divisor)
+        self._finishing = False
         self._optimizer.show_gradients()
 
+    @torch.no_grad()
     def zero_grad(self) -> None:
-        """Forget the gradients of this cycle."""
+        """Forget the gradients of this cycle.
+
+        After an error, on every rank: whatever it interrupted, the next cycle begins as if there had been none.
+        """
+        if self._failed or self._in_pass or (self._gathering is not None and self._gathering.in_forward):
+            self._recover()
+        self._forget()
+
+    def _forget(self) -> None:
         for buffer in self.gradients:
             buffer.clear()
         self._optimizer.hide_gradients()
         self._touched = [False] * len(self._names)
         self._nonfinite.zero_()
-        for _, parameter, _ in self._flags:
+        for _, parameter in self._parameters:
             parameter.grad = None
-        if self._failed and self._gathering is not None:
-            self._gathering.end_backward()
-        self._in_flight = None
-        self._in_pass = self._failed = False
+        self._cycle_passes = 0
+        if self._wire_after is not None:
+            self._wire_after()
+        self._failed = False
 
-    def _require_sense(self, norm: Tensor, untouched: tuple[str, ...]) -> None:
+    def _recover(self) -> None:
+        """After an error: take part to the end in what other ranks may be doing, wait for all that is under way, and forget it."""
+        gathering = self._gathering
+        with suppress(Exception):  # a rank may be gone; what comes next says so
+            owes = self._owes_pass or self._in_pass
+            if gathering is not None and (owes or gathering.unfinished):
+                owes = gathering.begin_to_recover() or owes
+            if owes and self._reduces:
+                if not self._in_pass:
+                    self._queue.begin()
+                self._take_part()
+            elif self._finishing:
+                self._drain_reductions()
+                self._finish_gradients()
+        for communicator in (self.inner, self.outer, *self._made):
+            communicator.drain()
+        self._queue.drop()
+        if gathering is not None:
+            gathering.recover()
+            gathering.begin_cycle()
+        self._in_pass = self._owes_pass = self._finishing = False
+        if not self._in_context:
+            self._last = None
+
+    def _take_part(self) -> None:
+        """Send what is left of this pass, whatever it holds: it is forgotten here, and nobody waits for it elsewhere."""
+        while (buffer := self._queue.next) is not None:
+            if self._gathering is not None:
+                self._gathering.before_reduction(buffer.group.unit)
+            self._drain_reductions()
+            self._queue.send_next(self.divisor if self._last else None, bounded=True)
+            if self._gathering is not None:
+                self._gathering.release_what_is_over()
+        self._queue.finish()
+        if self._gathering is not None:
+            self._gathering.take_part(1)
+
+    def _drain_reductions(self) -> None:
+        """Wait for reductions under way, also for one that an error kept from the queue: its memory is about to be used, and freed."""
+        for communicator in (self.inner, self.outer):
+            communicator.drain()
+
+    def _require_sense(self, untouched: tuple[str, ...], *, is_nan: bool) -> None:
         """Refuse a step that would train nothing, or on nothing.
 
         Raises:
@@ -522,63 +730,33 @@ class FlatStepper:
         """
         if untouched:
             there = dict(self.model.named_parameters())
-            ours = {name: p for name, p, _ in self._flags}
+            ours = dict(self._parameters)
             if replaced := [name for name in untouched if there.get(name) is not ours[name]]:
                 raise RuntimeError(
                     f"{', '.join(replaced[:3])}: not the model's parameters any more; it has others (load_state_dict(assign=True)?)."
                     " Make a stepper after such a change."
                 )
-        if self._gathering is not None and self._nan == "off" and bool(norm.isnan()):
+        if self._gathering is not None and self._nan == "off" and is_nan:
             units = enumerate(self._gathering.units)
-            idle = [repr(one.name or "the model") for n, one in units if one.trained and n not in self._gathering.ran]
+            idle = [repr(str(one)) for n, one in units if one.trained and n not in self._gathering.ran]
             if idle:
                 raise RuntimeError(
                     f"the gradient is NaN, and {', '.join(idle[:3])} had no forward pass of its own in this cycle: weights are NaN while"
-                    " shared out. Call units, and the model, as modules."
+                    " sharded. Call units, and the model, as modules."
                 )
 
-    def _agree(self) -> tuple[list[bool], Tensor, bool, tuple[NonFinite, ...]]:
-        """Which parameters have a gradient on any rank, the gradient's norm, whether to skip the step, and why: one sum over the ranks."""
-        count = len(self._names)
-        numbers = torch.zeros(count + 2, dtype=torch.float64)
-        numbers[:count] = torch.tensor(self._touched)
-        numbers = numbers.to(self._nonfinite.device, non_blocking=True)
-        mine = self._shard_communicators()
-        # Of ranks that hold the same the first one counts.
-        counts = all(one.rank == 0 for one in (self.inner, self.outer) if one not in mine)
-        if counts:
-            numbers[count] = self._sum_of_squares(torch.float32)
-        if self._nan == "step":
-            numbers[count + 1] = has_nonfinite(self._shards)
-        for communicator in (self.inner, self.outer):
-            communicator.all_reduce(numbers, "what the gradients are like").wait()
-        *flags, square, nonfinite = numbers.tolist()
-        touched, bad = [flag > 0 for flag in flags], nonfinite > 0
-        if not _TINY < square < _HUGE:
-            # Squares of float32 numbers may be too large or too small for it, where the numbers are not. All ranks see the same here.
-            numbers[count] = 0.0
-            if counts:
-                numbers[count] = self._sum_of_squares(torch.float64)
-            for communicator in (self.inner, self.outer):
-                communicator.all_reduce(numbers[count : count + 1], "the gradient's norm").wait()
-        norm = borders.sqrt(numbers[count])
-        give_back(numbers)
-        if self._nan != "param":
-            return touched, norm, bad, ()
-        found = find_nonfinite(self._shards, self._names, self._nonfinite, self.inner, self.outer)
-        return touched, norm, bool(found), found
-
-    def _sum_of_squares(self, precision: torch.dtype) -> Tensor:
-        """Of this rank's part of the gradient: float64, 0-d. Short pieces are summed in ``precision`` at least, and added up in float64."""
-        total = torch.zeros((), dtype=torch.float64, device=self._nonfinite.device)
-        for shard in self._shards:
-            own = shard.without_padding
-            wide = torch.promote_types(own.dtype, precision)
-            size = piece_size(own.device)
-            for low in range(0, own.numel(), size):
-                part = own[low : low + size].to(wide)
-                total += torch.dot(part, part)
-        return total
+    def _agree(self) -> StepAgreement:
+        return agree(
+            self._names,
+            self._touched,
+            self._cycle_passes if self.sharding.grads else 0,
+            self._nonfinite,
+            self._shards,
+            self._nan,
+            self.inner,
+            self.outer,
+            self._shard_communicators(),
+        )
 
     def _hand_out(self, *, trained_only: bool = True) -> None:
         changed = [weights for weights in self.weights if weights.group.requires_grad or not trained_only]
@@ -628,13 +806,10 @@ class FlatStepper:
             ValueError: No dtype.
             RuntimeError: Gradients of this cycle have been put into a buffer for sending, or were sent already.
         """
-        busy = [
-            b for b in self.gradients if b.phase == "reduced" or b.phase == "final" or (b.sharding.grads and b.arrived)
-        ]
-        if busy or self._in_pass:
+        if self._in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
             raise RuntimeError(
-                "set_grad_comm: gradients of this cycle were sent, or lie in a buffer of the old dtype; accepted before the first backward"
-                " pass after step() or zero_grad()."
+                "set_grad_comm: there are gradients of this cycle, which are sent in one dtype; accepted before the first backward pass"
+                " after step() or zero_grad()."
             )
         changed = {}
         for label, one in self._labelled.items():
@@ -647,16 +822,27 @@ class FlatStepper:
 
     @contextmanager
     def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> Iterator[None]:
-        """Send gradients in another dtype inside; see :meth:`set_grad_comm`."""
+        """Send gradients in another dtype inside; see :meth:`set_grad_comm`.
+
+        A cycle has one wire: where the context ends in the middle of one, what was before comes back with the next cycle.
+        """
         before = [(buffer.wire, buffer.outer_wire) for buffer in self.gradients]
         labelled = self._labelled
         self.set_grad_comm(dtype, reduce)
+        pending = self._wire_after
+
+        def restore() -> None:
+            self._labelled, self._wire_after = labelled, None
+            for buffer, wires in zip(self.gradients, before, strict=True):
+                buffer.wire, buffer.outer_wire = wires
+
         try:
             yield
         finally:
-            self._labelled = labelled
-            for buffer, wires in zip(self.gradients, before, strict=True):
-                buffer.wire, buffer.outer_wire = wires
+            if self._in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
+                self._wire_after = pending or restore
+            else:
+                restore()
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
@@ -669,7 +855,7 @@ class FlatStepper:
         """
         if self._in_pass:
             raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
-        if self._gathering is None:
+        if self._gathering is None or self.in_full_parameters:
             yield self.model
             return
         with self._gathering.everything():
@@ -677,16 +863,49 @@ class FlatStepper:
             try:
                 yield self.model
             finally:
-                self.in_full_parameters = False
-            for weights in self.weights:
-                weights.shard.copy_(weights.whole.view(self.inner.size, -1)[self.inner.rank])
+                try:
+                    self._keep_what_was_written()
+                finally:
+                    self.in_full_parameters = False
+
+    def _keep_what_was_written(self) -> None:
+        """Inside ``full_parameters()``: this rank's shards are what the model's tensors are now."""
+        if self.in_full_parameters:
+            each([weights.keep_what_was_written for weights in self.weights])
+
+    def _gather_again(self) -> None:
+        """Inside ``full_parameters()``: the model's tensors are what the shards are now."""
+        assert self._gathering is not None
+        for one in [weights.gather_again(self._gathering.communicator) for weights in self.weights]:
+            one.wait()
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict()``, where tensors of sharded parameters have no values. For checkpoints, which know."""
+        with nullcontext() if self._guards is None else self._guards.lifted():
+            return dict(self.model.state_dict())
 
     def close(self) -> None:
-        """Give the model back, with all of its weights: no hooks, no sharing out. Every rank has to call it; nothing steps any more."""
+        """Give the model back, with all of its weights: no hooks, no sharding. Every rank has to call it; nothing steps any more.
+
+        Process groups that the stepper made are used by the next stepper of these ranks.
+        """
+        if self.closed:
+            return
+        if self._failed or self._in_pass:
+            self.zero_grad()
         if self._gathering is not None:
             self._gathering.close()
+        if self._guards is not None:
+            self._guards.close()
         for handle in self._handles:
             handle.remove()
+        if self.saving is not None:
+            wait_for([self.saving])
+        for communicator in self._made:
+            communicator.close()
+        for group in self.groups.values():
+            groups.give_back(group)
+        self.groups = {}
         self.closed = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -701,11 +920,19 @@ class FlatStepper:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """This rank's own weights were replaced: hand them to the ranks that keep a copy. Every rank has to call it."""
+        """This rank's own weights and state were replaced, all of them: hand weights to the ranks that keep a copy.
+
+        Every rank has to call it. What was incomplete is whole then, and what an error interrupted is forgotten.
+        """
+        if self._failed or self._in_pass:
+            self._recover()
+        if self._incomplete is None:
+            self.mark_incomplete("loading a checkpoint ended in an error")
         self._hand_out(trained_only=False)
         if self._gathering is not None:
             self._gathering.release_all()
-        self.zero_grad()
+        self._incomplete = None
+        self._forget()
 
     def __repr__(self) -> str:
         outer = f", outer={self.sharding.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""
@@ -718,33 +945,14 @@ class FlatStepper:
         return "\n".join(lines)
 
 
-def communicators(mesh: Mesh) -> tuple[Communicator, Communicator]:
-    """The inner and the outer ranks of a mesh.
-
-    Raises:
-        TypeError: It is none.
-        ValueError: A mesh of more than two dimensions.
-    """
-    if mesh is None:
-        return Communicator(dist.group.WORLD if dist.is_initialized() else None), Communicator(None)
-    if isinstance(mesh, dist.ProcessGroup):
-        return Communicator(mesh), Communicator(None)
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: got {mesh!r}; accepted are a DeviceMesh, a process group, or None.")
-    if mesh.ndim == 1:
-        return Communicator(mesh.get_group()), Communicator(None)
-    if mesh.ndim == 2:
-        return Communicator(mesh.get_group(1)), Communicator(mesh.get_group(0))
-    raise ValueError(f"mesh: got {mesh.ndim} dimensions; accepted are one, or two: (outer, inner).")
-
-
-def ranks_of(mesh: Mesh) -> list[int]:
-    """The ranks of a mesh, numbered as in the world."""
-    if isinstance(mesh, DeviceMesh):
-        return [int(rank) for rank in mesh.mesh.flatten().tolist()]
-    if mesh is None and not dist.is_initialized():
-        return [0]
-    return dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh)
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the backward pass that is going on accumulates a parameter's gradient, as far as its own graph tells."""
+    if not parameter.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # its gradient is what torch.autograd.grad was asked for
+        return False
 
 
 def _device_of(described: ModelLayout) -> torch.device:

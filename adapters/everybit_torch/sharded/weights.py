@@ -1,8 +1,9 @@
-"""The model's own tensors as pieces of flat buffers, whole on every rank or shared out and gathered unit by unit."""
+"""The model's own tensors as pieces of flat buffers, whole on every rank or sharded and gathered unit by unit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,35 @@ from torch import Tensor, nn
 from everybit_torch.gradients import piece
 from everybit_torch.sharded.communicator import Communicator, Done, Pending
 from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.reduction import can_be_freed
 from everybit_torch.sharded.strategies import Sharding
+
+MOVED = (
+    "{name}: was moved, cast or given other memory since the stepper was made, and is not in its buffer now. Cast and move a model first,"
+    " then make its stepper; close() gives a model back."
+)
+
+
+class _Interrupted:
+    """A gathering of which nobody knows whether it is under way, after an error."""
+
+    def __init__(self, communicator: Communicator, what: str) -> None:
+        self.communicator, self._what = communicator, what
+
+    def wait(self) -> None:
+        """Its result is not to be used."""
+        raise RuntimeError(
+            f"{self._what}: an error interrupted the gathering of these weights; accepted is zero_grad(), on every rank."
+        )
+
+    def is_done(self) -> bool:
+        return False
 
 
 class WeightBuffer:
     """The weights of one group of parameters.
 
-    Where parameters are shared out, the model's tensors have their values only while their unit is gathered. At other times they have
+    Where parameters are sharded, the model's tensors have their values only while their unit is gathered. At other times they have
     their shapes, and every element is NaN: whoever looks at them then sees that something is wrong, and nothing is read that is not there.
 
     Args:
@@ -28,7 +51,8 @@ class WeightBuffer:
 
     Attributes:
         shard: This inner rank's part, which is all that there is between gatherings if parameters are shared out.
-        gathered: Whether the model's tensors have their values.
+        gathered: Whether the weights are there, or on their way.
+        shown: Whether the model's tensors have their values.
     """
 
     def __init__(
@@ -46,21 +70,20 @@ class WeightBuffer:
         for parameter, place in zip(self.parameters, group.placements, strict=True):
             self.whole[place.start : place.stop].view(parameter.shape).copy_(parameter.detach())
         self._pending: Pending = Done()
-        self.gathered = True
+        self.gathered = self.shown = True
         if sharding.params:
             # The buffer's memory comes and goes, and graphs hold tensors in it: they all have to share its storage.
-            self._pieces = [
-                self.whole[place.start : place.stop].view(p.shape)
-                for p, place in zip(self.parameters, group.placements, strict=True)
-            ]
+            self._pieces = self._views()
             self.shard = self.whole.view(inner.size, -1)[inner.rank].clone()
             # One element for each, so that who writes to one spoils no other.
-            self._absent = [
-                torch.full((min(p.numel(), 1),), torch.nan, dtype=group.dtype, device=device)
-                .expand(p.numel())
-                .view(p.shape)
-                for p in self.parameters
+            self._nan = [
+                torch.full((min(p.numel(), 1),), torch.nan, dtype=group.dtype, device=device) for p in self.parameters
             ]
+            self._absent = [
+                nan.expand(p.numel()).view(p.shape) for nan, p in zip(self._nan, self.parameters, strict=True)
+            ]
+            self._absent_at = [tensor.data_ptr() for tensor in self._absent]
+            self._offsets = [place.start * group.dtype.itemsize for place in group.placements]
         else:
             self._pieces = [
                 piece(self.whole, place.start, place.stop, p.shape)
@@ -88,42 +111,108 @@ class WeightBuffer:
         """Bytes that persist."""
         return self.shard.nbytes if self.sharding.params else self.whole.nbytes
 
-    # -- parameters that are shared out -----------------------------------------------------------------------------------------
+    # -- parameters that are sharded ----------------------------------------------------------------------------------------------
 
     def start_gather(self, communicator: Communicator) -> None:
-        """Ask the other ranks for their parts; :meth:`wait` for them before computing."""
+        """Ask the other ranks for their parts; :meth:`wait` for them before computing.
+
+        Raises:
+            RuntimeError: A parameter was written to, or given other memory, while its values were not there.
+        """
         if self.gathered or not self.sharding.params:
             return
+        self._require_in_place(absent=True)
         for parameter, version, place in zip(self.parameters, self._versions, self.group.placements, strict=True):
             if parameter._version != version:
                 raise RuntimeError(
-                    f"{place.spec.name}: was written to while its values were shared out, and there was nothing to write to; accepted is"
+                    f"{place.spec.name}: was written to while its values were sharded, and there was nothing to write to; accepted is"
                     " inside `with stepper.full_parameters():`."
                 )
         self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self._pending = communicator.all_gather(self.whole, self.shard, self.what)
         self.gathered = True
+        self.gather_again(communicator)
 
     def wait(self) -> None:
         """Until the model's tensors have their values."""
-        if not self.gathered or not self.sharding.params:
+        if not self.gathered or self.shown:
             return
         self._pending.wait()
         self._pending = Done()
         for parameter, tensor in zip(self.parameters, self._pieces, strict=True):
             parameter.data = tensor
+        self.shown = True
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back.
+
+        Raises:
+            RuntimeError: A parameter was given other memory, whose values are lost.
+        """
         if not self.gathered or not self.sharding.params:
             return
-        self._pending.wait()
-        self._pending = Done()
-        for parameter, tensor in zip(self.parameters, self._absent, strict=True):
-            parameter.data = tensor
-        self._versions = [parameter._version for parameter in self.parameters]
+        pending, self._pending = self._pending, Done()
+        shown, self.shown = self.shown, False
+        try:
+            if isinstance(pending, _Interrupted):
+                pending.communicator.drain()
+            else:
+                pending.wait()
+            if shown:
+                self._require_in_place(absent=False)
+        finally:
+            for parameter, tensor in zip(self.parameters, self._absent, strict=True):
+                parameter.data = tensor
+            self._versions = [parameter._version for parameter in self.parameters]
+            self._free()
+            self.gathered = False
+
+    def _views(self) -> list[Tensor]:
+        return [
+            self.whole[place.start : place.stop].view(p.shape)
+            for p, place in zip(self.parameters, self.group.placements, strict=True)
+        ]
+
+    def _free(self) -> None:
+        if not can_be_freed(self.whole):
+            # It stays with whoever holds on to it, or with a graph that was made with it.
+            self.whole = torch.empty_like(self.whole)
+            self._pieces = self._views()
         self.whole.untyped_storage().resize_(0)
-        self.gathered = False
+
+    def reset(self) -> None:
+        """After an error: the model's tensors have no values, whatever was done to them."""
+        if not self.sharding.params:
+            return
+        with suppress(Exception):  # what is wrong was told
+            self.release()
+        for parameter, tensor, nan in zip(self.parameters, self._absent, self._nan, strict=True):
+            nan.fill_(torch.nan)
+            parameter.data = tensor
+        self._absent_at = [tensor.data_ptr() for tensor in self._absent]
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def gather_again(self, communicator: Communicator) -> Pending:
+        """While the model's tensors have their values: have those of after a step."""
+        # Until it is known to be under way: an error may come when it is already.
+        self._pending = _Interrupted(communicator, self.what)
+        self._pending = communicator.all_gather(self.whole, self.shard, self.what)
+        return self._pending
+
+    def keep_what_was_written(self) -> None:
+        """While the model's tensors have their values: this rank's part is what is there now.
+
+        Raises:
+            RuntimeError: A parameter was given other memory.
+        """
+        self._require_in_place(absent=False)
+        self.shard.copy_(self.whole.view(self.inner.size, -1)[self.inner.rank])
+
+    def _require_in_place(self, *, absent: bool) -> None:
+        start = 0 if absent else self.whole.data_ptr()
+        expected = self._absent_at if absent else [start + offset for offset in self._offsets]
+        for parameter, address, place in zip(self.parameters, expected, self.group.placements, strict=True):
+            if parameter.data_ptr() != address and place.spec.numel:
+                raise RuntimeError(MOVED.format(name=place.spec.name))
 
     # -- after a step -------------------------------------------------------------------------------------------------------------
 

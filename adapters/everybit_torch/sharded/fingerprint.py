@@ -1,0 +1,159 @@
+"""Whether all ranks make the same stepper: compared before anything else is sent, and the first difference is named.
+
+Ranks that differ would otherwise meet in collectives that do not belong together: a hang, a process that the library aborts, or, where
+sizes happen to agree, numbers that belong to something else.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import zip_longest
+from types import CellType, FunctionType, MethodType
+
+import torch
+from torch import Tensor, nn
+
+from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.sharded.model_layout import ModelLayout
+from everybit_torch.sharded.strategies import Sharding
+
+Facts = Sequence[tuple[str, str]]
+"""What has to be the same on every rank: names and values, in the order in which differences are looked for."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_DEPTH = 12
+
+
+def describe(value: object, depth: int = _DEPTH) -> str:
+    """A value as text that is the same in every process: no addresses, functions by their names and what they close over."""
+    if depth == 0:
+        return "..."
+    below = depth - 1
+    if isinstance(value, Tensor):
+        numbers = value.detach().cpu()
+        small = numbers.numel() <= 16
+        content = str(numbers.tolist()) if small else hashlib.sha256(str(numbers.double().sum()).encode()).hexdigest()
+        return f"tensor({tuple(value.shape)}, {value.dtype}, {content})"
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = ", ".join(
+            f"{field.name}={describe(getattr(value, field.name), below)}" for field in fields(value) if field.repr
+        )
+        return f"{type(value).__qualname__}({inside})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{describe(k, below)}: {describe(v, below)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(describe(one, below) for one in value) + ")"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(describe(one, below) for one in value)) + "}"
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, functools.partial):
+        return (
+            f"partial({describe(value.func, below)}, {describe(value.args, below)}, {describe(value.keywords, below)})"
+        )
+    if isinstance(value, MethodType):
+        return f"{describe(value.__func__, below)} of {describe(value.__self__, below)}"
+    if isinstance(value, FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        given = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inside = f" with {describe(given, below)}" if given else ""
+        return f"{value.__module__}.{value.__qualname__}{inside}"
+    return _ADDRESS.sub("", repr(value))
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def facts_of(model: nn.Module, described: ModelLayout, kind: Sharding, sizes: tuple[int, int]) -> list[tuple[str, str]]:
+    """What of a stepper's model, layout, transforms and policies has to be the same on every rank.
+
+    Args:
+        model: For its buffers, which are sent.
+        described: The rest of it, and what it is stepped with.
+        kind: What is sharded.
+        sizes: Numbers of inner and outer ranks.
+    """
+    facts = [("strategy", repr(kind.strategy)), ("outer", repr(kind.outer))]
+    facts.append(("mesh", f"{sizes[0]} ranks" + (f" x {sizes[1]} outer" if sizes[1] > 1 else "")))
+    facts += [("number of units", str(len(described.units))), ("number of parameters", str(len(described.specs)))]
+    facts += [("a unit", repr(name)) for name, _ in described.units]
+    for spec in described.specs:
+        unit, trained = described.units[spec.unit][0], "trained" if spec.requires_grad else "frozen"
+        text = f"{spec.dtype} {spec.shape}, {trained}, unit {unit!r}, label {spec.label!r}"
+        facts.append((" and ".join(spec.names), text))
+    facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
+    for label, one in described.labelled.items():
+        facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
+        facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
+    return facts
+
+
+def require_alike(facts: Facts | Exception, inner: Communicator, outer: Communicator) -> None:
+    """Compare this rank's facts with all others'. Every rank has to call it, also one that could not make its stepper.
+
+    Args:
+        facts: Of this rank; or why it has none.
+        inner: The inner ranks.
+        outer: The outer ranks.
+
+    Raises:
+        ValueError: Two ranks differ; the message, the same on every rank, names the first difference and both values.
+        RuntimeError: Another rank could not make its stepper; why.
+    """
+    if inner.size == outer.size == 1:
+        return
+    failed = isinstance(facts, Exception)
+    payload = f"{type(facts).__name__}: {facts}" if failed else json.dumps(list(facts))  # type: ignore[arg-type]
+    encoded = payload.encode()
+    digest = torch.tensor([int(failed), *hashlib.sha256(encoded).digest()], dtype=torch.uint8, device=inner.device)
+    row = digest.new_empty(inner.size * digest.numel())
+    inner.all_gather(row, digest, "what ranks are made of").wait()
+    table = row.new_empty(outer.size * row.numel())
+    outer.all_gather(table, row, "what ranks are made of").wait()
+    ranks = [tuple(one) for one in table.view(-1, digest.numel()).tolist()]
+    broken = [rank for rank, (status, *_) in enumerate(ranks) if status]
+    if broken:
+        reason = _fetch(encoded, broken[0], inner, outer)
+        if not failed:
+            raise RuntimeError(f"rank {broken[0]} could not make its stepper: {reason}")
+        return
+    others = [rank for rank, one in enumerate(ranks) if one != ranks[0]]
+    if others:
+        first, other = (json.loads(_fetch(encoded, rank, inner, outer)) for rank in (0, others[0]))
+        raise ValueError(
+            f"{_difference(first, other, others[0])}; accepted are steppers of one model, made with the same arguments on every rank."
+        )
+
+
+def _fetch(payload: bytes, rank: int, inner: Communicator, outer: Communicator) -> str:
+    """One rank's text, on every rank: through the outer ranks to its row, and through the inner ones along it."""
+    sources = ((outer, rank // inner.size), (inner, rank % inner.size))
+    for communicator, source in sources:
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=communicator.device)
+        communicator.broadcast(length, "what ranks differ in", source)
+        text = torch.zeros(int(length), dtype=torch.uint8, device=communicator.device)
+        if communicator.rank == source:
+            text.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        communicator.broadcast(text, "what ranks differ in", source)
+        payload = bytes(text.tolist())
+    return payload.decode()
+
+
+def _difference(first: Facts, other: Facts, rank: int) -> str:
+    for here, there in zip_longest(first, other, fillvalue=("", "nothing")):
+        if tuple(here) == tuple(there):
+            continue
+        if here[0] == there[0]:
+            return f"{here[0]}: rank 0 has {here[1]}, and rank {rank} has {there[1]}"
+        mine, others = (f"{name}: {value}" if name else value for name, value in (here, there))
+        return f"model: where rank 0 has {mine}, rank {rank} has {others}"
+    return "ranks: differ in nothing that can be named"

@@ -1,0 +1,90 @@
+"""Process groups that steppers make for themselves: each has an order of collectives of its own, and is used again when it is free.
+
+A group has threads and connections (with NCCL a communicator), so steppers that come and go must not leave one each. And none is destroyed
+alone: torch names a group by its ranks and by how many groups there are, and finds the other ranks' addresses under that name, so that
+a group that was made after another had been destroyed could be connected to what is not there any more.
+
+Ranks may have lost a stepper at different times, or seen a collective fail that completed elsewhere. So a group is used again only if it is
+free on all of its ranks. They find that out through the store that the process group was initialized with, and not by a collective: after
+an error another collective may be under way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+@dataclass(slots=True)
+class _Made:
+    world: dist.ProcessGroup
+    kind: tuple[object, ...]
+    group: dist.ProcessGroup
+    idle: bool = False
+    spoiled: bool = False
+
+
+_MADE: list[_Made] = []
+_ASKED: Counter[str] = Counter()  # how often it was asked which groups are free, by key; of one world
+
+
+def take(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group of these ranks that nobody else uses. Each of them has to call it.
+
+    Args:
+        ranks: As in the world.
+        backend: Its backend, or several by device.
+        timeout: Of its collectives; None: the backend's.
+    """
+    world, kind = dist.group.WORLD, (tuple(ranks), backend, timeout)
+    assert world is not None
+    if any(one.world is not world for one in _MADE):
+        # Groups end with the world that they are of.
+        _MADE[:] = [one for one in _MADE if one.world is world]
+        _ASKED.clear()
+    known = [one for one in _MADE if one.kind == kind]  # the same on every rank, in the order in which they were made
+    for one in _free_everywhere(known, ranks, timeout):
+        one.idle = False
+        return one.group
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    _MADE.append(_Made(world, kind, group))
+    return group
+
+
+def _free_everywhere(known: Sequence[_Made], ranks: Sequence[int], timeout: timedelta | None) -> list[_Made]:
+    """Which groups are free on all of these ranks."""
+    if not known:
+        return []
+    store: Any = distributed_c10d._get_default_store()
+    kind = hashlib.sha256(repr(known[0].kind).encode()).hexdigest()
+    key = f"everybit/groups/{kind}/{_ASKED[kind]}"
+    _ASKED[kind] += 1
+    for number, one in enumerate(known):
+        if one.idle:
+            store.add(f"{key}/{number}", 1)
+    if store.add(f"{key}/arrived", 1) == len(ranks):
+        store.set(f"{key}/complete", "")
+    store.wait([f"{key}/complete"], *(() if timeout is None else (timeout,)))
+    return [one for number, one in enumerate(known) if store.add(f"{key}/{number}", 0) == len(ranks)]
+
+
+def give_back(group: dist.ProcessGroup, under_way: Sequence[object] = ()) -> None:
+    """Nobody uses a group any more on this rank. It is used again if no collective is under way in it, and none has failed."""
+    for one in _MADE:
+        if one.group is group:
+            one.idle = not under_way and not one.spoiled
+
+
+def spoil(group: dist.ProcessGroup) -> None:
+    """A collective of this group has failed: what its ranks would do next may not belong together."""
+    for one in _MADE:
+        if one.group is group:
+            one.spoiled = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -19,7 +19,7 @@ from everybit.dtypes import FLOAT_DTYPES, dtype_name, torch_dtype
 from everybit.metrics import Metrics
 from everybit.optimizer import state_bytes, with_policy
 from everybit.policies import describe, native
-from everybit.policy import AnyPolicy, resolve_tree
+from everybit.policy import LOW, AnyPolicy, for_dtype, resolve_tree
 from everybit_torch import loading, state_dicts
 from everybit_torch.arguments import (
     as_python,
@@ -158,6 +158,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._release: Release | None = None  # set by enable_gradient_release
         self._metrics: Metrics | None = None
         self.metrics_enabled = metrics
+        # All of them, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside 16-bit ones as they are.
+        params = _as_lists(params)
+        self._is_mixed = any(p.dtype in LOW for p in _tensors_of(params))
         super().__init__(cast(Any, params), hyperparameters)
         self.state = self._states = States()
 
@@ -184,7 +187,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
         require_known_options(kind, self._names, options, self._decoupled)
         param_group |= {name: as_python(name, options[name]) for name in self._names if name in options}
-        policies = {dtype: self._policy_for(policy, dtype, number) for dtype in dict.fromkeys(t.dtype for t in tensors)}
+        mixed = self._is_mixed or any(tensor.dtype in LOW for tensor in tensors)
+        dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+        policies = {dtype: _policy_for(policy, dtype, number, mixed=mixed) for dtype in dtypes}
         group = Group(number, self._factory, policies, self._seed)
         arguments = self.factory_arguments({**self.defaults, **param_group})
         group.follow(arguments, self._build(group, arguments))
@@ -195,6 +200,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._arriving = []
         main_dtypes = _main_gradients(number, tensors, policies)
         super().add_param_group(param_group)
+        self._is_mixed = mixed
         self._groups.append(group)
         # Now, not at the first step: the first backward pass comes before it.
         for tensor, dtype in main_dtypes:
@@ -214,11 +220,6 @@ class TorchOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"{type(self).__name__}: {name}: got {value!r}; accepted are True and False.")
             arguments |= spread(name, value, targets)
         return arguments
-
-    def _policy_for(self, policy: AnyPolicy | None, dtype: torch.dtype, number: int) -> AnyPolicy:
-        if policy is not None:
-            return policy
-        return native(dtype_name(dtype, field=f"param group {number}"))
 
     def _build(self, group: Group, arguments: dict[str, Any]) -> dict[torch.dtype, eb.Optimizer[Any]]:
         """The group's optimizers, by dtype of the parameters; validates hyperparameters and policies."""
@@ -284,8 +285,8 @@ class TorchOptimizer(torch.optim.Optimizer):
                 continue
             policy = values["policy"]
             if group.known:
-                if any(one != policy for one in group.policies.values()):
-                    now = ", ".join(dict.fromkeys(map(describe, group.policies.values())))
+                if not self._is_in_force(group, policy):
+                    now = _described(group.policies)
                     raise ValueError(
                         f"param group {number}: policy: got {describe(policy)}, and since the first step its parameters and state are"
                         f" stored under {now}; accepted is a change before it. To carry the run over delete the entry, make an optimizer"
@@ -293,7 +294,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                     )
                 del values["policy"]
                 continue
-            policies = {dtype: self._policy_for(policy, dtype, number) for dtype in group.policies}
+            policies = {dtype: _policy_for(policy, dtype, number, mixed=self._is_mixed) for dtype in group.policies}
             new = Group(number, self._factory, policies, self._seed)
             arguments = self.factory_arguments(values)
             new.follow(arguments, self._build(new, arguments))
@@ -306,6 +307,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                 tensor.grad_dtype = dtype
             self._groups[number] = new
             del values["policy"]
+
+    def _is_in_force(self, group: Group, policy: AnyPolicy | None) -> bool:
+        return all(
+            one == _policy_for(policy, dtype, group.number, mixed=self._is_mixed)
+            for dtype, one in group.policies.items()
+        )
 
     # -- placing parameters ---------------------------------------------------------------------------------------------------
 
@@ -878,8 +885,8 @@ class TorchOptimizer(torch.optim.Optimizer):
                 ) + ", from the first step on"
             if group.waiting and units:
                 placed += f", {len(group.waiting)} frozen"
-            policies = ", ".join(dict.fromkeys(map(describe, group.policies.values())))
-            if "policy" in values and any(policy != values["policy"] for policy in group.policies.values()):
+            policies = _described(group.policies)
+            if "policy" in values and not self._is_in_force(group, values["policy"]):
                 when = "not in force" if group.known else "from the first step on"
                 policies += f" (param_groups[{group.number}]['policy'] is {describe(values['policy'])}, {when})"
             lines.append(f"param group {group.number}: {placed}; {policies}")
@@ -1209,6 +1216,47 @@ def _listed(where: str, values: Any, accepted: str) -> list[Any]:
 def to_device_of(x: Tensor, like: Tensor) -> Tensor:
     """A measurement where the others are."""
     return x.to(like.device)
+
+
+def _policy_for(policy: AnyPolicy | None, dtype: torch.dtype, number: int, *, mixed: bool) -> AnyPolicy:
+    name = dtype_name(dtype, field=f"param group {number}")
+    return native(name) if policy is None else for_dtype(policy, name, mixed=mixed)
+
+
+def _described(policies: Mapping[torch.dtype, AnyPolicy]) -> str:
+    """The policy of a group, or those of its dtypes where they differ."""
+    described = {dtype: describe(policy) for dtype, policy in policies.items()}
+    if len(set(described.values())) == 1:
+        return next(iter(described.values()))
+    return ", ".join(f"{dtype_name(dtype, field='dtype')}: {text}" for dtype, text in described.items())
+
+
+def _as_lists(params: Params) -> Params:
+    """The constructor's argument with its generators read, so that it can be gone through twice; torch refuses what it cannot take."""
+    if isinstance(params, (Tensor, Mapping, str, set)) or not isinstance(params, Iterable):
+        return params
+    return cast(
+        Params,
+        [
+            {**one, "params": list(one["params"])}
+            if isinstance(one, dict) and isinstance(one.get("params"), Iterator)
+            else one
+            for one in params
+        ],
+    )
+
+
+def _tensors_of(params: Params) -> Iterator[Tensor]:
+    """The tensors in what :func:`_as_lists` returned, named or in groups."""
+    if isinstance(params, Tensor):
+        yield params
+    elif isinstance(params, dict):
+        yield from _tensors_of(params.get("params", []))
+    elif isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], str):
+        yield from _tensors_of(params[1])
+    elif isinstance(params, (list, tuple)):
+        for one in params:
+            yield from _tensors_of(one)
 
 
 def _main_gradients(

@@ -18,7 +18,7 @@ from everybit.formats import Format, Kahan, Master, Nearest, ParamFormat, Split,
 from everybit.metrics import Metrics, with_metrics
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
-from everybit.policy import ByLabel, Grads, Policy, by_label
+from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.random_bits import Key
 from everybit.scalars import Hyperparameter, Schedule
 from everybit.schedules import (
@@ -52,8 +52,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Axis", "ByLabel", "Context", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Metrics", "Nearest",
     "Optimizer", "OptimizerState", "ParamFormat", "Policy", "Schedule", "Scope", "Slot", "SlotDecay", "Split", "StateFormat",
-    "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite", "apply_updates", "by_label",
-    "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules",
+    "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite", "apply_updates", "by_dtype",
+    "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules",
     "linear_schedule", "lion", "load_state_dict", "masked", "named_chain", "partition", "policies", "rmsprop", "scale", "scale_by_adam",
     "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_sign", "set_to_zero", "sgd", "state", "state_dict",
     "subtract_decayed_weights", "trace", "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics",

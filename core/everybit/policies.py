@@ -114,13 +114,13 @@ def describe(policy: object) -> str:
 
 def _differences(policy: Policy, preset: Policy) -> list[str]:
     pairs = [(one.name, getattr(policy, one.name), getattr(preset, one.name)) for one in fields(Policy)]
-    return [f"{name}={_short(mine)}" for name, mine, theirs in pairs if mine != theirs]
+    return [f"{name}={short(mine)}" for name, mine, theirs in pairs if mine != theirs]
 
 
-def _short(value: Any) -> str:
-    """A format, or anything else in a policy, as one would write it."""
+def short(value: Any) -> str:
+    """A format, or anything else in a policy, as one would write it: ``Split(16)``."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_short(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {short(one)}" for key, one in value.items()) + "}"
     if not hasattr(value, "__dataclass_fields__"):
         return repr(value)
     arguments = []

@@ -7,8 +7,8 @@ in which dtypes gradients are kept and sent. What a policy leaves open (``None``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -16,15 +16,21 @@ from everybit import tree
 from everybit.dtypes import (
     COMPUTE_DTYPES,
     FLOAT_DTYPES,
+    LOW_DTYPES,
     ComputeDType,
     FloatDType,
     dtype_name,
     itemsize,
     require_member,
+    torch_dtype,
 )
 from everybit.formats import Format, Master, Nearest, ParamFormat, StateFormat, Stochastic, bytes_of
 
+LOW = tuple(map(torch_dtype, LOW_DTYPES))
 ADAM_SLOTS = ("momentum", "variance")
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,33 @@ class Grads:
             if getattr(self, name) is not None:
                 require_member(getattr(self, name), FLOAT_DTYPES, field=f"Grads.{name}")
         require_member(self.reduce, ("native", "fp32"), field="Grads.reduce")
+
+
+class FrozenMapping(Mapping[K, V]):
+    """A mapping that nobody can change, and that can be hashed, copied and pickled."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[K, V]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: K) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenMapping, (self._items,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +104,7 @@ class Policy:
     momentum: StateFormat = Nearest("float32")
     variance: StateFormat = Nearest("float32")
     state: StateFormat = Nearest("float32")
-    slots: Mapping[str, StateFormat] = field(default_factory=dict, hash=False)
+    slots: Mapping[str, StateFormat] = field(default_factory=dict)
     grads: Grads = Grads()
 
     def __post_init__(self) -> None:
@@ -81,7 +114,7 @@ class Policy:
             _require_format(f"Policy.{name}", getattr(self, name), get_args(StateFormat))
         if not isinstance(self.slots, Mapping):
             raise TypeError(f"Policy.slots: got {self.slots!r}; accepted is a mapping from slot names to formats.")
-        object.__setattr__(self, "slots", dict(self.slots))  # nobody else can change it afterwards
+        object.__setattr__(self, "slots", FrozenMapping(self.slots))
         for name, slot in self.slots.items():
             _require_format(f"Policy.slots[{name!r}]", slot, get_args(StateFormat))
         if not isinstance(self.grads, Grads):
@@ -177,9 +210,12 @@ def resolve(policy: Policy, model: FloatDType) -> Resolved:
     try:
         params = policy.params.resolved(model)
     except ValueError as error:
-        raise ValueError(
-            f"Policy.params: {error} (Give those parameters a policy of their own: by_label, or a param group's.)"
-        ) from None
+        hint = (
+            _advice(model)
+            if model == "float32"
+            else "Give those parameters a policy of their own: by_label, or a param group's."
+        )
+        raise ValueError(f"Policy.params: {error} {hint}") from None
     if params.dtypes()[0] != (torch_name := getattr(torch, model)):
         raise ValueError(
             f"Policy.params: {policy.params} stores parameters as {params.dtypes()[0]}, but the parameter is {torch_name}. "
@@ -204,7 +240,10 @@ class ByLabel:
     """Several policies, chosen by label for each parameter; see :func:`by_label`."""
 
     labels: Any = field(hash=False)
-    policies: Mapping[str, Policy] = field(hash=False)
+    policies: Mapping[str, Policy]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", FrozenMapping(self.policies))
 
 
 def by_label(labels: Callable[[str, torch.Tensor], str] | object, policies: Mapping[str, Policy]) -> ByLabel:
@@ -230,11 +269,73 @@ def by_label(labels: Callable[[str, torch.Tensor], str] | object, policies: Mapp
     return ByLabel(labels, policies)
 
 
+def by_dtype(policies: Mapping[str, Policy]) -> ByLabel:
+    """A policy for each dtype of a model's parameters: bfloat16 matrices beside float32 norms or adapters, say.
+
+    One policy for 16-bit weights does for such a model, too: it keeps the float32 parameters in float32, and their state as it keeps the
+    others'. See :func:`for_dtype`.
+
+    Args:
+        policies: Policy for each dtype, by its name.
+
+    Raises:
+        TypeError: ``policies`` is not a mapping to policies.
+        ValueError: A name of no dtype, or a policy that cannot be applied to parameters of its dtype.
+
+    Example:
+        >>> import everybit as eb
+        >>> policy = eb.by_dtype({"bfloat16": eb.policies.LEAN_BF16, "float32": eb.policies.FP32})
+    """
+    chosen = by_label(_dtype_of, policies)
+    for dtype, policy in policies.items():
+        require_member(dtype, FLOAT_DTYPES, field="by_dtype: policies")
+        try:
+            resolve(policy, dtype_name(getattr(torch, dtype), field=dtype))
+        except ValueError as error:
+            raise ValueError(f"by_dtype: policies[{dtype!r}]: {error}") from None
+    return chosen
+
+
+def _dtype_of(path: str, parameter: torch.Tensor) -> str:
+    return dtype_name(parameter.dtype, field=path)
+
+
 AnyPolicy = Policy | ByLabel
 
 
+def for_dtype(policy: AnyPolicy, model: FloatDType, *, mixed: bool) -> AnyPolicy:
+    """The policy for parameters of one dtype, among those of a model.
+
+    Float32 parameters beside 16-bit ones are a model's norms, or adapters: under a policy for 16-bit weights they stay in float32, whole,
+    and their state is stored as that of the others. In all other cases a :class:`Policy` is returned as it is.
+
+    Args:
+        policy: For the whole model.
+        model: dtype of the parameters.
+        mixed: Whether the model has 16-bit parameters.
+    """
+    if isinstance(policy, ByLabel):
+        if policy.labels is _dtype_of and model in policy.policies:
+            return policy.policies[model]
+        return ByLabel(
+            policy.labels, {label: _kept(one, model) if mixed else one for label, one in policy.policies.items()}
+        )
+    return _kept(policy, model) if mixed else policy
+
+
+def _kept(policy: Policy, model: FloatDType) -> Policy:
+    if model != "float32" or policy.model_dtype not in LOW_DTYPES:
+        return policy
+    try:
+        if policy.params.resolved(model).dtypes()[0] is torch.float32:
+            return policy
+    except ValueError:
+        pass  # a format of two parts, the first of which has 16 bits
+    return replace(policy, params=Nearest("float32"))
+
+
 def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
-    """The resolved policy of each leaf of ``params``, in order.
+    """The resolved policy of each leaf of ``params``, in order. In a tree that has 16-bit leaves, float32 ones stay so: :func:`for_dtype`.
 
     Raises:
         TypeError: A leaf that is not a floating-point tensor.
@@ -243,6 +344,7 @@ def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
     leaves = tree.leaves(params)
     labels = tree.label(policy.labels, params) if isinstance(policy, ByLabel) else [None] * len(leaves)
     known: dict[tuple[str | None, torch.dtype], Resolved] = {}
+    mixed = any(isinstance(leaf, torch.Tensor) and leaf.dtype in LOW for leaf in leaves)
     resolved = []
     for index, (leaf, label) in enumerate(zip(leaves, labels, strict=True)):
         dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
@@ -255,7 +357,9 @@ def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
                     f"{path}: got {kind}; accepted are dense floating-point tensors (None where there is none).{_hint(leaf)}"
                 )
             try:
-                one = resolve(_policy_for(policy, label), dtype_name(leaf.dtype, field="parameter"))
+                model = dtype_name(leaf.dtype, field="parameter")
+                chosen = _policy_for(policy, label)
+                one = resolve(_kept(chosen, model) if mixed else chosen, model)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{path}: {error}") from None
             known[label, leaf.dtype] = one
@@ -291,7 +395,12 @@ def _advice(model: FloatDType) -> str:
     if model == "float64":
         return "Accepted for float64 parameters: policies.FP64."
     if model == "float32":
-        return "Accepted for float32 parameters: policies.FP32, or cast the model to bfloat16 first."
+        return (
+            "Accepted for float32 parameters: policies.FP32, or cast the model to bfloat16 first. Only beside 16-bit parameters are"
+            " they kept"
+            " in float32, and here are none; for adapters of a 16-bit model, whose other parameters are not given, by_dtype says what"
+            " each dtype gets."
+        )
     return (
         f"Accepted for {model} parameters: LEAN_BF16, EXACT_BF16, TIGHT_BF16, FLOOR_BF16, MIXED_BF16, KAHAN_BF16 (less exact than"
         " LEAN_BF16 at the same bytes) or PURE_BF16 in everybit.policies."

@@ -11,7 +11,7 @@ from torch import nn
 import everybit as eb
 from everybit.dtypes import dtype_name
 from everybit.policies import native
-from everybit.policy import AnyPolicy, ByLabel, Policy, resolve
+from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
 from everybit.transform import require_transform
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.sharded.hyperparameters import choices, chosen
@@ -176,19 +176,24 @@ def _label(
         for number, name in enumerate(members):
             decisions[name] = tuple(column[number] for column in columns)
     policy_labels = _policy_labels(trained, policy)
+    mixed = any(parameter.dtype in LOW for parameter in by_name.values())
     label_of: dict[str, str] = {}
     labelled: dict[str, LabelledTransform] = {}
     for name, parameter in trained.items():
         policy_label, chosen_policy = policy_labels[name]
-        parts = [source[name], *(str(decision) for decision in decisions[name]), policy_label]
+        dtype = dtype_name(parameter.dtype, field=name)
+        own_policy = for_dtype(chosen_policy, dtype, mixed=mixed)
+        assert isinstance(own_policy, Policy)  # as labels are known
+        kept = "" if own_policy == chosen_policy else dtype
+        parts = [source[name], *(str(decision) for decision in decisions[name]), policy_label, kept]
         label = label_of[name] = ", ".join(part for part in parts if part)
         try:
-            resolve(chosen_policy, dtype_name(parameter.dtype, field="parameter"))
+            resolve(own_policy, dtype)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from None
         if label not in labelled:
             labelled[label] = LabelledTransform(
-                source[name], chosen(transforms[source[name]], decisions[name]), chosen_policy
+                source[name], chosen(transforms[source[name]], decisions[name]), own_policy
             )
     return label_of, labelled
 

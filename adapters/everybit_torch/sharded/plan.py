@@ -30,6 +30,7 @@ import everybit as eb
 from everybit.dtypes import dtype_name, torch_dtype
 from everybit.metrics import Metrics
 from everybit.optimizer import nbytes, state_bytes
+from everybit.policies import short
 from everybit.policy import Resolved, resolve
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Group, Layout, build
@@ -73,6 +74,7 @@ class Plan:
         transient: The most that is allocated on top, in each phase: ``forward``, ``backward``, ``step``.
         wire: Sent in one step, by collective.
         microbatches: Backward passes in one step.
+        weights: Elements of the whole model by the format of their weights, as one would write it; ``"frozen"`` those of frozen ones.
     """
 
     sharding: Sharding
@@ -83,6 +85,7 @@ class Plan:
     transient: Mapping[str, int]
     wire: Mapping[str, int]
     microbatches: int = field(default=1)
+    weights: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def persistent_bytes(self) -> int:
@@ -116,7 +119,12 @@ class Plan:
         rows += [("", name, size) for name, size in self.transient.items()]
         rows += [("wire", f"a step of {self.microbatches} microbatch{'es' * (self.microbatches > 1)}", self.wire_bytes)]
         rows += [("", name, size) for name, size in self.wire.items()]
-        return "\n".join([title, *(f"  {kind:<11}{name:<24}{size:>20,} bytes" for kind, name, size in rows)])
+        lines = [f"  {kind:<11}{name:<24}{size:>20,} bytes" for kind, name, size in rows]
+        formats = [
+            f"  {'' if number else 'weights':<11}{name:<36}{count:>12,} elements"
+            for number, (name, count) in enumerate(self.weights.items())
+        ]
+        return "\n".join([title, *formats, *lines])
 
 
 def plan(
@@ -234,7 +242,11 @@ def plan_layout(
         "step": _step_peak(groups, labelled, compile, piece_size(where)) + lazy,
     }
     wire = _wire(groups, kind, ranks, microbatches, reshard_after_forward, _reductions(labelled))
-    return Plan(kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches)
+    weights: Counter[str] = Counter()
+    for one in groups:
+        name = "frozen" if one.resolved is None else short(one.resolved.params)
+        weights[name] += one.group.numel
+    return Plan(kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights))
 
 
 @dataclass(frozen=True, slots=True)

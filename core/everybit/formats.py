@@ -262,6 +262,8 @@ def _canonical(value: Tensor, residual: Tensor, dtype: LowDType, kept_in: LowDTy
     half, size = rounding.half_ulp(value, dtype), residual.abs()
     residual = torch.where(size > half, 0.0, residual)
     neighbour = value + 2 * residual
+    if dtype == "float16":  # whose smallest number has zero for a neighbour, and a residual can say so
+        neighbour = torch.copysign(neighbour, value)
     tie = (size == half) & rounding.is_odd(value, dtype)
     finite = neighbour.abs() <= torch.finfo(torch_dtype(dtype)).max
     residual = torch.where(tie, torch.where(finite, -residual, residual * (1 - HALF_UNITS[kept_in])), residual)

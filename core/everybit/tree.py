@@ -154,13 +154,17 @@ def label(labels: object, tree: P, *, name: str = "labels") -> list[Any]:
     """
     if callable(labels):
         return [labels(path, leaf) for path, leaf in zip(paths(tree), leaves(tree), strict=True)]
-    broadcast: list[Any] = []
+    structure = optree.tree_structure(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+    broadcast: list[Any] = [None] * structure.num_leaves
+    # Leaves are told by their numbers: a dict of labels may have its keys in another order than the tree's.
+    numbers: Any = structure.unflatten(range(structure.num_leaves))
 
     def note(value: Any, subtree: Any) -> None:
-        broadcast.extend([value] * len(leaves(subtree)))
+        for number in leaves(subtree):
+            broadcast[number] = value
 
     try:
-        optree.tree_map_(note, labels, tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+        optree.tree_map_(note, labels, numbers, namespace=NAMESPACE)  # type: ignore[arg-type]
     except ValueError as error:
         found = optree.prefix_errors(labels, tree, namespace=NAMESPACE)  # type: ignore[arg-type]
         reasons = [" ".join(str(one(name)).split()) for one in found] or [str(error)]

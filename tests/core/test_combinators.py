@@ -137,6 +137,21 @@ def test_a_mask_goes_by_key_whatever_the_order_of_the_gradients() -> None:
     assert {name: u.item() for name, u in updates.items()} == {"a": 2.0, "b": 10.0}
 
 
+def test_trees_of_masks_and_labels_go_by_key_whatever_their_order() -> None:
+    """They went by position: a mask {'a': True, 'b': False} over parameters {'b': ..., 'a': ...} was the other way round."""
+    params: dict[str, Any] = {"b": torch.ones(2), "a": [torch.ones(2), None, torch.ones(2)]}
+    assert eb.tree.label({"a": "of a", "b": "of b"}, params) == ["of b", "of a", "of a"]
+    stopped = eb.with_policy(eb.chain(eb.masked(eb.set_to_zero(), {"a": True, "b": False})), eb.policies.FP32)
+    stepped, _ = stopped.step(params, params, stopped.init(params))
+    assert stepped["b"].tolist() == [2.0, 2.0]
+    assert stepped["a"][0].tolist() == stepped["a"][2].tolist() == [1.0, 1.0]
+    policies = {"wide": eb.policies.FP32, "low": eb.Policy(momentum=eb.Stochastic())}
+    split = eb.with_policy(eb.trace(0.9), eb.by_label({"a": "low", "b": "wide"}, policies))
+    momentum = split.init(params).inner.momentum
+    assert momentum["b"].dtype is torch.float32
+    assert momentum["a"][0].dtype is momentum["a"][2].dtype is torch.bfloat16
+
+
 def test_masked_under_a_policy_stores_only_what_it_keeps() -> None:
     transform = eb.chain(eb.masked(eb.trace(0.9), where=lambda path, p: p.ndim == 2), eb.scale_by_learning_rate(0.5))
     optimizer = eb.with_policy(transform, eb.policies.KAHAN_BF16)

@@ -82,10 +82,10 @@ def test_what_is_no_number_is_refused_when_it_is_given(value: Any, message: str)
             make(value)
 
 
-def test_eps_root_is_a_number_because_zero_leaves_the_term_out() -> None:
-    wrong: Any = eb.constant_schedule(1e-8)
-    with pytest.raises(TypeError, match=r"^eps_root: got .*; accepted are a number, a 0-d tensor\.$"):
-        eb.scale_by_adam(eps_root=wrong)
+def test_max_learning_rate_is_a_number_because_it_is_the_schedules_greatest_value() -> None:
+    wrong: Any = eb.constant_schedule(1e-3)
+    with pytest.raises(TypeError, match=r"^max_learning_rate: got .*; accepted are a number, a 0-d tensor\.$"):
+        eb.adamw(1e-3, fully_decoupled=True, max_learning_rate=wrong)
 
 
 HYPERPARAMETERS: dict[str, tuple[Any, dict[str, float]]] = {

@@ -192,11 +192,11 @@ def test_norms_sizes_and_finiteness_of_trees() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_norms_are_taken_in_float32_or_better(dtype: torch.dtype) -> None:
+def test_norms_are_squared_in_float32_or_better_and_added_up_in_float64(dtype: torch.dtype) -> None:
     # 300**2 overflows float16, and 4096 ones stop adding up in bfloat16 at 256.
     values = {"a": torch.full((4,), 300.0, dtype=dtype), "b": torch.ones(4096, dtype=dtype)}
     norm = tree.norm(values)
-    assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert norm.dtype is torch.float64
     assert norm.item() == pytest.approx((4 * 300.0**2 + 4096) ** 0.5, rel=2.0**-20)
 
 

@@ -521,12 +521,12 @@ class Histogram:
         return updates, state
 
 
-def test_state_that_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
+def test_state_that_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(
         TypeError,
-        match=r"optimizer\.state\.\S+\.inner\.factor: got a tensor of shape \(7,\) that several parameters share",
+        match=r"Histogram\.init: state\.factor: got a tensor of shape \(7,\) outside of a slot, where no policy stores it",
     ):
-        save_sharded(FlatStepper(network(), Histogram()), tmp_path)
+        FlatStepper(network(), Histogram())
 
 
 # -- hyperparameters -------------------------------------------------------------------------------------------------------------------
@@ -612,7 +612,7 @@ def test_hyperparameters_are_judged_before_anything_is_taken_over(tmp_path: Path
     model = nn.Linear(2, 1)
     stepper = FlatStepper(model, eb.sgd(0.5))
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"the checkpoint's hyperparameters do not fit: .*learning_rate: got"):
+    with pytest.raises(ValueError, match=r"the checkpoint's hyperparameters do not fit: .*lr: got"):
         load_sharded(stepper, tmp_path)
     assert all(map(torch.equal, before, (p.detach() for p in model.parameters())))
     assert stepper.as_optimizer().param_groups[0]["lr"] == 0.5

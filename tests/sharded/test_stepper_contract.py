@@ -380,7 +380,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: FlatStepper(Addend((2,)).bfloat16(), eb.adamw(1e-3), policy=eb.policies.PURE_BF16),
         ValueError,
-        r"Policy\.variance: got Nearest\(dtype='bfloat16'\) with decay rate",
+        r"Policy\.variance: got Nearest\(dtype='bfloat16'\); 'variance' has a decay rate of",
     ),
     (lambda: FlatStepper(Addend((2,)).bfloat16(), eb.adamw(1e-3)), ValueError, r"parameters are bfloat16, and without a policy"),
 ]  # fmt: skip

@@ -58,7 +58,7 @@ KINDS: dict[str, Make] = {
     "RMSprop": lambda m, policy, layout: RMSprop(
         m.parameters(), lr=1e-2, alpha=0.95, momentum=0.9, centered=True, policy=policy, layout=layout
     ),
-    "Lion": lambda m, policy, layout: Lion(m.parameters(), lr=torch.tensor(1e-2), policy=policy, layout=layout),
+    "Lion": lambda m, policy, layout: Lion(m.parameters(), lr=torch.tensor(1e-2), betas=(0.9, 0.95), policy=policy, layout=layout),
     "clipped": lambda m, policy, layout: TorchOptimizer(
         m.parameters(), clipped, lr=1e-2, betas=(0.9, 0.95), policy=policy, layout="auto"
     ),

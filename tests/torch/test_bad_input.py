@@ -27,7 +27,7 @@ from everybit_torch import SGD, AdamW, RMSprop
         ({"policy": eb.policies.LEAN_BF16}, r"Split splits a number .* got a float32 tensor"),
         (
             {"policy": eb.policies.ANYPRECISION},
-            r"Policy.variance: got Nearest\(dtype='bfloat16'\) with decay rate 0.999",
+            r"Policy.variance: got Nearest\(dtype='bfloat16'\); 'variance' has a decay rate of 0.999",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_beta_that_becomes_impossible_for_the_policy_is_refused() -> None:
     optimizer = AdamW(model.parameters(), betas=(0.9, 0.95), policy=eb.policies.PURE_BF16)
     train(model, optimizer, 1)
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)
-    with pytest.raises(ValueError, match=r"decay rate 0.999"):
+    with pytest.raises(ValueError, match=r"decay rate of 0.999"):
         train(model, optimizer, 1)
 
 

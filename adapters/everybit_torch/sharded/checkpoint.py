@@ -109,11 +109,6 @@ def _state_parts(stepper: FlatStepper) -> Flat:
             s = slices[id(member.parameter)]
             for entry, value in unit.named_state(member).items():
                 key = f"optimizer.state.{s.placement.spec.name}.{entry}"
-                if entry in shared and value.ndim:
-                    raise TypeError(
-                        f"{key}: got a tensor of shape {tuple(value.shape)} that several parameters share; accepted in a sharded checkpoint"
-                        " are slots, with a number for each element, and numbers (0-d)."
-                    )
                 found[key] = value if entry in shared else ShardTensor(value, s.placement.spec.shape, s.low)
     return found
 

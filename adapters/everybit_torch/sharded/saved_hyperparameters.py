@@ -130,7 +130,7 @@ def restored(
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
-            f"the checkpoint's hyperparameters do not fit: {'; '.join(problems[:5])}{more}. Nothing was changed; {KEEP}"
+            f"the checkpoint's hyperparameters do not fit: {'; '.join(problems[:5]).removesuffix('.')}{more}. Nothing was changed; {KEEP}"
         )
     return groups
 

@@ -61,7 +61,7 @@ def require_followable(
                     f"{where} has strides {parameter.stride()} now: several of its elements are one place in memory (expand), which a"
                     " step cannot write; clone it."
                 )
-            (resolved,) = resolve_tree(groups[unit.group].optimizers[tensor.dtype].policy, [parameter.detach()])
+            resolved = resolve_tree(groups[unit.group].optimizer_of(unit).policy, unit.tensors)[member.position]
             if id(member.parameter) in tied and (len(unit.tensors) > 1 or len(resolved.params.dtypes()) > 1):
                 raise RuntimeError(
                     f"{where} was given memory of another parameter since the optimizer first stepped, and what is kept for it was kept"

@@ -19,6 +19,7 @@ import everybit as eb
 from everybit.dtypes import torch_dtype
 from everybit.policy import resolve_tree
 from everybit_torch.arguments import as_python
+from everybit_torch.choosing import applied
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.entries import KEPT, is_own_name
 from everybit_torch.memory import has_memory
@@ -348,16 +349,15 @@ def expectations(
     units = []
     for unit in optimizer._units:
         dtype = unit.tensors[0].dtype
-        old = optimizer._groups[unit.group].optimizers[dtype]
-        new = settings.optimizers[unit.group][dtype]
+        old = optimizer._groups[unit.group].optimizer_of(unit)
+        new = applied(settings.optimizers[unit.group][dtype], unit.decision)
         same = skeleton(old.transform) == skeleton(new.transform)
         state = unit.state if same else shadow_state(unit.tensors, new, unit.first)
         units.append((Unit(unit.group, unit.tensors, unit.members, state, unit.first, unit.flat), new))
     for run in placement.runs if placement is not None else []:
-        new = settings.optimizers[run.group.number][run.parameters[0].dtype]
         tensors = run.shadow(sharded=sharded)
-        state = new.init(tensors, eb.Context(first_element=run.first))
-        units.append((Unit(run.group.number, tensors, run.members(), state, run.first, run.flat), new))
+        state = run.optimizer.init(tensors, eb.Context(first_element=run.first))
+        units.append((Unit(run.group.number, tensors, run.members(), state, run.first, run.flat), run.optimizer))
     return {
         id(member.parameter): _kinds(unit, member, new, full=full) for unit, new in units for member in unit.members
     }
@@ -365,7 +365,7 @@ def expectations(
 
 def _kinds(unit: Unit, member: Member, optimizer: eb.Optimizer[Any], *, full: bool) -> dict[str, Kind]:
     slots = {name for name, _, is_slot in named_fields(unit.state) if is_slot}
-    (resolved,) = resolve_tree(optimizer.policy, [unit.tensors[member.position]])
+    resolved = resolve_tree(optimizer.policy, unit.tensors)[member.position]
     wide = torch_dtype(resolved.policy.compute)
     kinds: dict[str, Kind] = {}
     for name, value in unit.named_state(member).items():

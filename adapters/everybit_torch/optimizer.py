@@ -29,6 +29,7 @@ from everybit_torch.arguments import (
     require_known_options,
     settled,
 )
+from everybit_torch.choosing import Tree, applied, resolve_parameters, tree_of
 from everybit_torch.dtensors import axis_of, first_element, is_counted, is_dtensor, like, local, mesh_of
 from everybit_torch.entries import UNUSED, ParameterState, States, state_replaced
 from everybit_torch.following import follow, require_followable
@@ -198,7 +199,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._require_one_tree([*self._groups, group])
         finally:
             self._arriving = []
-        main_dtypes = _main_gradients(number, tensors, policies)
+        main_dtypes = _main_gradients(number, _named(given), policies)
         super().add_param_group(param_group)
         self._is_mixed = mixed
         self._groups.append(group)
@@ -299,8 +300,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             arguments = self.factory_arguments(values)
             new.follow(arguments, self._build(new, arguments))
             self._require_one_tree([*self._groups[:number], new, *self._groups[number + 1 :]])
-            wide = dict(_main_gradients(number, values["params"], policies))
-            for tensor, _ in _main_gradients(number, values["params"], group.policies):
+            wide = dict(_main_gradients(number, tree_of(values), policies))
+            for tensor, _ in _main_gradients(number, tree_of(values), group.policies):
                 if tensor not in wide:
                     wide[tensor] = tensor.dtype
             for tensor, dtype in wide.items():
@@ -336,7 +337,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         return plan_placement(
             self._groups,
             present if optimizers is None else optimizers,
-            params,
+            self.param_groups,
             self._counted,
             self._first_elements,
             wanted,
@@ -382,7 +383,16 @@ class TorchOptimizer(torch.optim.Optimizer):
             if draws_bits(optimizer.policy):
                 first += first_element(run.parameters[0])
         state = init_state(optimizer, tensors, first)
-        unit = Unit(run.group.number, tensors, run.members(), state, first, flat=run.flat, gradients=gradients)
+        unit = Unit(
+            run.group.number,
+            tensors,
+            run.members(),
+            state,
+            first,
+            flat=run.flat,
+            gradients=gradients,
+            decision=run.decision,
+        )
         self._units.append(unit)
         self._publish(unit)
 
@@ -402,7 +412,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         # Units, the numbers of their parameters' first elements, and where they are cut.
         found: list[tuple[Unit, list[int], list[int]]] = []
         for unit in self._units:
-            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            optimizer = self._groups[unit.group].optimizer_of(unit)
             if not draws_bits(optimizer.policy) or any(p not in numbers for p in unit.parameters):
                 found.append((unit, [], []))
                 continue
@@ -478,7 +488,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             if unit.group != group.number or dtype not in changed:
                 continue
             try:
-                plan = plan_migration(unit, optimizers[dtype])
+                plan = plan_migration(unit, applied(optimizers[dtype], unit.decision))
                 self._require_can_begin(unit, plan.begun, arguments)
             except ValueError as error:
                 before = group.arguments
@@ -648,7 +658,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             return []
         parts = []
         for unit, grads in work:
-            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            optimizer = self._groups[unit.group].optimizer_of(unit)
             grad = None if grads[0] is None else grads[0].reshape(unit.tensors[0].shape)
             parts.append(Part(optimizer, unit, grad, is_counted(unit.parameters[0], mesh)))
         return find_totals(parts, axis_of(mesh))
@@ -742,7 +752,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         for unit in self._units:
             table["parameter"] += sum(tensor.nbytes for tensor in unit.tensors)
             table["compensation"] += sum(leaf.nbytes for leaf in eb.tree.leaves(unit.state.extra))
-            resolved = resolve_tree(self._groups[unit.group].optimizers[unit.tensors[0].dtype].policy, unit.tensors)
+            resolved = resolve_tree(self._groups[unit.group].optimizer_of(unit).policy, unit.tensors)
             for member in unit.members:
                 grad = member.parameter.grad
                 main = torch_dtype(resolved[member.position].grads_main)
@@ -773,7 +783,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             for p, _ in group.waiting
         }
         for unit in self._units:
-            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            optimizer = self._groups[unit.group].optimizer_of(unit)
             values = optimizer.export_fp32(unit.tensors, unit.state)
             for member in unit.members:
                 value = values[member.position]
@@ -799,7 +809,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._place()
         self._follow()
         for unit in self._units:
-            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            optimizer = self._groups[unit.group].optimizer_of(unit)
             wide = []
             for position, tensor in enumerate(unit.tensors):
                 pieces = [
@@ -850,15 +860,15 @@ class TorchOptimizer(torch.optim.Optimizer):
         dtypes: dict[int, torch.dtype] = {}
         placed = {id(p) for unit in self._units for p in unit.parameters}
         for group, values in zip(self._groups, self.param_groups, strict=True):
+            policies = {dtype: optimizer.policy for dtype, optimizer in group.optimizers.items()}
+            known = {key: p for key, p in tree_of(values).items() if not is_lazy(p) and p.dtype in policies}
+            resolved = resolve_parameters(policies, known)
             for parameter in values["params"]:
                 wide = torch.promote_types(parameter.dtype, torch.float32)
-                optimizer = group.optimizers.get(parameter.dtype)
-                if is_lazy(parameter) or optimizer is None:
-                    dtypes[id(parameter)] = wide
-                    continue
-                if id(parameter) in placed or moves(parameter) or optimizer.scope == "tree":
-                    (one,) = resolve_tree(optimizer.policy, [local(parameter).detach()])
-                    wide = torch_dtype(one.policy.compute)
+                if one := resolved.get(id(parameter)):
+                    tree = group.optimizers[parameter.dtype].scope == "tree"
+                    if id(parameter) in placed or moves(parameter) or tree:
+                        wide = torch_dtype(one.policy.compute)
                 dtypes[id(parameter)] = wide
         return dtypes
 
@@ -928,7 +938,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                     unit.gradients.restore(unit.parameters)
             # torch copies a parameter without its grad_dtype.
             for group, values in zip(self._groups, self.param_groups, strict=True):
-                for tensor, dtype in _main_gradients(group.number, values["params"], group.policies):
+                for tensor, dtype in _main_gradients(group.number, tree_of(values), group.policies):
                     tensor.grad_dtype = dtype
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
@@ -1013,7 +1023,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._follow()
         full: dict[int, dict[Any, Any]] = {}
         for unit in self._units:
-            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            optimizer = self._groups[unit.group].optimizer_of(unit)
             full |= state_dicts.decoded(unit, optimizer)
         numbers = self._numbers()
         state: dict[Any, Any] = {}
@@ -1099,7 +1109,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             group.follow(arguments, optimizers)
         for unit in self._units:
             if (unit.group, dtype := unit.tensors[0].dtype) in changed:
-                unit.state = init_state(self._groups[unit.group].optimizers[dtype], unit.tensors, unit.first)
+                unit.state = init_state(self._groups[unit.group].optimizer_of(unit), unit.tensors, unit.first)
                 self._publish(unit)
         if loaded.placement is not None:
             self._carry_out(loaded.placement)
@@ -1119,7 +1129,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._cut_by_counts(loaded.own)
         losses: dict[str, RoundingLoss] = {}
         for unit in self._units:
-            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            optimizer = self._groups[unit.group].optimizer_of(unit)
             for name, loss in state_dicts.encode(unit, optimizer, loaded.own).items():
                 losses[name] = losses[name] + loss if name in losses else loss
         return losses
@@ -1155,7 +1165,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._cut_by_counts(given)
         for unit in self._units:
             if any(id(parameter) not in given for parameter in unit.parameters):
-                fresh = init_state(self._groups[unit.group].optimizers[unit.tensors[0].dtype], unit.tensors, unit.first)
+                fresh = init_state(self._groups[unit.group].optimizer_of(unit), unit.tensors, unit.first)
                 write(unit.state, fresh)
             for member in unit.members:
                 own = self.state[member.parameter].own
@@ -1260,7 +1270,7 @@ def _tensors_of(params: Params) -> Iterator[Tensor]:
 
 
 def _main_gradients(
-    number: int, tensors: list[Tensor], policies: Mapping[torch.dtype, AnyPolicy]
+    number: int, tree: Tree, policies: Mapping[torch.dtype, AnyPolicy]
 ) -> list[tuple[Tensor, torch.dtype]]:
     """The parameters whose gradients a policy keeps in another dtype than the model's, with that dtype.
 
@@ -1268,18 +1278,23 @@ def _main_gradients(
         ValueError: A policy that does not fit a parameter, or a gradient that is there already, in the model's dtype.
     """
     found = []
-    for dtype, policy in policies.items():
-        # A lazy parameter has a dtype, and no shape that a label could be chosen by.
-        same = [tensor for tensor in tensors if tensor.dtype is dtype]
-        shapes = [torch.empty(0, dtype=dtype) if is_lazy(tensor) else tensor.detach() for tensor in same]
-        for tensor, one in zip(same, resolve_tree(policy, shapes), strict=True):
-            main = torch_dtype(one.grads_main)
-            if main is dtype or is_dtensor(tensor):  # FSDP2 gives gradients their dtype
-                continue
-            if tensor.grad is not None and tensor.grad.dtype is not main:
-                raise ValueError(
-                    f"param group {number}: Grads.main: got {main}, but a parameter of shape {tuple(tensor.shape)} holds a"
-                    f" {tensor.grad.dtype} gradient already; clear it (zero_grad) before making the optimizer."
-                )
-            found.append((tensor, main))
+    resolved = resolve_parameters(policies, tree)
+    for tensor in tree.values():
+        main = torch_dtype(resolved[id(tensor)].grads_main)
+        if main is tensor.dtype or is_dtensor(tensor):  # FSDP2 gives gradients their dtype
+            continue
+        if tensor.grad is not None and tensor.grad.dtype is not main:
+            raise ValueError(
+                f"param group {number}: Grads.main: got {main}, but a parameter of shape {tuple(tensor.shape)} holds a"
+                f" {tensor.grad.dtype} gradient already; clear it (zero_grad) before making the optimizer."
+            )
+        found.append((tensor, main))
     return found
+
+
+def _named(given: list[Any]) -> Tree:
+    """The entries of a param group, tensors or pairs of name and tensor, as :func:`tree_of` has them."""
+    named = [entry for entry in given if isinstance(entry, tuple)]
+    if not named:
+        return tree_of({"params": given})
+    return tree_of({"params": [tensor for _, tensor in named], "param_names": [name for name, _ in named]})

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit.policy import resolve_tree
+from everybit_torch.choosing import Decision, Tree, applied, decide, tree_of
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
 from everybit_torch.stepping import Group
@@ -34,6 +35,7 @@ class Run:
         parameters: In order.
         first: Number of the first element.
         flat: Whether they will become pieces of one buffer; else they stay where they are.
+        decision: What the group's masks and labels said of them.
     """
 
     group: Group
@@ -41,6 +43,7 @@ class Run:
     parameters: list[Tensor]
     first: int
     flat: bool
+    decision: Decision | None
 
     def tensors(self, *, sharded: bool) -> list[Tensor]:
         """What a unit of parameters that stay where they are sees."""
@@ -102,7 +105,7 @@ def is_settled(groups: Sequence[Group], params: Sequence[list[Tensor]], wanted: 
 def plan_placement(
     groups: Sequence[Group],
     optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]],
-    params: Sequence[list[Tensor]],
+    param_groups: Sequence[Mapping[str, Any]],
     counted: dict[torch.dtype, int],
     numbers: Mapping[Tensor, int],
     wanted: frozenset[int],
@@ -116,7 +119,7 @@ def plan_placement(
     Args:
         groups: As they are.
         optimizers: For each group and dtype, what the parameters will be stepped with.
-        params: Of each group.
+        param_groups: The optimizer's.
         counted: How many elements of each dtype are numbered.
         numbers: Of the first elements of parameters that were numbered through a whole model.
         wanted: Parameters that get a unit although they are frozen.
@@ -128,9 +131,11 @@ def plan_placement(
             are one place in memory, memory that parameters share and that a policy keeps residuals of.
     """
     plan = Placement([], dict(counted), [], [], [])
+    params = [values["params"] for values in param_groups]
     sharded = any(is_dtensor(p) for given in params for p in given)
     apart = _apart(params)
-    for group, own, given in zip(groups, optimizers, params, strict=True):
+    for group, own, values in zip(groups, optimizers, param_groups, strict=True):
+        given = values["params"]
         _require_none_gone(group, given)
         before = {id(p) for p in group.known} - {id(p) for p in group.uninitialized}
         lazy: list[Tensor] = [p for p in given if id(p) not in before and is_lazy(p)]
@@ -156,7 +161,8 @@ def plan_placement(
             else:
                 left.append((parameter, first))
         for (dtype, _), parameters in buckets.items():
-            plan.runs.extend(_runs(group, own[dtype], parameters, apart, sharded=sharded, allow_flat=allow_flat))
+            tree = tree_of(values)
+            plan.runs.extend(_runs(group, own[dtype], parameters, apart, tree, sharded=sharded, allow_flat=allow_flat))
         plan.known.append(list(given))
         plan.waiting.append(left)
         plan.uninitialized.append(lazy)
@@ -178,6 +184,7 @@ def _runs(
     optimizer: eb.Optimizer[Any],
     parameters: list[tuple[Tensor, int]],
     apart: set[int],
+    tree: Tree,
     *,
     sharded: bool,
     allow_flat: bool,
@@ -189,19 +196,25 @@ def _runs(
             f"param group {group.number}: {optimizer.transform!r} must see whole tensors (scope 'tensor'); ranks hold parts of them."
             " Accepted for sharded parameters are transforms of scope 'element' and 'tree'."
         )
-    allow_flat = allow_flat and optimizer.scope == "element"
     together = optimizer.scope == "tree" and not sharded
-    runs: list[tuple[list[Tensor], int, bool]] = []
+    if together:
+        members = [parameter for parameter, _ in parameters]
+        decision = decide(optimizer, tree, members, together=True)
+        yield Run(group, applied(optimizer, decision), members, parameters[0][1], flat=False, decision=decision)
+        return
+    runs: list[tuple[list[Tensor], int, bool, Decision | None]] = []
     end = -1
     for parameter, first in parameters:
-        flat = allow_flat and id(parameter) not in apart and can_be_flat(parameter)
-        if runs and (together or (flat and runs[-1][2] and first == end)):
+        decision = decide(optimizer, tree, [parameter], together=False)
+        scope = applied(optimizer, decision).scope
+        flat = allow_flat and scope == "element" and id(parameter) not in apart and can_be_flat(parameter)
+        if runs and flat and runs[-1][2] and first == end and decision == runs[-1][3]:
             runs[-1][0].append(parameter)
         else:
-            runs.append(([parameter], first, flat))
+            runs.append(([parameter], first, flat, decision))
         end = first + parameter.numel()
-    for run, first, flat in runs:
-        yield Run(group, optimizer, run, first, flat)
+    for run, first, flat, decision in runs:
+        yield Run(group, applied(optimizer, decision), run, first, flat, decision)
 
 
 def _apart(params: Sequence[list[Tensor]]) -> set[int]:
@@ -240,7 +253,7 @@ def _require_writable(runs: list[Run], params: Sequence[list[Tensor]]) -> None:
                     f"{both}: share memory, and a transform that looks at all gradients at once writes all parameters at once; accepted"
                     " are parameters with memory of their own. To tie two weights let them be one Parameter."
                 )
-            (resolved,) = resolve_tree(run.optimizer.policy, [parameter.detach()])
+            (resolved,) = resolve_tree(run.optimizer.policy, [parameter.detach()])  # of a run of one
             if len(resolved.params.dtypes()) > 1:
                 raise ValueError(
                     f"{both}: share memory, and {resolved.params} keeps the rest of each of them apart, which would be two answers to what"

@@ -15,6 +15,7 @@ from everybit.formats import Kahan, Split, Stochastic
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy, ByLabel
+from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile, compile_step
 from everybit_torch.units import Unit, map_state, named_fields
 
@@ -46,6 +47,7 @@ class Group:
         self.waiting: list[tuple[Tensor, int]] = []
         self.uninitialized: list[Tensor] = []  # of lazy modules, without a shape yet
         self._arguments: dict[str, Any] = {}
+        self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
         self._compiled: list[tuple[object, Callable[..., Metrics | None]]] = []
         self._tensors: dict[torch.device, dict[str, Tensor]] = {}
         self._own: dict[torch.device, dict[str, Tensor]] = {}
@@ -64,6 +66,19 @@ class Group:
         self._arguments = arguments
         for device in list(self._tensors):
             self._fill(device)
+
+    def optimizer_of(self, unit: Unit) -> eb.Optimizer[Any]:
+        """The optimizer of a unit: the group's for its dtype, as its masks and labels came out."""
+        optimizer = self.optimizers[unit.tensors[0].dtype]
+        return optimizer if unit.decision is None else self._decided(optimizer, unit.decision)
+
+    def _decided(self, optimizer: eb.Optimizer[Any], decision: Decision) -> eb.Optimizer[Any]:
+        for before, what, known in self._by_decision:
+            if before is optimizer and what == decision:
+                return known
+        self._by_decision = [one for one in self._by_decision if any(one[0] is now for now in self.optimizers.values())]
+        self._by_decision.append((optimizer, decision, made := decision.applied(optimizer)))
+        return made
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -93,7 +108,7 @@ class Group:
         if compile and can_compile(first.device):
             run = self._compiled_step(first.dtype, metrics)
             return run(tensors, grads, state, self._hyperparameters(first.device), unit.first_tensor, list(totals))
-        optimizer = self.optimizers[first.dtype]
+        optimizer = self.optimizer_of(unit)
         if unit.flat and first.numel() > piece_size(first.device):
             return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
         return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)

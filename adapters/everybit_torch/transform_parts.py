@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import everybit as eb
@@ -34,3 +35,24 @@ def is_transform(value: Any) -> bool:
         and not isinstance(value, type)
         and all(hasattr(value, n) for n in ("scope", "init", "update"))
     )
+
+
+def map_parts(node: Any, function: Callable[[Any], Any]) -> Any:
+    """A transform with ``function`` of each of the transforms directly inside it."""
+    if isinstance(node, Chain):
+        return Chain(tuple(function(part) for part in node.transforms))
+    if isinstance(node, (NamedChain, Partition)):
+        return replace(node, transforms={name: function(part) for name, part in node.transforms.items()})
+    if not is_dataclass(node) or isinstance(node, type):
+        return node
+    changed = {
+        field.name: function(value) for field in fields(node) if is_transform(value := getattr(node, field.name))
+    }
+    return replace(node, **changed) if changed else node
+
+
+def nodes(node: Any) -> Iterator[Any]:
+    """A transform, and all inside it."""
+    yield node
+    for part in parts_of(node):
+        yield from nodes(part)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.optimizer import OptimizerState
+from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.gradients import UnitGradients, piece
 
@@ -57,6 +58,7 @@ class Unit:
         first: Global index of the first element, counted over all parameters of one dtype.
         flat: Whether the parameters are views of ``tensors[0]``.
         gradients: Where autograd accumulates their gradients; None if it does as it likes.
+        decision: What the optimizer's masks and labels said of the parameters; None if it has none.
     """
 
     group: int
@@ -66,6 +68,7 @@ class Unit:
     first: int
     flat: bool
     gradients: UnitGradients | None = None
+    decision: Decision | None = None
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
     _places: Places = field(init=False)
@@ -125,6 +128,7 @@ class Unit:
                 self.first + start,
                 flat=True,
                 gradients=None if self.gradients is None else self.gradients.part(low, high, start, stop),
+                decision=self.decision,
             )
 
     def named_state(self, member: Member) -> dict[str, Tensor]:

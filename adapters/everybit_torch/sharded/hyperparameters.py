@@ -1,4 +1,4 @@
-"""The numbers inside a transform, by name: read out, put back changed, and specialised to a group of parameters.
+"""The numbers inside a transform, by name: read out, and put back changed.
 
 Transforms are frozen dataclasses whose hyperparameters are fields, so a transform that somebody composed can be shown to a learning rate
 scheduler without having been made by a factory.
@@ -7,19 +7,14 @@ scheduler without having been made by a factory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 import everybit as eb
-from everybit.combinators.chain import Chain, NamedChain, chain
-from everybit.combinators.masked import Masked, Partition
-from everybit.transform import ALONE
 from everybit_torch.hyperparameter_names import FIELDS, core_names
-from everybit_torch.transform_parts import is_transform, parts_of
-
-P = TypeVar("P")
+from everybit_torch.transform_parts import is_transform, map_parts, nodes
 
 RESERVED = ("params", "param_names", "label", "policy")
 """Keys of param groups that are no hyperparameters."""
@@ -77,89 +72,11 @@ def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]
     return rebuilt
 
 
-def choices(transform: eb.Transform[Any]) -> list[Any]:
-    """The masks and labels in it, by which it treats parameters differently, in order."""
-    return [
-        node.mask if isinstance(node, Masked) else node.labels
-        for node in _nodes(transform)
-        if isinstance(node, (Masked, Partition))
-    ]
-
-
-def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Transform[Any]:
-    """What a transform is for parameters of which its :func:`choices` came out as ``decisions``: it treats them all alike."""
-    left = iter(decisions)
-
-    def decide(node: Any) -> Any:
-        if isinstance(node, Masked):
-            keep, inner = next(left), decide(node.transform)
-            return inner if keep else _elsewhere(inner)
-        if isinstance(node, Partition):
-            label = next(left)
-            parts = {name: decide(part) for name, part in node.transforms.items()}
-            return chain(*(part if name == label else _elsewhere(part) for name, part in parts.items()))
-        return _map_parts(node, decide)
-
-    return decide(transform)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Stands for a transform that other parameters have: asks what it asks of the axis, contributes nothing, changes nothing.
-
-    All parameters have to ask alike, for what is asked goes over all of them.
-    """
-
-    transform: eb.Transform[Any]
-
-    @property
-    def scope(self) -> eb.Scope:
-        """The transform's."""
-        return self.transform.scope
-
-    def init(self, params: P) -> Any:
-        """Nothing."""
-        return eb.identity().init(params)
-
-    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        """The updates as they are."""
-
-        def nothing(tree: P) -> P:
-            return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
-
-        none = nothing(params)
-        self.transform.update(nothing(updates), self.transform.init(none), none, ctx)
-        return updates, state
-
-
-def _elsewhere(transform: eb.Transform[Any]) -> eb.Transform[Any]:
-    return Elsewhere(transform) if transform.scope == "tree" else eb.identity()
-
-
 # -- walking ------------------------------------------------------------------------------------------------------------------------
 
 
-def _map_parts(node: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(node, Chain):
-        return Chain(tuple(function(part) for part in node.transforms))
-    if isinstance(node, (NamedChain, Partition)):
-        return replace(node, transforms={name: function(part) for name, part in node.transforms.items()})
-    if not is_dataclass(node) or isinstance(node, type):
-        return node
-    changed = {
-        field.name: function(value) for field in fields(node) if is_transform(value := getattr(node, field.name))
-    }
-    return replace(node, **changed) if changed else node
-
-
 def _rebuilt(node: Any, function: Callable[[Any], Any]) -> Any:
-    return function(_map_parts(node, lambda part: _rebuilt(part, function)))
-
-
-def _nodes(node: Any) -> Iterator[Any]:
-    yield node
-    for part in parts_of(node):
-        yield from _nodes(part)
+    return function(map_parts(node, lambda part: _rebuilt(part, function)))
 
 
 def _own_numbers(node: Any) -> dict[str, Any]:
@@ -177,7 +94,7 @@ def _own_numbers(node: Any) -> dict[str, Any]:
 
 
 def _numbers(transform: Any) -> Iterator[tuple[str, Any]]:
-    for node in _nodes(transform):
+    for node in nodes(transform):
         yield from _own_numbers(node).items()
 
 
@@ -185,7 +102,7 @@ def _scheduled(transform: Any) -> set[str]:
     """Fields that hold a schedule somewhere: their value is not one to set."""
     return {
         field.name
-        for node in _nodes(transform)
+        for node in nodes(transform)
         if is_dataclass(node)
         for field in fields(node)
         if callable(value := getattr(node, field.name))

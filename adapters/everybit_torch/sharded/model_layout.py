@@ -13,8 +13,8 @@ from everybit.dtypes import dtype_name
 from everybit.policies import native
 from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
 from everybit.transform import require_transform
+from everybit_torch.choosing import choices, chosen
 from everybit_torch.dtensors import is_dtensor
-from everybit_torch.sharded.hyperparameters import choices, chosen
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform

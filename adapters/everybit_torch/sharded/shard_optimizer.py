@@ -440,7 +440,7 @@ class ShardOptimizer(TorchOptimizer):
         parts: dict[str, list[Part]] = {}
         taking_part = set(map(id, stepped))
         for unit in self._units:
-            optimizer = self._groups[unit.group].optimizers[unit.tensors[0].dtype]
+            optimizer = self._groups[unit.group].optimizer_of(unit)
             assert unit.gradients is not None
             grad = unit.gradients.buffer if id(unit) in taking_part else None
             parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))

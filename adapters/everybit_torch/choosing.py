@@ -1,0 +1,226 @@
+"""What masks and labels come out as for parameters, and the transforms and policies that are left once that is known.
+
+A mask, the labels of a partition and those of ``by_label`` are functions of (path, parameter), or trees. They are asked once, of whole
+parameters, when parameters are placed, so that what they see does not depend on the layout: a step that works on a buffer, or on one
+parameter, does not know the names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.combinators.chain import chain
+from everybit.combinators.masked import Masked, Partition
+from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
+from everybit.transform import ALONE
+from everybit_torch.transform_parts import map_parts, nodes
+
+P = TypeVar("P")
+Tree = Mapping[str | int, Tensor]
+"""Parameters by their names, or by their numbers in a param group that has no names."""
+
+
+def choices(transform: eb.Transform[Any]) -> list[Any]:
+    """The masks and labels in it, by which it treats parameters differently, in order."""
+    return [
+        node.mask if isinstance(node, Masked) else node.labels
+        for node in nodes(transform)
+        if isinstance(node, (Masked, Partition))
+    ]
+
+
+def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Transform[Any]:
+    """What a transform is for parameters of which its :func:`choices` came out as ``decisions``: it treats them all alike.
+
+    Raises:
+        TypeError: A mask that is neither True nor False.
+        ValueError: A label for which there is no transform.
+    """
+    left = iter(decisions)
+
+    def decide(node: Any) -> Any:
+        if isinstance(node, Masked):
+            keep, inner = next(left), decide(node.transform)
+            if not isinstance(keep, bool):
+                raise TypeError(f"masked: the mask is {keep!r}; accepted are True and False.")
+            return inner if keep else _elsewhere(inner)
+        if isinstance(node, Partition):
+            label = next(left)
+            if label not in node.transforms:
+                raise ValueError(
+                    f"partition: labelled {label!r}, for which there is no transform; there is one for"
+                    f" {', '.join(map(repr, node.transforms))}."
+                )
+            parts = {name: decide(part) for name, part in node.transforms.items()}
+            return chain(*(part if name == label else _elsewhere(part) for name, part in parts.items()))
+        return map_parts(node, decide)
+
+    return decide(transform)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Stands for a transform that other parameters have: asks what it asks of the axis, contributes nothing, changes nothing.
+
+    All parameters have to ask alike, for what is asked goes over all of them.
+    """
+
+    transform: eb.Transform[Any]
+
+    @property
+    def scope(self) -> eb.Scope:
+        """The transform's."""
+        return self.transform.scope
+
+    def init(self, params: P) -> Any:
+        """Nothing."""
+        return eb.identity().init(params)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        """The updates as they are."""
+
+        def nothing(tree: P) -> P:
+            return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
+
+        none = nothing(params)
+        self.transform.update(nothing(updates), self.transform.init(none), none, ctx)
+        return updates, state
+
+
+def _elsewhere(transform: eb.Transform[Any]) -> eb.Transform[Any]:
+    return Elsewhere(transform) if transform.scope == "tree" else eb.identity()
+
+
+def tree_of(values: Mapping[str, Any]) -> Tree:
+    """The parameters of a param group as a tree: ``['weight']`` is the path of a named one, ``[0]`` that of one without a name."""
+    params = values["params"]
+    return OrderedDict(zip(values.get("param_names") or range(len(params)), params, strict=True))
+
+
+def ask(choice: Any, tree: Tree, wanted: Sequence[Tensor], *, name: str) -> list[Any]:
+    """What a mask, or labels, say of ``wanted`` parameters of ``tree``; functions are asked of no others.
+
+    Raises:
+        ValueError: A tree that does not fit the parameters'.
+    """
+    ids = {id(parameter) for parameter in wanted}
+    if callable(choice):
+        paths = eb.tree.paths(tree)
+        found = {id(p): choice(path, p) for path, p in zip(paths, tree.values(), strict=True) if id(p) in ids}
+    else:
+        # Parameters of lazy modules are no leaves yet.
+        found = dict(
+            zip(map(id, tree.values()), eb.tree.label(choice, OrderedDict.fromkeys(tree, 0), name=name), strict=True)
+        )
+    return [found[id(parameter)] for parameter in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the masks and labels of an optimizer came out as for the parameters of a unit.
+
+    Attributes:
+        columns: What each mask and each partition said of each parameter.
+        labels: What the policy's labels said of each; empty if it has none.
+        together: Whether the parameters are one tree, of which each may be treated differently; else all are alike.
+    """
+
+    columns: tuple[tuple[Any, ...], ...]
+    labels: tuple[str, ...] = ()
+    together: bool = field(default=False)
+
+    def applied(self, optimizer: eb.Optimizer[Any]) -> eb.Optimizer[Any]:
+        """The optimizer of these parameters.
+
+        Raises:
+            ValueError: It has other masks than the one that was asked.
+        """
+        transform, policy = optimizer.transform, optimizer.policy
+        if len(choices(transform)) != len(self.columns):
+            raise ValueError(
+                f"{transform}: has {len(choices(transform))} masks and partitions, and had {len(self.columns)} when parameters were placed;"
+                " make a new optimizer."
+            )
+        if self.together:
+            transform = _bound(transform, self.columns)
+            policy = ByLabel(list(self.labels), policy.policies) if isinstance(policy, ByLabel) else policy
+        else:
+            transform = chosen(transform, tuple(column[0] for column in self.columns))
+            policy = _of_label(policy, self.labels[0]) if isinstance(policy, ByLabel) else policy
+        return replace(optimizer, transform=transform, policy=policy)
+
+
+def decide(
+    optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor], *, together: bool
+) -> Decision | None:
+    """What ``optimizer`` says of ``parameters``, some of ``tree``; None if it treats all alike.
+
+    Raises:
+        ValueError: A mask or labels that do not fit the parameters, or a label that nothing is there for.
+    """
+    asked = choices(optimizer.transform)
+    if not asked and not isinstance(optimizer.policy, ByLabel):
+        return None
+    columns = tuple(tuple(ask(choice, tree, parameters, name="mask or labels")) for choice in asked)
+    labels: tuple[str, ...] = ()
+    if isinstance(optimizer.policy, ByLabel):
+        labels = tuple(ask(optimizer.policy.labels, tree, parameters, name="by_label: labels"))
+    return Decision(columns, labels, together)
+
+
+def applied(optimizer: eb.Optimizer[Any], decision: Decision | None) -> eb.Optimizer[Any]:
+    """``optimizer`` as its masks and labels came out; itself, if it has none."""
+    return optimizer if decision is None else decision.applied(optimizer)
+
+
+def resolve_parameters(policies: Mapping[torch.dtype, AnyPolicy], tree: Tree) -> dict[int, Resolved]:
+    """The resolved policy of each parameter of a group, by id.
+
+    Raises:
+        TypeError: A parameter that is no floating-point tensor.
+        ValueError: A policy that does not fit a parameter, or a label without a policy; the message has its path.
+    """
+    found: dict[int, Resolved] = {}
+    for path, parameter in zip(eb.tree.paths(tree), tree.values(), strict=True):
+        policy = policies[parameter.dtype]
+        shape = torch.empty(0, dtype=parameter.dtype)  # a lazy parameter has a dtype, and no elements
+        if isinstance(policy, ByLabel):
+            (label,) = ask(policy.labels, tree, [parameter], name="by_label: labels")
+            try:
+                policy = _of_label(policy, label)
+            except ValueError as error:
+                raise ValueError(f"params{path}: {error}") from None
+        try:
+            (found[id(parameter)],) = resolve_tree(policy, [shape])
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace("params[0]", f"params{path}", 1)) from None
+    return found
+
+
+def _of_label(policy: ByLabel, label: Any) -> eb.Policy:
+    if label not in policy.policies:
+        listed = ", ".join(map(repr, policy.policies))
+        raise ValueError(f"labelled {label!r}, for which by_label has no policy; it has one for {listed}.")
+    return policy.policies[label]
+
+
+def _bound(transform: Any, columns: Sequence[tuple[Any, ...]]) -> Any:
+    """A transform whose masks and labels are lists, in the order of a unit's tensors."""
+    left = iter(columns)
+
+    def bind(node: Any) -> Any:
+        if isinstance(node, Masked):
+            return replace(node, mask=list(next(left)), transform=bind(node.transform))
+        if isinstance(node, Partition):
+            own = list(next(left))
+            return replace(node, labels=own, transforms={name: bind(part) for name, part in node.transforms.items()})
+        return map_parts(node, bind)
+
+    return bind(transform)

@@ -19,8 +19,8 @@ format                 parts                 error of one encode, relative to ``
 ``Kahan`` and ``Split(8)`` with stochastic rounding are off by up to twice as much, and by nothing on average.
 
 Parameters are public: anyone may zero or overwrite the model's tensor between two steps. Each two-part format therefore decides on
-``decode`` whether the second part can belong to the first, and drops it if not. The result is never NaN unless the value is, and within half
-a unit in the last place of what was written; ``Split`` cannot tell a stale remainder from its own, and adds it.
+``decode`` whether the second part can belong to the first, and drops it if not. The result is never NaN unless the value is, and is within
+half a unit in the last place of what was written; ``Split`` cannot tell a stale remainder from its own, and adds it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ format                 parts                 error of one encode, relative to ``
 ``Kahan`` and ``Split(8)`` with stochastic rounding are off by up to twice as much, and by nothing on average.
 
 Parameters are public: anyone may zero or overwrite the model's tensor between two steps. Each two-part format therefore decides on
-``decode`` whether the second part still belongs to the first, and drops it if not. The result is never NaN unless the value is.
+``decode`` whether the second part can belong to the first, and drops it if not. The result is never NaN unless the value is, and is within
+half a unit in the last place of what was written; ``Split`` cannot tell a stale remainder from its own, and adds it.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class Nearest:
 class Stochastic:
     """One 16-bit tensor, rounded up or down at random so that the expectation is right (Gupta et al. 2015, arXiv:1502.02551).
 
-    Nothing is ever lost on average, whatever the size of the update; the price is noise of up to one unit in the last place a step.
+    Nothing that float32 holds is lost on average; the price is noise of up to one unit in the last place a step. An update is added in
+    float32 before it is rounded, so that one below half of float32's unit in the last place is lost, as it is under float32.
     The bits come from (seed, step, global element index): see :mod:`everybit.random_bits`.
 
     Args:
@@ -183,7 +185,7 @@ class Kahan:
 
     Args:
         residual: dtype of the residual.
-        rounding: How the residual is rounded: ``"stochastic"`` has no smallest update, and a little noise.
+        rounding: How the residual is rounded: ``"stochastic"`` has no smallest update but float32's, and a little noise.
         value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
     """
 
@@ -280,7 +282,7 @@ class Split:
 
     Args:
         bits: Of the remainder, 16 or 8.
-        rounding: How ``Split(8)`` drops what does not fit: ``"stochastic"`` has no smallest update.
+        rounding: How ``Split(8)`` drops what does not fit: ``"stochastic"`` has no smallest update but float32's.
         value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
     """
 

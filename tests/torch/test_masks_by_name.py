@@ -45,7 +45,10 @@ def masked(lr: float = 0.1, momentum: float = 0.9) -> eb.Transform[Any]:
 
 
 def partitioned(lr: float = 0.1, momentum: float = 0.9) -> eb.Transform[Any]:
-    parts = {"matrix": eb.chain(eb.scale_by_adam(), eb.scale(0.5)), "vector": eb.trace(momentum)}
+    parts: dict[str, eb.Transform[Any]] = {
+        "matrix": eb.chain(eb.scale_by_adam(), eb.scale(0.5)),
+        "vector": eb.trace(momentum),
+    }
     return eb.chain(eb.partition(parts, kind), eb.scale_by_learning_rate(lr))
 
 
@@ -192,11 +195,13 @@ def test_it_survives_copies_checkpoints_missing_gradients_and_release() -> None:
         for other in (pair[0], again[0], fresh_model):
             assert all(map(torch.equal, model.parameters(), other.parameters()))
         released, plain = Small(), Small()
-        enable_gradient_release(released, TorchOptimizer(released.named_parameters(), factory, lr=0.1))
+        releasing = TorchOptimizer(released.named_parameters(), factory, lr=0.1)
+        enable_gradient_release(released, releasing)
         usual = TorchOptimizer(plain.named_parameters(), factory, lr=0.1)
         for step in range(2):
             x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
             released(x).square().sum().backward()
+            releasing.step()
             usual.zero_grad()
             plain(x).square().sum().backward()
             usual.step()
@@ -212,18 +217,22 @@ def test_trees_of_masks_go_by_name_too() -> None:
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = TorchOptimizer(model.named_parameters(), factory, lr=0.1)
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == mask[name]
 
 
+def no_bool(path: str, parameter: Tensor) -> Any:
+    return 1
+
+
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
         (lambda lr: eb.chain(eb.partition({"a": eb.trace(0.9)}, lambda path, p: "b")), r"labelled 'b', for which there is no transform"),
-        (lambda lr: eb.chain(eb.masked(eb.trace(0.9), where=lambda path, p: 1)), r"accepted are True and False"),
+        (lambda lr: eb.chain(eb.masked(eb.trace(0.9), where=no_bool)), r"accepted are True and False"),
         (lambda lr: eb.chain(eb.masked(eb.trace(0.9), {"first.weight": True})), r"not a prefix of the parameters' tree"),
     ],
 )  # fmt: skip

@@ -188,7 +188,10 @@ class GradientBuffer:
         addresses = list(map(Tensor.data_ptr, [slot.view for slot in self.slots]))
         for parameter, slot, one, address in zip(parameters, self.slots, there, addresses, strict=True):
             slot.arrived = one
-            if parameter.grad is slot.view and address == slot.address:
+            if not one and not parameter.requires_grad:
+                # No pass will write to it, and to the next optimizer of this parameter a zero would be a gradient.
+                parameter.grad = None
+            elif parameter.grad is slot.view and address == slot.address:
                 slot.version = slot.view._version
             else:
                 slot.put_back(parameter)

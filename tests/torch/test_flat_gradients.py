@@ -332,3 +332,31 @@ def test_a_gradient_that_was_given_other_memory_is_the_one_that_is_stepped_with(
         results.append([p.detach().clone() for p in model.parameters()])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_frozen_parameter_without_a_gradient_stays_without(set_to_none: bool) -> None:
+    """Its zeros were a gradient to the next optimizer, which decayed it."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizer = AdamW(parameters, weight_decay=0.5, flat_gradients=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    parameters[1].requires_grad_(False)
+    parameters[1].grad = None
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert parameters[1].grad is None
+    before = parameters[1].detach().clone()
+    successor = AdamW(parameters, weight_decay=0.5)
+    successor.load_state_dict(optimizer.state_dict())
+    parameters[0].grad = torch.ones(3)
+    successor.step()
+    assert torch.equal(parameters[1], before)
+    # Unfrozen it is trained in the buffer again.
+    parameters[1].requires_grad_(True)
+    for one in parameters:
+        one.grad = None
+    optimizer.zero_grad()
+    sum(one.sum() for one in parameters).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert not torch.equal(parameters[1], before)

@@ -26,6 +26,9 @@ class ScaleBySignum:
     def init(self, params: P) -> SignumState[P]:
         return SignumState(eb.tree.zeros_like(params))
 
+    def decays(self) -> tuple[eb.SlotDecay, ...]:
+        return (eb.SlotDecay("momentum", self.decay),)
+
     def update(
         self, updates: P, state: SignumState[Any], params: P, ctx: eb.Context = eb.Context()
     ) -> tuple[P, SignumState[P]]:
@@ -39,4 +42,7 @@ opt = eb.with_policy(tx, eb.policies.KAHAN_BF16)
 params = {"w": torch.ones(2, dtype=torch.bfloat16)}
 alone = eb.with_policy(ScaleBySignum(), eb.policies.KAHAN_BF16)
 assert_type(alone.init(params), eb.OptimizerState[SignumState[Any]])
+assert_type(eb.state_dict(alone.init(params)), dict[str, torch.Tensor])
+assert_type(eb.by_dtype({"bfloat16": eb.policies.LEAN_BF16}), eb.ByLabel)
+seeded = eb.with_policy(tx, eb.policies.KAHAN_BF16, seed=torch.tensor(1))
 eb.partition({"signs": ScaleBySignum(), "rest": tx}, "signs")

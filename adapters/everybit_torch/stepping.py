@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,12 +13,13 @@ import everybit as eb
 from everybit.formats import Kahan, Split, Stochastic
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
-from everybit.policy import AnyPolicy, ByLabel
-from everybit_torch.compiling import can_compile, compile_step
+from everybit.policy import AnyPolicy, ByLabel, Policy, resolve_tree
+from everybit_torch.compiling import can_compile
+from everybit_torch.probing import Factory, is_number
 from everybit_torch.units import Unit, map_state, named_fields
+from everybit_torch.variants import Inputs, Variants
 
 P = TypeVar("P")
-Factory = Callable[..., eb.Transform[Any]]
 
 # Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
 PIECE = 1 << 17
@@ -46,12 +46,12 @@ class Group:
         self.waiting: list[tuple[Tensor, int]] = []
         self.uninitialized: list[Tensor] = []  # of lazy modules, without a shape yet
         self._arguments: dict[str, Any] = {}
-        self._compiled: list[tuple[object, Callable[..., Metrics | None]]] = []
+        self._variants = Variants(number, factory, seed, step_in_place)
         self._tensors: dict[torch.device, dict[str, Tensor]] = {}
         self._own: dict[torch.device, dict[str, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_compiled": []}
+        return self.__dict__ | {"_variants": Variants(self.number, self.factory, self.seed, step_in_place)}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -62,13 +62,9 @@ class Group:
         """Step with other hyperparameters from here on; see to it before that the state is what they need."""
         self.optimizers = optimizers
         self._arguments = arguments
+        self._variants.follow()
         for device in list(self._tensors):
             self._fill(device)
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The arguments that are part of the code: all but numbers."""
-        return _constants(self._arguments)
 
     def step(
         self,
@@ -90,13 +86,19 @@ class Group:
             # Only where a group is one tree: what has no gradient becomes a hole in parameters, gradients and state alike.
             tensors = [x if here else None for x, here in zip(tensors, present, strict=True)]  # type: ignore[misc]
             state = _with_holes(state, present)
-        if compile and can_compile(first.device):
-            run = self._compiled_step(first.dtype, metrics)
-            return run(tensors, grads, state, self._hyperparameters(first.device), unit.first_tensor, list(totals))
         optimizer = self.optimizers[first.dtype]
-        if unit.flat and first.numel() > piece_size(first.device):
-            return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
-        return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
+
+        def uncompiled() -> Metrics | None:
+            if unit.flat and first.numel() > piece_size(first.device):
+                return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
+            return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
+
+        if not (compile and can_compile(first.device)):
+            return uncompiled()
+        inputs = Inputs(tensors, grads, state, unit.first_tensor, list(totals), optimizer.policy, metrics)
+        if optimizer.transform.scope == "element":
+            inputs = _as_vectors(inputs)
+        return self._variants.step(inputs, self._arguments, self._hyperparameters(first.device), uncompiled)
 
     def _hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
         """The numeric hyperparameters as 0-d float64 tensors, so that a new value is new data and not new code."""
@@ -116,32 +118,6 @@ class Group:
             if name in given or is_number(value)
         }
         return self._tensors[device]
-
-    def _compiled_step(self, dtype: torch.dtype, metrics: bool) -> Callable[..., Metrics | None]:
-        """The compiled step for parameters of a dtype; hyperparameters are arguments, the rest is constant."""
-        constants = self.constants
-        wanted = (dtype, metrics, constants)
-        for key, known in self._compiled:
-            if key == wanted:
-                return known
-        factory, policy, seed = self.factory, self.policies[dtype], self.seed
-
-        def step(
-            tensors: list[Tensor],
-            grads: list[Tensor],
-            state: OptimizerState[Any],
-            hyperparameters: dict[str, Tensor],
-            first: Tensor,
-            totals: list[Tensor],
-        ) -> Metrics | None:
-            optimizer = eb.Optimizer(factory(**hyperparameters, **constants), policy, seed)
-            return step_in_place(optimizer, tensors, grads, state, first, metrics=metrics, totals=totals)
-
-        # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every group has its own.
-        own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
-        compiled = compile_step(own)
-        self._compiled.append((wanted, compiled))
-        return compiled
 
 
 def step_in_place(
@@ -328,13 +304,25 @@ def draws_bits(policy: AnyPolicy) -> bool:
     )
 
 
-def is_number(value: object) -> bool:
-    """Whether a hyperparameter is a number, which is data; True and False choose code."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _as_vectors(inputs: Inputs) -> Inputs:
+    """One tensor of any shape as a vector, under the policy that is its own: the compiler then sees one code for all shapes.
 
-
-def _constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in arguments.items() if not (is_number(v) or isinstance(v, Tensor))}
+    A transform of scope ``"element"`` does not see the difference. Where memory is in another order, the inputs are what they were.
+    """
+    tensor = inputs.tensors[0]
+    if len(inputs.tensors) > 1 or tensor is None or (isinstance(inputs.policy, Policy) and tensor.ndim == 1):
+        return inputs
+    leaves = eb.tree.leaves((tensor, inputs.state))
+    if not all(x.is_contiguous() for x in leaves):
+        return inputs
+    (resolved,) = resolve_tree(inputs.policy, [tensor])
+    return replace(
+        inputs,
+        tensors=[tensor.view(-1)],
+        grads=[inputs.grads[0].reshape(-1)],
+        state=map_state(inputs.state, lambda x: x.view(-1), lambda x: x),
+        policy=resolved.policy,
+    )
 
 
 def _with_holes(state: OptimizerState[Any], present: list[bool]) -> OptimizerState[Any]:

@@ -93,7 +93,8 @@ class Group:
                 return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
             return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
 
-        if not (compile and can_compile(first.device)):
+        nothing = len(unit.tensors) == 1 and not first.numel()
+        if not (compile and can_compile(first.device)) or nothing:
             return uncompiled()
         inputs = Inputs(tensors, grads, state, unit.first_tensor, list(totals), optimizer.policy, metrics)
         if optimizer.transform.scope == "element":

@@ -99,7 +99,11 @@ class Group:
         inputs = Inputs(tensors, grads, state, unit.first_tensor, list(totals), optimizer.policy, metrics)
         if optimizer.transform.scope == "element":
             inputs = _as_vectors(inputs)
-        return self._variants.step(inputs, self._arguments, self._hyperparameters(first.device), uncompiled)
+        measured = self._variants.step(inputs, self._arguments, self._hyperparameters(first.device), uncompiled)
+        if inputs.tensors is not tensors:
+            # Autograd does not see that writing to a vector changes the tensor.
+            torch.autograd.graph.increment_version(tensors)
+        return measured
 
     def _hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
         """The numeric hyperparameters as 0-d float64 tensors, so that a new value is new data and not new code."""
@@ -319,11 +323,16 @@ def _as_vectors(inputs: Inputs) -> Inputs:
     (resolved,) = resolve_tree(inputs.policy, [tensor])
     return replace(
         inputs,
-        tensors=[tensor.view(-1)],
-        grads=[inputs.grads[0].reshape(-1)],
-        state=map_state(inputs.state, lambda x: x.view(-1), lambda x: x),
+        tensors=[_vector(tensor)],
+        grads=[_vector(inputs.grads[0].contiguous())],
+        state=map_state(inputs.state, _vector, lambda x: x),
         policy=resolved.policy,
     )
+
+
+def _vector(x: Tensor) -> Tensor:
+    # No view of a tensor of this shape to the compiler, which would make code for the shape after all.
+    return x.view(-1).data
 
 
 def _with_holes(state: OptimizerState[Any], present: list[bool]) -> OptimizerState[Any]:

@@ -236,7 +236,7 @@ def test_what_cannot_be_traced_warns_once_and_steps_uncompiled(function: Callabl
     assert ran.graphs == 0
     (warned,) = ran.warned
     assert warned.startswith("param group 0: compile: got True, but its step runs uncompiled")
-    assert "the compiler raised Unsupported: " in warned
+    assert "the compiler raised " in warned
     assert "compile=False" in warned
 
 
@@ -266,7 +266,7 @@ def test_an_error_of_a_transform_is_raised_as_it_is_and_nothing_is_changed() -> 
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            with pytest.raises(LookupError, match="^'no such table'$"):
+            with pytest.raises(LookupError, match=r"^no such table$"):
                 optimizer.step()
     assert torch.equal(parameter, torch.ones(3))
     assert all(not value.count_nonzero() for value in optimizer.state[parameter].values())
@@ -339,3 +339,13 @@ def test_shapes_beyond_the_compilers_own_limit_step_uncompiled() -> None:
     assert ran.graphs == 2
     (warned,) = ran.warned
     assert "recompile_limit" in warned
+
+
+def test_a_graph_from_before_a_compiled_step_of_one_tensor_does_not_run() -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    optimizer = SGD([parameter], lr=0.1, layout="tree", compile=True)
+    loss = (parameter**3).sum()
+    parameter.grad = torch.ones(3, 2)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

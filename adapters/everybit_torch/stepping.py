@@ -15,7 +15,7 @@ from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy, ByLabel, Policy, resolve_tree
 from everybit_torch.compiling import can_compile
-from everybit_torch.probing import Factory, is_number
+from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.units import Unit, map_state, named_fields
 from everybit_torch.variants import Inputs, Variants
 
@@ -115,7 +115,9 @@ class Group:
         own = self._own.setdefault(device, {})
         for name, value in self._arguments.items():
             if is_number(value):
-                own.setdefault(name, torch.empty((), dtype=torch.float64, device=device)).fill_(value)
+                held = own.setdefault(name, torch.empty((), dtype=torch.float64, device=device))
+                if fits(value):
+                    held.fill_(float(value))
         given = {name: value for name, value in self._arguments.items() if isinstance(value, Tensor)}
         self._tensors[device] = {
             name: given[name] if name in given else own[name]

@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -131,7 +131,10 @@ class Branching:
     """A transform whose update looks at one of its numbers."""
 
     factor: float
-    scope = "element"
+
+    @property
+    def scope(self) -> Literal["element"]:
+        return "element"
 
     def init(self, params: Any) -> tuple[()]:
         return ()
@@ -144,10 +147,10 @@ def structural(
     learning_rate: Any, weight_decay: Any, every: Any, terms: Any, whole: Any, factor: Any, offset: Any
 ) -> Any:
     """Branches on a number, hands one on as a whole number, counts with one, converts one, and needs all digits of one."""
-    parts = [eb.scale(0.5) for _ in range(terms)]
+    parts: list[Any] = [eb.scale(0.5) for _ in range(terms)]
     if weight_decay > 0:
         parts.append(eb.add_decayed_weights(weight_decay))
-    assert offset == 2**53 + 1
+    assert offset in (2**53 + 1, 10**400)
     inner = eb.chain(*parts, Branching(factor), eb.scale(1.0 / int(whole)), eb.scale_by_learning_rate(learning_rate))
     return eb.accumulate(inner, every)
 
@@ -158,7 +161,9 @@ def test_numbers_that_a_factory_or_its_transform_looks_at_are_constants_and_the_
             p, structural, lr=0.1, weight_decay=0.1, every=2, terms=2, whole=3, factor=1.5, offset=2**53 + 1, compile=c
         ),
         steps=6,
-        change=lambda step: {"lr": 0.1 / (step + 1)} | ({"weight_decay": 0.0, "factor": 0.5} if step > 3 else {}),
+        change=lambda step: (
+            {"lr": 0.1 / (step + 1)} | ({"weight_decay": 0.0, "factor": 0.5, "offset": 10**400} if step > 3 else {})
+        ),
     )
     assert not ran.warned
     assert ran.graphs == 2
@@ -205,7 +210,10 @@ class Opaque:
     """Gradients through ``function``, which sees one tensor."""
 
     function: Callable[[Tensor], Tensor]
-    scope = "element"
+
+    @property
+    def scope(self) -> Literal["element"]:
+        return "element"
 
     def init(self, params: Any) -> tuple[()]:
         return ()
@@ -218,7 +226,7 @@ def looks(x: Tensor) -> Tensor:
     return x * (2.0 if x.sum().item() > 0 else 3.0)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def hidden(x: Tensor) -> Tensor:
     return x * 2
 
@@ -310,8 +318,10 @@ def test_many_shapes_under_policies_by_label_need_few_graphs() -> None:
         lambda path, x: "matrix" if x.ndim > 1 else "vector",
         {"matrix": eb.policies.LEAN_BF16, "vector": eb.policies.EXACT_BF16},
     )
-    shapes = [(n,) for n in range(6)] + [(n, 2) for n in range(6)] + [(n, n) for n in range(4)]
-    shapes += [(2, n, 3) for n in range(6)] + [(2, 3, 2, n) for n in range(6)] + [(), (1, 1)]
+    shapes: list[tuple[int, ...]] = [(), (1, 1)]
+    shapes += [(n,) for n in range(6)]
+    shapes += [(n, 2) for n in range(6)] + [(n, n) for n in range(4)]
+    shapes += [(2, n, 3) for n in range(6)] + [(2, 3, 2, n) for n in range(6)]
     assert len(shapes) == 30
     ran = compare(
         lambda p, c: SGD(p, lr=0.1, momentum=0.9, policy=policy, compile=c),
@@ -348,4 +358,4 @@ def test_a_graph_from_before_a_compiled_step_of_one_tensor_does_not_run() -> Non
     parameter.grad = torch.ones(3, 2)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]

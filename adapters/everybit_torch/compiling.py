@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
+import torch._dynamo.exc
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -34,9 +35,36 @@ _ON_ELEMENTS = {
 }  # fmt: skip
 
 
-def compile_step(function: F) -> F:
-    """``function`` compiled as a whole, with coefficients made before the loop and bits handled in vectors."""
-    return cast(F, torch.compile(function, fullgraph=True, backend=_backend))
+def compile_step(function: F, began: Callable[[], None]) -> F:
+    """``function`` compiled as a whole, with coefficients made before the loop and bits handled in vectors.
+
+    ``began`` is called when compiled code begins to run: what is raised before that was raised by the compiler, and nothing was written.
+    """
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiled = _backend(graph, inputs)
+
+        def run(*args: Any) -> Any:
+            began()
+            return compiled(*args)
+
+        return run
+
+    return cast(F, torch.compile(function, fullgraph=True, backend=backend))
+
+
+def reached_limit(error: BaseException) -> bool:
+    """Whether the compiler refused to make one more graph of the same code."""
+    return isinstance(error, getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ()))
+
+
+def cause(error: BaseException) -> str:
+    """Why something was not compiled, in one line."""
+    inner = getattr(error, "inner_exception", error)
+    lines = [line.strip() for line in str(inner).splitlines()]
+    # torch wraps what its code generator raises: "backend='...' raised:" says nothing yet.
+    text = next((line for line in lines if line and not line.endswith("raised:")), "")
+    return f"{type(inner).__name__}: {text}" if text else type(inner).__name__
 
 
 def can_compile(device: torch.device) -> bool:

@@ -37,8 +37,9 @@ from everybit_torch.gradients import GradientBuffer, gather
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.placement import Placement, Run, is_settled, moves, plan_placement
+from everybit_torch.probing import Factory
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
-from everybit_torch.stepping import Factory, Group, Part, draws_bits, find_totals, write
+from everybit_torch.stepping import Group, Part, draws_bits, find_totals, write
 from everybit_torch.units import Unit, flatten, init_state
 
 Layout = Literal["auto", "flat", "tree"]

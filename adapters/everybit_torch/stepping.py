@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -16,11 +15,12 @@ from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy, ByLabel
 from everybit_torch.choosing import Decision
-from everybit_torch.compiling import can_compile, compile_step
+from everybit_torch.compiling import can_compile
+from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.units import Unit, map_state, named_fields
+from everybit_torch.variants import Inputs, Variants
 
 P = TypeVar("P")
-Factory = Callable[..., eb.Transform[Any]]
 
 # Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
 PIECE = 1 << 17
@@ -48,12 +48,12 @@ class Group:
         self.uninitialized: list[Tensor] = []  # of lazy modules, without a shape yet
         self._arguments: dict[str, Any] = {}
         self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
-        self._compiled: list[tuple[object, Callable[..., Metrics | None]]] = []
+        self._variants = Variants(number, factory, seed, step_in_place)
         self._tensors: dict[torch.device, dict[str, Tensor]] = {}
         self._own: dict[torch.device, dict[str, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_compiled": []}
+        return self.__dict__ | {"_variants": Variants(self.number, self.factory, self.seed, step_in_place)}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -64,6 +64,7 @@ class Group:
         """Step with other hyperparameters from here on; see to it before that the state is what they need."""
         self.optimizers = optimizers
         self._arguments = arguments
+        self._variants.follow()
         for device in list(self._tensors):
             self._fill(device)
 
@@ -79,11 +80,6 @@ class Group:
         self._by_decision = [one for one in self._by_decision if any(one[0] is now for now in self.optimizers.values())]
         self._by_decision.append((optimizer, decision, made := decision.applied(optimizer)))
         return made
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The arguments that are part of the code: all but numbers."""
-        return _constants(self._arguments)
 
     def step(
         self,
@@ -105,13 +101,26 @@ class Group:
             # Only where a group is one tree: what has no gradient becomes a hole in parameters, gradients and state alike.
             tensors = [x if here else None for x, here in zip(tensors, present, strict=True)]  # type: ignore[misc]
             state = _with_holes(state, present)
-        if compile and can_compile(first.device):
-            run = self._compiled_step(first.dtype, metrics)
-            return run(tensors, grads, state, self._hyperparameters(first.device), unit.first_tensor, list(totals))
         optimizer = self.optimizer_of(unit)
-        if unit.flat and first.numel() > piece_size(first.device):
-            return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
-        return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
+
+        def uncompiled() -> Metrics | None:
+            if unit.flat and first.numel() > piece_size(first.device):
+                return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
+            return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
+
+        nothing = len(unit.tensors) == 1 and not first.numel()
+        if not (compile and can_compile(first.device)) or nothing:
+            return uncompiled()
+        inputs = Inputs(
+            tensors, grads, state, unit.first_tensor, list(totals), self.policies[first.dtype], metrics, unit.decision
+        )
+        if optimizer.transform.scope == "element":
+            inputs = _as_vectors(inputs)
+        measured = self._variants.step(inputs, self._arguments, self._hyperparameters(first.device), uncompiled)
+        if inputs.tensors is not tensors:
+            # Autograd does not see that writing to a vector changes the tensor.
+            torch.autograd.graph.increment_version(tensors)
+        return measured
 
     def _hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
         """The numeric hyperparameters as 0-d float64 tensors, so that a new value is new data and not new code."""
@@ -123,7 +132,9 @@ class Group:
         own = self._own.setdefault(device, {})
         for name, value in self._arguments.items():
             if is_number(value):
-                own.setdefault(name, torch.empty((), dtype=torch.float64, device=device)).fill_(value)
+                held = own.setdefault(name, torch.empty((), dtype=torch.float64, device=device))
+                if fits(value):
+                    held.fill_(float(value))
         given = {name: value for name, value in self._arguments.items() if isinstance(value, Tensor)}
         self._tensors[device] = {
             name: given[name] if name in given else own[name]
@@ -131,32 +142,6 @@ class Group:
             if name in given or is_number(value)
         }
         return self._tensors[device]
-
-    def _compiled_step(self, dtype: torch.dtype, metrics: bool) -> Callable[..., Metrics | None]:
-        """The compiled step for parameters of a dtype; hyperparameters are arguments, the rest is constant."""
-        constants = self.constants
-        wanted = (dtype, metrics, constants)
-        for key, known in self._compiled:
-            if key == wanted:
-                return known
-        factory, policy, seed = self.factory, self.policies[dtype], self.seed
-
-        def step(
-            tensors: list[Tensor],
-            grads: list[Tensor],
-            state: OptimizerState[Any],
-            hyperparameters: dict[str, Tensor],
-            first: Tensor,
-            totals: list[Tensor],
-        ) -> Metrics | None:
-            optimizer = eb.Optimizer(factory(**hyperparameters, **constants), policy, seed)
-            return step_in_place(optimizer, tensors, grads, state, first, metrics=metrics, totals=totals)
-
-        # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every group has its own.
-        own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
-        compiled = compile_step(own)
-        self._compiled.append((wanted, compiled))
-        return compiled
 
 
 def step_in_place(
@@ -343,13 +328,28 @@ def draws_bits(policy: AnyPolicy) -> bool:
     )
 
 
-def is_number(value: object) -> bool:
-    """Whether a hyperparameter is a number, which is data; True and False choose code."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _as_vectors(inputs: Inputs) -> Inputs:
+    """One tensor of any shape as a vector: the compiler then sees one code for all shapes.
+
+    A transform of scope ``"element"`` does not see the difference. Where memory is in another order, the inputs are what they were.
+    """
+    tensor = inputs.tensors[0]
+    if len(inputs.tensors) > 1 or tensor is None or tensor.ndim == 1:
+        return inputs
+    leaves = eb.tree.leaves((tensor, inputs.state))
+    if not all(x.is_contiguous() for x in leaves):
+        return inputs
+    return replace(
+        inputs,
+        tensors=[_vector(tensor)],
+        grads=[_vector(inputs.grads[0].contiguous())],
+        state=map_state(inputs.state, _vector, lambda x: x),
+    )
 
 
-def _constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in arguments.items() if not (is_number(v) or isinstance(v, Tensor))}
+def _vector(x: Tensor) -> Tensor:
+    # No view of a tensor of this shape to the compiler, which would make code for the shape after all.
+    return x.view(-1).data
 
 
 def _with_holes(state: OptimizerState[Any], present: list[bool]) -> OptimizerState[Any]:

@@ -251,3 +251,27 @@ def test_a_label_without_a_policy_is_refused_by_name() -> None:
     policy = eb.by_label(lambda path, p: "c" if "bias" in path else "a", {"a": FP32})
     with pytest.raises(ValueError, match=r"params\['first\.bias'\]: labelled 'c', for which by_label has no policy"):
         TorchOptimizer(Small().named_parameters(), eb.adamw, lr=1e-3, policy=policy)
+
+
+@pytest.mark.parametrize("name", ["partitioned", "partly clipped"])
+def test_compiled_steps_are_the_same_and_are_not_compiled_again(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    torch._dynamo.reset()
+    policy = eb.by_label(kind, {"matrix": FP32, "vector": eb.Policy(momentum=eb.Stochastic())})
+    models = [Small(), Small()]
+    optimizers = [
+        TorchOptimizer(model.named_parameters(), FACTORIES[name], lr=0.1, policy=policy, compile=compile)
+        for model, compile in zip(models, (False, True), strict=True)
+    ]
+    graphs = []
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            found = gradients(model, step)
+            for key, parameter in model.named_parameters():
+                parameter.grad = found[key]
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            optimizer.step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+    assert graphs[0] == graphs[2] > 0
+    assert [str(one.message) for one in recwarn if "uncompiled" in str(one.message)] == []

@@ -1,0 +1,283 @@
+"""The compiled variants of a param group's step, and the ways of a step that is not compiled after all.
+
+A variant is made for the constants of the code (flags, strings, and numbers that cannot be data), and for which tensors of a tree have
+gradients. A compiled step never fails where an uncompiled one would not: what cannot be compiled, and what would be compiled without end,
+steps uncompiled, with the same bits, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.metrics import Metrics
+from everybit.optimizer import OptimizerState
+from everybit.policy import AnyPolicy
+from everybit_torch.choosing import Decision, applied
+from everybit_torch.compiling import cause, compile_step, reached_limit
+from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
+
+LIMIT = 8
+"""Variants of one step that differ in constants or in which gradients are missing."""
+
+# Choices that are remembered between two changes of hyperparameters.
+_REMEMBERED = 64
+
+Body = Callable[..., Metrics | None]
+# What tells apart the steps of a group: dtype of the parameters, whether it is measured, what masks and labels said.
+_Place = tuple[torch.dtype, bool, Decision | None]
+Shapes = tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What a compiled step is called with, beside hyperparameters.
+
+    Attributes:
+        tensors: Parameters; None where a gradient is missing.
+        grads: In the same shapes.
+        state: The optimizer's state for them.
+        first: Number of the first element, int64, 0-d.
+        totals: Answers to the transform's reductions.
+        policy: How all of it is stored: the param group's, for parameters of this dtype.
+        metrics: Whether the step is measured.
+        decision: What the optimizer's masks and labels said of the parameters.
+    """
+
+    tensors: list[Any]
+    grads: list[Any]
+    state: OptimizerState[Any]
+    first: Tensor
+    totals: list[Tensor]
+    policy: AnyPolicy
+    metrics: bool
+    decision: Decision | None
+
+    def present(self) -> tuple[bool, ...]:
+        """Which tensors have gradients; empty if all have."""
+        present = tuple(tensor is not None for tensor in self.tensors)
+        return () if all(present) else present
+
+    def dtype(self) -> torch.dtype:
+        """Of the parameters, which is one."""
+        dtype: torch.dtype = next(tensor.dtype for tensor in self.tensors if tensor is not None)
+        return dtype
+
+    def shapes(self) -> Shapes:
+        """Shapes and strides."""
+        return tuple(None if x is None else (x.shape, x.stride()) for x in self.tensors)
+
+
+@dataclass(slots=True)
+class _Variant:
+    """A compiled step.
+
+    Attributes:
+        key: Which tensors have gradients, and the constants.
+        data: The arguments that it reads from tensors.
+        run: Runs it.
+        began: Whether its code began to run.
+        refused: Whether it could not be compiled.
+        others: The shapes for which the compiler made no graph any more.
+    """
+
+    key: tuple[tuple[bool, ...], dict[str, Any]]
+    data: list[str]
+    run: Body = field(init=False)
+    began: bool = False
+    refused: bool = False
+    others: set[Shapes] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Site:
+    """The variants for one place in a group; with the numbers that have to be constants, by the names of all."""
+
+    variants: list[_Variant] = field(default_factory=list)
+    constant: dict[frozenset[str], set[str]] = field(default_factory=dict)
+
+
+class Variants:
+    """The compiled steps of one param group.
+
+    Args:
+        number: The group's.
+        factory: Makes its transform.
+        seed: Of stochastic rounding.
+        body: The step: of an optimizer, and what :class:`Inputs` holds.
+    """
+
+    def __init__(self, number: int, factory: Factory, seed: int, body: Body) -> None:
+        self._number, self._factory, self._seed, self._body = number, factory, seed, body
+        self._sites: dict[_Place, _Site] = {}
+        self._chosen: dict[tuple[_Place, tuple[bool, ...]], _Variant | None] = {}
+        self._told: set[str] = set()
+
+    def follow(self) -> None:
+        """Hyperparameters changed."""
+        self._chosen.clear()
+
+    def step(
+        self,
+        inputs: Inputs,
+        arguments: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        uncompiled: Callable[[], Metrics | None],
+    ) -> Metrics | None:
+        """Step in place: compiled if that is possible, otherwise by ``uncompiled``, whose errors are then those of the step.
+
+        Args:
+            inputs: What is stepped.
+            arguments: The factory's.
+            tensors: Those of them that are numbers or tensors, as tensors.
+            uncompiled: The same step.
+        """
+        variant = self._choose(inputs, arguments)
+        if variant is None or variant.refused or (variant.others and inputs.shapes() in variant.others):
+            return uncompiled()
+        variant.began = False
+        data = {name: tensors[name] for name in variant.data}
+        try:
+            return variant.run(inputs.tensors, inputs.grads, inputs.state, data, inputs.first, inputs.totals)
+        except Exception as error:
+            if variant.began:
+                raise
+            limited, why = reached_limit(error), cause(error)
+        measured = uncompiled()
+        if limited:
+            variant.others.add(inputs.shapes())
+            self._tell(
+                "for further shapes of tensors",
+                "its compiled code exists for as many as torch._dynamo.config.recompile_limit allows",
+                "Raise that limit, or store all parameters under one policy, which steps them as one tensor",
+            )
+        else:
+            variant.refused = True
+            self._tell(
+                "from here on",
+                f"the compiler raised {why}",
+                "Accepted in compiled code are operations on tensors, without a look at their values and without input or output;"
+                " compile=False steps so without this warning",
+            )
+        return measured
+
+    def _choose(self, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
+        """The variant for these inputs; None if there are too many."""
+        place = (inputs.dtype(), inputs.metrics, inputs.decision)
+        chosen = (place, inputs.present())
+        if chosen not in self._chosen:
+            if len(self._chosen) >= _REMEMBERED:
+                self._chosen.clear()
+            site = self._sites.setdefault(place, _Site())
+            self._chosen[chosen] = self._find(site, inputs, arguments)
+        return self._chosen[chosen]
+
+    def _find(self, site: _Site, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
+        numbers = frozenset(name for name, value in arguments.items() if is_number(value))
+        constant = site.constant.setdefault(numbers, set())
+        constant |= {name for name in numbers if not fits(arguments[name])}
+        key = (inputs.present(), _constants(arguments, constant))
+        known = next((one for one in site.variants if one.key == key), None)
+        if known is not None:
+            return known
+        if len(site.variants) >= LIMIT:
+            self._tell_of_too_many(site, key)
+            return None
+        if candidates := numbers - constant:
+            constant |= needed_as_numbers(self._factory, arguments, candidates, self._trial(inputs))
+            key = (key[0], _constants(arguments, constant))
+        variant = _Variant(key, [name for name, value in arguments.items() if _is_data(name, value, constant)])
+        fixed = {name: value for name, value in arguments.items() if name not in variant.data}
+        variant.run = self._compile(variant, fixed, inputs)
+        site.variants.append(variant)
+        return variant
+
+    def _trial(self, inputs: Inputs) -> Callable[[eb.Transform[Any]], object]:
+        """A step of tensors without values."""
+
+        def step(transform: eb.Transform[Any]) -> object:
+            like = without_values(([*inputs.tensors], [*inputs.grads], inputs.state, inputs.first, inputs.totals))
+            optimizer = applied(eb.Optimizer(transform, inputs.policy, self._seed), inputs.decision)
+            return self._body(optimizer, *like[:4], metrics=inputs.metrics, totals=like[4])
+
+        return step
+
+    def _compile(self, variant: _Variant, constants: dict[str, Any], inputs: Inputs) -> Body:
+        factory, seed, body = self._factory, self._seed, self._body
+        policy, metrics, decision = inputs.policy, inputs.metrics, inputs.decision
+
+        def step(
+            tensors: list[Tensor],
+            grads: list[Tensor],
+            state: OptimizerState[Any],
+            hyperparameters: dict[str, Tensor],
+            first: Tensor,
+            totals: list[Tensor],
+        ) -> Metrics | None:
+            optimizer = applied(eb.Optimizer(factory(**hyperparameters, **constants), policy, seed), decision)
+            return body(optimizer, tensors, grads, state, first, metrics=metrics, totals=totals)
+
+        def began() -> None:
+            variant.began = True
+
+        # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every variant has its own.
+        own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+        return compile_step(own, began)
+
+    def _tell_of_too_many(self, site: _Site, key: tuple[tuple[bool, ...], dict[str, Any]]) -> None:
+        if all(variant.refused for variant in site.variants):
+            return  # that was told
+        changing = sorted({name for one in site.variants for name in key[1] if one.key[1].get(name) != key[1][name]})
+        patterns = len({variant.key[0] for variant in site.variants}) > 1
+        what = [f"other values of {', '.join(changing)}"] if changing else []
+        what += ["other sets of missing gradients"] if patterns else []
+        advice = [f"Let the factory and its transform take {', '.join(changing)} as a 0-d tensor"] if changing else []
+        advice += (
+            ["Clipping before the step (torch.nn.utils.clip_grad_norm_) and not in it needs one variant only"]
+            if patterns
+            else []
+        )
+        self._tell(
+            f"for {' and '.join(what)}",
+            f"its compiled code exists in {LIMIT} variants",
+            "; ".join(advice) + "; compile=False steps so without this warning",
+        )
+
+    def _tell(self, when: str, why: str, advice: str) -> None:
+        if why in self._told:
+            return
+        self._told.add(why)
+        warnings.warn(
+            f"param group {self._number}: compile: got True, but its step runs uncompiled {when}, with the same results and slower:"
+            f" {why}. {advice}.",
+            stacklevel=_outside(),
+        )
+
+
+def _is_data(name: str, value: object, constant: set[str]) -> bool:
+    return isinstance(value, Tensor) or (is_number(value) and name not in constant)
+
+
+def _constants(arguments: Mapping[str, Any], constant: set[str]) -> dict[str, Any]:
+    """The arguments that are part of the code, so that those are equal which make the same code: 1 is not True, nor 1.0, nor 0.0 -0.0."""
+    return {
+        name: (type(value), repr(value) if is_number(value) else value)
+        for name, value in arguments.items()
+        if not _is_data(name, value, constant)
+    }
+
+
+def _outside() -> int:
+    """The ``stacklevel`` for the one that calls this, at which a user called the optimizer."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("everybit_torch", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level

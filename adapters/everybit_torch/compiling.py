@@ -157,6 +157,9 @@ class _HoistScalars(CustomGraphPass):
                         and _meets(_value(operand).dtype, dtype := next(iter(dtypes)))
                     ):
                         wanted.setdefault(dtype, {}).setdefault(cast(fx.Node, operand), []).append(node)
+                if node.target is aten.where.self and node.args[0] in scalars:
+                    # A choice by a scalar: compared once, and not for every vector.
+                    wanted.setdefault(torch.bool, {}).setdefault(cast(fx.Node, node.args[0]), []).append(node)
         if not wanted:
             return
         last = _move_to_front(graph, scalars)

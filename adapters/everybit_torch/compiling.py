@@ -182,7 +182,7 @@ def _meets(scalar: torch.dtype, tensor: torch.dtype) -> bool:
 
 
 def _pure_scalars(graph: fx.Graph) -> dict[fx.Node, None]:
-    """0-d tensors that are inputs, or computed from such alone; in order."""
+    """0-d tensors that are inputs, elements of inputs, or computed from such alone; in order."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -195,10 +195,15 @@ def _pure_scalars(graph: fx.Graph) -> dict[fx.Node, None]:
             isinstance(value, Tensor)
             and value.ndim == 0
             and functional
-            and all(x in found for x in node.all_input_nodes)
+            and (all(x in found for x in node.all_input_nodes) or _is_element_of_input(node))
         ):
             found[node] = None
     return found
+
+
+def _is_element_of_input(node: fx.Node) -> bool:
+    """Whether a node is one element of a vector that is an input, as hyperparameters are."""
+    return node.target is aten.select.int and cast(fx.Node, node.args[0]).op == "placeholder"
 
 
 def _move_to_front(graph: fx.Graph, scalars: dict[fx.Node, None]) -> fx.Node:

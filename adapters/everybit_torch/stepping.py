@@ -49,8 +49,7 @@ class Group:
         self._arguments: dict[str, Any] = {}
         self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
         self._variants = Variants(number, factory, seed, step_in_place)
-        self._tensors: dict[torch.device, dict[str, Tensor]] = {}
-        self._own: dict[torch.device, dict[str, Tensor]] = {}
+        self._numbers: dict[torch.device, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_variants": Variants(self.number, self.factory, self.seed, step_in_place)}
@@ -65,7 +64,7 @@ class Group:
         self.optimizers = optimizers
         self._arguments = arguments
         self._variants.follow()
-        for device in list(self._tensors):
+        for device in list(self._numbers):
             self._fill(device)
 
     def optimizer_of(self, unit: Unit) -> eb.Optimizer[Any]:
@@ -116,32 +115,25 @@ class Group:
         )
         if optimizer.transform.scope == "element":
             inputs = _as_vectors(inputs)
-        measured = self._variants.step(inputs, self._arguments, self._hyperparameters(first.device), uncompiled)
+        measured = self._variants.step(inputs, self._arguments, self.numbers(first.device), uncompiled)
         if inputs.tensors is not tensors:
             # Autograd does not see that writing to a vector changes the tensor.
             torch.autograd.graph.increment_version(tensors)
         return measured
 
-    def _hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
-        """The numeric hyperparameters as 0-d float64 tensors, so that a new value is new data and not new code."""
-        held = self._tensors.get(device)
+    def numbers(self, device: torch.device) -> Tensor:
+        """The numeric hyperparameters, in order, as one float64 tensor, so that a new value is new data and not new code."""
+        held = self._numbers.get(device)
         return self._fill(device) if held is None else held
 
-    def _fill(self, device: torch.device) -> dict[str, Tensor]:
-        # Tensors of our own are filled again, so that they stay the same objects; a user's tensor is passed on and never written to.
-        own = self._own.setdefault(device, {})
-        for name, value in self._arguments.items():
-            if is_number(value):
-                held = own.setdefault(name, torch.empty((), dtype=torch.float64, device=device))
-                if fits(value):
-                    held.fill_(float(value))
-        given = {name: value for name, value in self._arguments.items() if isinstance(value, Tensor)}
-        self._tensors[device] = {
-            name: given[name] if name in given else own[name]
-            for name, value in self._arguments.items()
-            if name in given or is_number(value)
-        }
-        return self._tensors[device]
+    def _fill(self, device: torch.device) -> Tensor:
+        # The tensor is filled again, so that it stays the same object. What float64 does not hold is part of the code.
+        values = [float(value) if fits(value) else 0.0 for value in self._arguments.values() if is_number(value)]
+        held = self._numbers.get(device)
+        if held is None or held.numel() != len(values):
+            held = self._numbers[device] = torch.empty(len(values), dtype=torch.float64, device=device)
+        held.copy_(torch.tensor(values, dtype=torch.float64))
+        return held
 
 
 def step_in_place(

@@ -34,6 +34,8 @@ _REMEMBERED = 64
 Body = Callable[..., Metrics | None]
 # What tells apart the steps of a group: dtype of the parameters, whether it is measured, what masks and labels said.
 _Place = tuple[torch.dtype, bool, Decision | None]
+# What tells variants apart: which tensors have gradients, the constants of the code, which arguments are numbers.
+_Key = tuple[tuple[bool, ...], dict[str, Any], tuple[str, ...]]
 Shapes = tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
 
 
@@ -81,16 +83,16 @@ class _Variant:
     """A compiled step.
 
     Attributes:
-        key: Which tensors have gradients, and the constants.
-        data: The arguments that it reads from tensors.
+        key: Which tensors have gradients, the constants, and which arguments are numbers.
+        given: The arguments that are tensors.
         run: Runs it.
         began: Whether its code began to run.
         refused: Whether it could not be compiled.
         others: The shapes for which the compiler made no graph any more.
     """
 
-    key: tuple[tuple[bool, ...], dict[str, Any]]
-    data: list[str]
+    key: _Key
+    given: list[str]
     run: Body = field(init=False)
     began: bool = False
     refused: bool = False
@@ -129,7 +131,7 @@ class Variants:
         self,
         inputs: Inputs,
         arguments: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
+        numbers: Tensor,
         uncompiled: Callable[[], Metrics | None],
     ) -> Metrics | None:
         """Step in place: compiled if that is possible, otherwise by ``uncompiled``, whose errors are then those of the step.
@@ -137,16 +139,16 @@ class Variants:
         Args:
             inputs: What is stepped.
             arguments: The factory's.
-            tensors: Those of them that are numbers or tensors, as tensors.
+            numbers: Those of them that are numbers, in order, float64.
             uncompiled: The same step.
         """
         variant = self._choose(inputs, arguments)
         if variant is None or variant.refused or (variant.others and inputs.shapes() in variant.others):
             return uncompiled()
         variant.began = False
-        data = {name: tensors[name] for name in variant.data}
+        given = {name: arguments[name] for name in variant.given}
         try:
-            return variant.run(inputs.tensors, inputs.grads, inputs.state, data, inputs.first, inputs.totals)
+            return variant.run(inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals)
         except Exception as error:
             if variant.began:
                 raise
@@ -181,22 +183,23 @@ class Variants:
         return self._chosen[chosen]
 
     def _find(self, site: _Site, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
-        numbers = frozenset(name for name, value in arguments.items() if is_number(value))
-        constant = site.constant.setdefault(numbers, set())
+        numbers = tuple(name for name, value in arguments.items() if is_number(value))
+        constant = site.constant.setdefault(frozenset(numbers), set())
         constant |= {name for name in numbers if not fits(arguments[name])}
-        key = (inputs.present(), _constants(arguments, constant))
+        key = (inputs.present(), _constants(arguments, constant), numbers)
         known = next((one for one in site.variants if one.key == key), None)
         if known is not None:
             return known
         if len(site.variants) >= LIMIT:
             self._tell_of_too_many(site, key)
             return None
-        if candidates := numbers - constant:
+        if candidates := set(numbers) - constant:
             constant |= needed_as_numbers(self._factory, arguments, candidates, self._trial(inputs))
-            key = (key[0], _constants(arguments, constant))
-        variant = _Variant(key, [name for name, value in arguments.items() if _is_data(name, value, constant)])
-        fixed = {name: value for name, value in arguments.items() if name not in variant.data}
-        variant.run = self._compile(variant, fixed, inputs)
+            key = (key[0], _constants(arguments, constant), numbers)
+        variant = _Variant(key, [name for name, value in arguments.items() if isinstance(value, Tensor)])
+        fixed = {name: value for name, value in arguments.items() if not _is_data(name, value, constant)}
+        places = {name: index for index, name in enumerate(numbers) if name not in constant}
+        variant.run = self._compile(variant, fixed, places, inputs)
         site.variants.append(variant)
         return variant
 
@@ -210,7 +213,7 @@ class Variants:
 
         return step
 
-    def _compile(self, variant: _Variant, constants: dict[str, Any], inputs: Inputs) -> Body:
+    def _compile(self, variant: _Variant, constants: dict[str, Any], places: dict[str, int], inputs: Inputs) -> Body:
         factory, seed, body = self._factory, self._seed, self._body
         policy, metrics, decision = inputs.policy, inputs.metrics, inputs.decision
 
@@ -218,11 +221,14 @@ class Variants:
             tensors: list[Tensor],
             grads: list[Tensor],
             state: OptimizerState[Any],
-            hyperparameters: dict[str, Tensor],
+            numbers: Tensor,
+            given: dict[str, Tensor],
             first: Tensor,
             totals: list[Tensor],
         ) -> Metrics | None:
-            optimizer = applied(eb.Optimizer(factory(**hyperparameters, **constants), policy, seed), decision)
+            # One tensor for all numbers: of each 0-d input torch makes a symbol first, and traces everything again without.
+            data = {name: numbers[place] for name, place in places.items()}
+            optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)
             return body(optimizer, tensors, grads, state, first, metrics=metrics, totals=totals)
 
         def began() -> None:
@@ -232,7 +238,7 @@ class Variants:
         own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
         return compile_step(own, began)
 
-    def _tell_of_too_many(self, site: _Site, key: tuple[tuple[bool, ...], dict[str, Any]]) -> None:
+    def _tell_of_too_many(self, site: _Site, key: _Key) -> None:
         if all(variant.refused for variant in site.variants):
             return  # that was told
         changing = sorted({name for one in site.variants for name in key[1] if one.key[1].get(name) != key[1][name]})

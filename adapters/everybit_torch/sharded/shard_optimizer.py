@@ -165,7 +165,7 @@ class ShardOptimizer(TorchOptimizer):
         self._place()
         if compile and self._shards and can_compile(device := self._shards[0].weights.own.device):
             for group in self._groups:
-                group._hyperparameters(device)
+                group.numbers(device)
 
     def _transform(self, label: str, **values: Any) -> eb.Transform[Any]:
         """The factory: a label's transform, with other numbers."""

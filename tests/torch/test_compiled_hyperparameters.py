@@ -150,7 +150,7 @@ def structural(
     parts: list[Any] = [eb.scale(0.5) for _ in range(terms)]
     if weight_decay > 0:
         parts.append(eb.add_decayed_weights(weight_decay))
-    assert offset in (2**53 + 1, 10**400)
+    assert offset in (2**53 + 1, 2**70 + 1)
     inner = eb.chain(*parts, Branching(factor), eb.scale(1.0 / int(whole)), eb.scale_by_learning_rate(learning_rate))
     return eb.accumulate(inner, every)
 
@@ -162,7 +162,7 @@ def test_numbers_that_a_factory_or_its_transform_looks_at_are_constants_and_the_
         ),
         steps=6,
         change=lambda step: (
-            {"lr": 0.1 / (step + 1)} | ({"weight_decay": 0.0, "factor": 0.5, "offset": 10**400} if step > 3 else {})
+            {"lr": 0.1 / (step + 1)} | ({"weight_decay": 0.0, "factor": 0.5, "offset": 2**70 + 1} if step > 3 else {})
         ),
     )
     assert not ran.warned

@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 DEMO   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint conformance docs clean
+.PHONY: help demo test exhaustive lint conformance docs clean
 
 help:  ## say what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,9 @@ demo: $(STAMP)  ## train one small language model under each policy, side by sid
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+exhaustive: $(STAMP)  ## run all tests, with every case of the laws that `make test` samples
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'exhaustive or not exhaustive'
 
 lint: $(STAMP)  ## ruff, mypy --strict, import contract
 	$(BIN)/ruff check .

@@ -63,6 +63,7 @@ def test_and_of_torchs() -> None:
     assert errors_of(make(foreach=True), torch.bfloat16).decay_lost > 1
 
 
+@pytest.mark.exhaustive
 def test_an_error_is_what_float64_says() -> None:
     """Recomputed without sampling and in one go."""
     weights, gradients = speed.weights_and_gradients([(50,)])

@@ -37,8 +37,18 @@ def slow_variance_adamw(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
     return eb.adamw(learning_rate, b2=0.95)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", REGISTRY)
+COMPILED = ("compiled equals eager", "no recompilation")
+SAMPLED = ("sgd nesterov", "adamw", "lion", "rmsprop centered", "partition", "clipped")
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        pytest.param(name, check, marks=pytest.mark.exhaustive if check in COMPILED and name not in SAMPLED else ())
+        for name in REGISTRY
+        for check in CHECKS
+    ],
+)
 def test_registry_entry_keeps_the_promise(name: str, check: str) -> None:
     CHECKS[check](REGISTRY[name])
 
@@ -51,6 +61,7 @@ GRID = [
 ]
 
 
+@pytest.mark.exhaustive  # the next test takes each preset in one of its dtypes
 @pytest.mark.parametrize(("preset", "dtype"), GRID)
 def test_every_preset_compiles_to_eager_bits(preset: str, dtype: str) -> None:
     params = torch.linspace(-2, 2, 203).to(DTYPES[dtype])
@@ -95,6 +106,7 @@ def test_every_preset_keeps_its_bits_inside_a_users_own_compiled_function(preset
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "policy"),
     [

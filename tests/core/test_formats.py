@@ -506,7 +506,7 @@ def test_vmap_over_a_population_stores_each_member_alike(format: Format) -> None
         assert_same_numbers(decoded[index], round_trip(format, member))
 
 
-@pytest.mark.parametrize("value", LOW_DTYPES)
+@pytest.mark.parametrize("value", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
 def test_compiled_code_stores_the_same_bits(value: LowDType) -> None:
     """What is stored, and read back in the same function, where a compiler would fold what it can; in vectors and in their tail."""
     torch._dynamo.reset()

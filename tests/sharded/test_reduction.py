@@ -30,15 +30,24 @@ WIRES = [
 PATTERNS = ["microbatch", "no_sync", "neither"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (1, torch.float32), (2, torch.bfloat16), (3, torch.float32),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
+            (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16), (4, torch.float32), (4, torch.bfloat16),
+        )),
+    ],
+)  # fmt: skip
 def test_every_gradient_is_counted_once(size: int, dtype: torch.dtype) -> None:
     """The bug that came back three times elsewhere: a sum added to itself. Numbers up to 200, which all of these dtypes hold."""
     for wrong in run(size, integer_gradients, list(STRATEGIES), [1, 2, 3], WIRES, PATTERNS, dtype):
         assert not wrong
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(2, 2), (4, 1), (1, 3)])
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((4, 1), (1, 3)))]
+)
 def test_every_gradient_is_counted_once_in_two_dimensions(outer: int, inner: int) -> None:
     strategies = [*STRATEGIES, "optim_grads_params+outer"]
     arguments = (integer_gradients, outer, inner, strategies, [1, 3], WIRES, ["microbatch", "neither"], torch.bfloat16)

@@ -535,8 +535,15 @@ def scheduled(strategy: Strategy, compile: bool) -> tuple[Weights, list[float]]:
     return weights_of(stepper), rates
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("strategy", "compile"),
+    [
+        ("no_shard", False), ("optim", False), ("optim_grads_params", True),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
+            ("no_shard", True), ("optim", True), ("optim_grads_params", False),
+        )),
+    ],
+)  # fmt: skip
 def test_schedulers_and_closures(strategy: Strategy, compile: bool) -> None:
     model = network()
     optimizer = AdamW(model.parameters(), lr=1e-2)

@@ -371,7 +371,10 @@ SAVER = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("slow", ["nothing", "fsync", "replace", "chmod", "check"])
+@pytest.mark.parametrize(
+    "slow",
+    ["nothing", "replace", *(pytest.param(slow, marks=pytest.mark.exhaustive) for slow in ("fsync", "chmod", "check"))],
+)
 def test_killed_at_any_moment_the_last_checkpoint_loads(tmp_path: Path, slow: str) -> None:
     path = tmp_path / "run.pt"
     moments = random.Random(slow)

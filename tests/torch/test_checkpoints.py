@@ -118,8 +118,15 @@ def test_full_precision_weights_go_out_and_come_in() -> None:
         fresh.import_fp32([weights[:1]])
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    ("how", "compile"),
+    [
+        ("deepcopy", False),
+        ("pickle", False),
+        ("pickle", True),
+        pytest.param("deepcopy", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_copy_goes_its_own_way_with_the_same_bits(how: str, compile: bool) -> None:
     model = Awkward(torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=1e-3, policy=eb.policies.FLOOR_BF16, compile=compile)

@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from small_models import same_bits
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import SGD, Adam, AdamW, AnyPrecisionAdamW, Lion, RMSprop, TorchOptimizer
+from everybit_torch import SGD, Adam, AdamW, AnyPrecisionAdamW, Lion, RMSprop, TorchOptimizer, variants
 
 Make = Callable[[list[nn.Parameter], bool], torch.optim.Optimizer]
 SHAPES = ((3, 2), (5,))
@@ -118,7 +118,12 @@ CHANGES: dict[str, tuple[Make, list[dict[str, Any]], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGES)
+SAMPLED = ("AdamW, fully decoupled", "adamw with eps_root", "SGD without momentum", "RMSprop")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.exhaustive) for name in CHANGES]
+)
 def test_every_number_of_every_optimizer_may_change_between_compiled_steps(name: str) -> None:
     make, changes, graphs = CHANGES[name]
     ran = compare(make, steps=len(changes) + 2, change=lambda step: dict(enumerate(changes, 1)).get(step, {}))
@@ -283,22 +288,29 @@ def test_an_error_of_a_transform_is_raised_as_it_is_and_nothing_is_changed() -> 
 # -- few graphs -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_constant_that_changes_at_every_step_is_not_compiled_for_ever() -> None:
+def test_a_constant_that_changes_at_every_step_is_not_compiled_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "LIMIT", 3)
+
     def factory(learning_rate: Any, terms: Any) -> Any:
         return eb.chain(*[eb.scale(0.5) for _ in range(terms)], eb.scale_by_learning_rate(learning_rate))
 
     ran = compare(
         lambda p, c: TorchOptimizer(p, factory, lr=0.1, terms=0, compile=c),
-        steps=12,
+        steps=6,
         change=lambda step: {"terms": step},
     )
-    assert ran.graphs == 8
+    assert ran.graphs == 3
     (warned,) = ran.warned
     assert "param group 0" in warned
     assert "other values of terms" in warned
 
 
-def test_sets_of_missing_gradients_are_compiled_a_few_times_and_step_uncompiled_after_that() -> None:
+def test_sets_of_missing_gradients_are_compiled_a_few_times_and_step_uncompiled_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There are more of them than torch makes graphs for, eight, and more than variants are made for."""
+    monkeypatch.setattr(variants, "LIMIT", 3)
+
     def factory(learning_rate: Any, max_norm: Any) -> Any:
         return eb.chain(eb.clip_by_global_norm(max_norm), eb.sgd(learning_rate))
 
@@ -308,7 +320,7 @@ def test_sets_of_missing_gradients_are_compiled_a_few_times_and_step_uncompiled_
         steps=15,  # 12 sets, and the first ones again
         missing=lambda step, index: bool((step % 12) >> index & 1),
     )
-    assert ran.graphs == 8
+    assert ran.graphs == 3
     (warned,) = ran.warned
     assert "other sets of missing gradients" in warned
 
@@ -316,7 +328,7 @@ def test_sets_of_missing_gradients_are_compiled_a_few_times_and_step_uncompiled_
 def test_many_shapes_under_policies_by_label_need_few_graphs() -> None:
     policy = eb.by_label(
         lambda path, x: "matrix" if x.ndim > 1 else "vector",
-        {"matrix": eb.policies.LEAN_BF16, "vector": eb.policies.EXACT_BF16},
+        {"matrix": eb.policies.FP32, "vector": eb.Policy(momentum=eb.Nearest("bfloat16"))},
     )
     shapes: list[tuple[int, ...]] = [(), (1, 1)]
     shapes += [(n,) for n in range(6)]
@@ -326,7 +338,6 @@ def test_many_shapes_under_policies_by_label_need_few_graphs() -> None:
     ran = compare(
         lambda p, c: SGD(p, lr=0.1, momentum=0.9, policy=policy, compile=c),
         shapes=shapes,
-        dtype=torch.bfloat16,
         steps=2,
         change=lambda step: {"lr": 0.1 / (step + 1)},
     )
@@ -335,10 +346,22 @@ def test_many_shapes_under_policies_by_label_need_few_graphs() -> None:
     assert ran.graphs <= 6
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Wants whole tensors, in their shapes."""
+
+    scope: ClassVar[eb.Scope] = "tensor"
+
+    def init(self, params: Any) -> tuple[()]:
+        return ()
+
+    def update(self, updates: Any, state: tuple[()], params: Any, ctx: Any = None) -> tuple[Any, tuple[()]]:
+        return eb.tree.map(lambda u: u / 2, updates), state
+
+
 def test_shapes_beyond_the_compilers_own_limit_step_uncompiled() -> None:
     def factory(learning_rate: Any) -> Any:
-        wide = eb.masked(eb.scale(0.5), lambda path, x: x.ndim > 1)
-        return eb.chain(wide, eb.sgd(learning_rate))
+        return eb.chain(Whole(), eb.sgd(learning_rate))
 
     with torch._dynamo.config.patch(recompile_limit=2):
         ran = compare(

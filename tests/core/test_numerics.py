@@ -114,6 +114,7 @@ def adamw_in_float64(
     return path
 
 
+@pytest.mark.exhaustive
 def test_kahan_stays_within_its_bound_of_a_float64_run_over_ten_thousand_steps() -> None:
     """AdamW with decay, the rate falling from 1e-3 to 1e-7, so that updates begin above and end far below what a residual resolves.
 

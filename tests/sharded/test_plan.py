@@ -296,7 +296,7 @@ def test_what_is_there_is_what_is_planned_on_every_rank(size: int) -> None:
         assert not wrong
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("outer", ["optim", pytest.param("no_shard", marks=pytest.mark.exhaustive)])
 def test_what_is_there_is_what_is_planned_in_two_dimensions(outer: OuterStrategy) -> None:
     strategies = STRATEGIES if outer == "no_shard" else ("optim_grads_params",)
     for wrong in run(4, on_a_mesh, kept_on, 2, 2, strategies, outer):

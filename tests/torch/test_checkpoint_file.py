@@ -373,7 +373,7 @@ SAVER = textwrap.dedent(
 
 @pytest.mark.parametrize(
     "slow",
-    ["nothing", "replace", *(pytest.param(slow, marks=pytest.mark.exhaustive) for slow in ("fsync", "chmod", "check"))],
+    ["replace", *(pytest.param(slow, marks=pytest.mark.exhaustive) for slow in ("nothing", "fsync", "chmod", "check"))],
 )
 def test_killed_at_any_moment_the_last_checkpoint_loads(tmp_path: Path, slow: str) -> None:
     path = tmp_path / "run.pt"

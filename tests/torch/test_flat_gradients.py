@@ -54,6 +54,7 @@ def test_the_bits_are_those_of_gradients_of_their_own(name: str, clip: bool) -> 
     assert same_bits(run(name, flat=True, clip=clip), run(name, flat=False, clip=clip))
 
 
+@pytest.mark.exhaustive
 def test_and_compiled() -> None:
     assert same_bits(run("KAHAN_BF16", flat=True, compile=True), run("KAHAN_BF16", flat=False))
 

@@ -76,6 +76,7 @@ def test_the_bits_are_the_plain_runs(name: str, arguments: dict[str, Any], bucke
     assert same_bits(*results)
 
 
+@pytest.mark.exhaustive
 def test_and_compiled() -> None:
     torch._dynamo.reset()
     results = []

@@ -244,7 +244,10 @@ EAGER = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "compile"), [*EAGER, ("LEAN_BF16", channels_last, True)])
+@pytest.mark.parametrize(
+    ("name", "change", "compile"),
+    [*EAGER, pytest.param("LEAN_BF16", channels_last, True, marks=pytest.mark.exhaustive)],
+)
 def test_the_bits_do_not_depend_on_strides(name: str, change: Callable[[Square], None], compile: bool) -> None:
     """The same numbers in another order of memory: the same elements get the same bits."""
     results = []

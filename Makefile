@@ -21,10 +21,10 @@ demo: $(STAMP)  ## train one small language model under each policy, side by sid
 	$(BIN)/everybit compare --out runs/demo $(DEMO)
 
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 exhaustive: $(STAMP)  ## run all tests, with every case of the laws that `make test` samples
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'exhaustive or not exhaustive'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'exhaustive or not exhaustive'
 
 lint: $(STAMP)  ## ruff, mypy --strict, import contract
 	$(BIN)/ruff check .

@@ -133,6 +133,7 @@ def test_measured_bytes_are_the_policys() -> None:
     assert result.step_peak > 5000  # without a compiler there are temporaries
 
 
+@pytest.mark.exhaustive
 def test_the_battery_tells_what_is_kept_from_what_is_lost() -> None:
     # A step of 1e-5 on float32 weights between 1 and 2 is rounded by up to 2**-24.
     step = 2**-24 / 1e-5

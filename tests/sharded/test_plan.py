@@ -157,7 +157,7 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (1, 3))])
 def test_plan_and_measurement_agree_to_the_byte(size: int, strategy: Strategy, case: int) -> None:
     for predicted, persistent, peaks, sent in run(size, measured, strategy, *CASES[case]):
         assert predicted.persistent_bytes == persistent

@@ -312,6 +312,7 @@ def test_stochastic_formats_have_no_smallest_update() -> None:
 # (e) The second moment
 
 
+@pytest.mark.exhaustive
 def test_a_bfloat16_second_moment_follows_a_falling_gradient_if_it_is_not_rounded_to_nearest() -> None:
     """Gradients 1.0 for 200 steps, then 0.01 for 3800, beta2 = 0.999: 0.00415 in float32, and torch's own Adam stops at 0.196.
 

@@ -173,9 +173,8 @@ def random_cases(path: Path, count: int, seed: int) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "size", "count"),
     [
-        ("stepper", 1, 120),
         ("stepper", 2, 60),
-        pytest.param("stepper", 3, 60, marks=pytest.mark.exhaustive),
+        *(pytest.param("stepper", size, 60, marks=pytest.mark.exhaustive) for size in (1, 3)),
         ("fsdp2", 2, 40),
     ],
 )

@@ -44,8 +44,8 @@ def test_flat_is_tree_bit_for_bit(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "LEAN_BF16",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ["FP32", *LOW] if name != "LEAN_BF16"),
+        "FP32",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in LOW),
     ],
 )
 def test_compiled_is_eager_bit_for_bit(name: str) -> None:

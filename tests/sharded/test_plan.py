@@ -241,6 +241,17 @@ def live_bytes() -> int:
     return total
 
 
+def settled_bytes(expected: int) -> int:
+    """``live_bytes`` once nothing is under way: a comparison of ranks holds a number until its thread has let go of it, a moment later."""
+    found = live_bytes()
+    for _ in range(40):
+        if found == expected:
+            break
+        time.sleep(0.05)
+        found = live_bytes()
+    return found
+
+
 def matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1
 
@@ -275,8 +286,8 @@ def kept(
             stepper = FlatStepper(model, transform, mesh=mesh, **arguments)
             planned = plan(model, transform, ranks=shape, rank=dist.get_rank(), **arguments)
             for step in range(2):
-                there = live_bytes() - buffers
                 predicted = [stepper.plan().persistent_bytes]
+                there = settled_bytes(predicted[0] + buffers) - buffers
                 if not (unused and step):
                     predicted.append(planned.persistent_bytes)
                 if predicted != [there] * len(predicted):

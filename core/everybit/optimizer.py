@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -334,15 +334,17 @@ class _Layout:
 
         Each dtype has streams of its own, because elements of two dtypes may have one number.
         """
-        offsets: dict[str, int] = {}
         keys = []
         half = _HALVES.get(name)
+        # Once for each dtype and not for each leaf: names are hashed in Python, which a compiler traces letter by letter.
+        models = dict.fromkeys(one.model for one in self.formats)
+        offsets = dict.fromkeys(models, 0)
+        streams = {model: stream(f"{name}:{model}") for model in models}
+        shared = {} if half is None else {model: stream(f"moments:{model}") for model in models}
         for leaf, one, drawn in zip(tree.leaves(self.params), self.formats, self.drawn, strict=True):
-            offset = offsets.get(one.model, 0)
-            lane = None if half is None else Lane(stream(f"moments:{one.model}"), half, drawn)
-            number = stream(f"{name}:{one.model}")
-            keys.append(Key(self.seed, self.step, number, self.first + offset, lane))
-            offsets[one.model] = offset + leaf.numel()
+            lane = None if half is None else Lane(shared[one.model], half, drawn)
+            keys.append(Key(self.seed, self.step, streams[one.model], self.first + offsets[one.model], lane))
+            offsets[one.model] += leaf.numel()
         return keys
 
     def decode_params(self, extra: object) -> list[Tensor]:
@@ -359,13 +361,13 @@ class _Layout:
         return values
 
     def decode_state(self, inner: S) -> S:
-        def decode(leaf: Tensor, name: str, one: Resolved, key: Key, stored: Any, where: Callable[[], str]) -> Tensor:
+        def decode(leaf: Tensor, name: str, one: Resolved, key: None, stored: Any, where: Callable[[], str]) -> Tensor:
             format = one.slot(name)
             parts: Parts = stored if isinstance(stored, tuple) else (stored,)
             _require_parts(parts, format, leaf, where)
             return format.decode(parts, one.policy.compute)
 
-        return self._map_slots(decode, inner)
+        return self._map_slots(decode, inner, keys=lambda name: [None] * len(self.formats))
 
     def encode_state(self, inner: S) -> S:
         def encode(leaf: Tensor, name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]) -> Any:
@@ -378,16 +380,16 @@ class _Layout:
             parts = one.slot(name).encode(value, key)
             return parts if len(parts) > 1 else parts[0]
 
-        return self._map_slots(encode, inner)
+        return self._map_slots(encode, inner, keys=self.keys)
 
-    def _map_slots(self, function: Callable[..., Any], inner: S) -> S:
+    def _map_slots(self, function: Callable[..., Any], inner: S, *, keys: Callable[[str], Sequence[Key | None]]) -> S:
         seen: dict[str, int] = {}
         leaves = tree.leaves(self.params)
 
         def one_slot(name: str, slot: Any) -> Any:
             # A name that comes twice in a chain draws two streams.
             count = seen[name] = seen.get(name, 0) + 1
-            keys = self.keys(name if count == 1 else f"{name}#{count}")
+            own_keys = keys(name if count == 1 else f"{name}#{count}")
             try:
                 found = tree.slots_of(self.params, slot)
             except ValueError as error:
@@ -400,7 +402,9 @@ class _Layout:
                     else function(
                         leaf, name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
                     )
-                    for index, (leaf, value, one, key) in enumerate(zip(leaves, found, self.formats, keys, strict=True))
+                    for index, (leaf, value, one, key) in enumerate(
+                        zip(leaves, found, self.formats, own_keys, strict=True)
+                    )
                 ],
             )
 

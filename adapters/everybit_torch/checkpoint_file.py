@@ -164,6 +164,18 @@ def replace_file(
         raise with_message(error, f"{target}: writing it failed: {reason}; what was there is as it was.") from error
 
 
+def read_whole(path: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        OSError: It cannot be read; the message names it.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise with_message(error, f"{path}: cannot be read: {os.strerror(error.errno or 0)}.") from error
+
+
 def with_message(error: OSError, message: str) -> OSError:
     """An error of the same kind, with the same ``errno``, that says ``message``."""
     explained = type(error)(message)

@@ -153,7 +153,7 @@ class Decision:
             policy = ByLabel(list(self.labels), policy.policies) if isinstance(policy, ByLabel) else policy
         else:
             transform = chosen(transform, tuple(column[0] for column in self.columns))
-            policy = _of_label(policy, self.labels[0]) if isinstance(policy, ByLabel) else policy
+            policy = policy.policy_for(self.labels[0]) if isinstance(policy, ByLabel) else policy
         return replace(optimizer, transform=transform, policy=policy)
 
 
@@ -194,7 +194,7 @@ def resolve_parameters(policies: Mapping[torch.dtype, AnyPolicy], tree: Tree) ->
         if isinstance(policy, ByLabel):
             (label,) = ask(policy.labels, tree, [parameter], name="by_label: labels")
             try:
-                policy = _of_label(policy, label)
+                policy = policy.policy_for(label)
             except ValueError as error:
                 raise ValueError(f"params{path}: {error}") from None
         try:
@@ -202,13 +202,6 @@ def resolve_parameters(policies: Mapping[torch.dtype, AnyPolicy], tree: Tree) ->
         except (TypeError, ValueError) as error:
             raise type(error)(str(error).replace("params[0]", f"params{path}", 1)) from None
     return found
-
-
-def _of_label(policy: ByLabel, label: Any) -> eb.Policy:
-    if label not in policy.policies:
-        listed = ", ".join(map(repr, policy.policies))
-        raise ValueError(f"labelled {label!r}, for which by_label has no policy; it has one for {listed}.")
-    return policy.policies[label]
 
 
 def _bound(transform: Any, columns: Sequence[tuple[Any, ...]]) -> Any:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 import everybit as eb
 from everybit.dtypes import FLOAT_DTYPES, dtype_name, torch_dtype
 from everybit.metrics import Metrics
-from everybit.optimizer import state_bytes, with_policy
+from everybit.optimizer import Unsafe, state_bytes, with_policy
 from everybit.policies import describe, native
 from everybit.policy import LOW, AnyPolicy, for_dtype, resolve_tree
 from everybit_torch import loading, state_dicts
@@ -131,7 +131,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
-        unsafe: Literal["refuse", "warn", "allow"] = "refuse",
+        unsafe: Unsafe = "refuse",
         **hyperparameters: Any,
     ) -> None:
         if layout not in get_args(Layout):

@@ -6,7 +6,7 @@ The full promises are checked by :mod:`everybit.testing`. Here is what would oth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -85,9 +85,8 @@ def require_state(transform: Transform[Any], state: object, params: object) -> N
     def require_no_parameter_tree(value: object, path: str, name: str) -> None:
         if isinstance(value, (dict, list)) and whole and tree.same_structure(value, params):
             raise TypeError(
-                f"{_name(transform)}.init: state{path}: got one tensor for each parameter outside of a slot, where no policy stores it"
-                " and no"
-                f" shard cuts it. Annotate it as a slot: {name}: eb.Slot[P]."
+                f"{_name(transform)}.init: state{path}: got one tensor for each parameter outside of a slot, where no policy"
+                f" stores it and no shard cuts it. Annotate it as a slot: {name}: eb.Slot[P]."
             )
 
     walk(state, "")
@@ -143,13 +142,9 @@ class Unwritten:
 
 def _versions(inputs: dict[str, object]) -> Sequence[int] | None:
     try:
-        return [leaf._version for values in inputs.values() for leaf in _tensors(values)]
+        return [leaf._version for values in inputs.values() for leaf in tree.leaves(values)]
     except RuntimeError:  # inference tensors have no versions
         return None
-
-
-def _tensors(values: object) -> Iterator[Tensor]:
-    return iter(tree.leaves(values))
 
 
 def _memory(leaf: Tensor) -> int:

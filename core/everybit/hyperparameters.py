@@ -6,12 +6,12 @@ compiled step reads it, and a scheduler may change it. A field that accepts numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from operator import is_
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -43,34 +43,36 @@ def numbers_only(transform: object) -> list[str]:
         f"{type(node).__name__}.{field.name}"
         for node in _nodes(transform)
         for field in fields(node)
-        if type(getattr(node, field.name)) is float and not _accepts(node)[field.name]
+        if type(getattr(node, field.name)) is float and field.name not in _accepting(type(node))
     ]
 
 
 def _map(function: Callable[[str, Any], Any], node: Any) -> Any:
-    if isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
-        parts = [_map(function, part) for part in node]
-        return node if all(map(is_, parts, node)) else type(node)(parts)
-    if isinstance(node, Mapping):
-        named = {key: _map(function, part) for key, part in node.items()}
-        return node if all(map(is_, named.values(), node.values())) else named
-    if not _is_transform(node):
+    # Objects are never compared by identity: a compiler that traces this cannot tell all of them apart.
+    if not _holds_transforms(node):
         return node
-    accepts = _accepts(node)
+    if isinstance(node, (tuple, list)):
+        return type(node)([_map(function, part) for part in node])
+    if isinstance(node, Mapping):
+        return {key: _map(function, part) for key, part in node.items()}
+    accepting = _accepting(type(node))
     changed = {}
     for field in fields(node):
         value = getattr(node, field.name)
-        if not field.init:
-            continue
-        if accepts[field.name] and _is_number(value):
-            new = function(field.name, value)
-        elif isinstance(value, (tuple, list, Mapping)) or _is_transform(value):
-            new = _map(function, value)
-        else:
-            continue
-        if new is not value:
-            changed[field.name] = new
+        if field.init and field.name in accepting and _is_number(value):
+            changed[field.name] = function(field.name, value)
+        elif field.init and _holds_transforms(value):
+            changed[field.name] = _map(function, value)
     return replace(node, **changed) if changed else node
+
+
+def _holds_transforms(node: Any) -> bool:
+    """Whether it is a transform, or a container of transforms. Trees of labels and masks are none, and are not rebuilt."""
+    if isinstance(node, (tuple, list)):
+        return not hasattr(node, "_fields") and any(_holds_transforms(part) for part in node)
+    if isinstance(node, Mapping):
+        return any(_holds_transforms(part) for part in node.values())
+    return _is_transform(node)
 
 
 def _nodes(node: Any) -> Iterator[Any]:
@@ -94,21 +96,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
-def _accepts(node: object) -> dict[str, bool]:
-    return _accepts_tensors(type(node))  # type: ignore[arg-type]  # mypy takes a class's hash for its instances'
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _accepting(cls: Any) -> frozenset[str]:
+    """The fields of a dataclass that accept a tensor. A compiler takes them as they are, and does not trace the look at annotations."""
+    return _annotated_with_tensors(cls)
 
 
 @cache
-def _accepts_tensors(cls: Hashable) -> dict[str, bool]:
-    """For each field of a dataclass whether its annotation has a tensor in it."""
-    assert isinstance(cls, type)
+def _annotated_with_tensors(cls: Any) -> frozenset[str]:
     try:
         hints = get_type_hints(cls)
     except NameError:
         # Annotations inside of a function cannot be resolved; their names can be read.
         words = ("Hyperparameter", "Scalar", "Tensor")
-        return {field.name: any(word in str(field.type) for word in words) for field in fields(cls)}
-    return {field.name: _has_tensor(hints[field.name]) for field in fields(cls)}
+        return frozenset(field.name for field in fields(cls) if any(word in str(field.type) for word in words))
+    return frozenset(field.name for field in fields(cls) if _has_tensor(hints[field.name]))
 
 
 def _has_tensor(hint: Any) -> bool:

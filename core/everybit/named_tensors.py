@@ -44,8 +44,7 @@ def load_state_dict(state: P, saved: Mapping[str, Tensor]) -> P:
     Raises:
         TypeError: ``saved`` is no mapping of names to dense tensors.
         ValueError: Names, shapes or dtypes differ: it was saved for another transform, policy or other parameters. Nothing is cast. The
-            message
-            names the first entries that differ.
+            message names the first entries that differ.
 
     Example:
         >>> import torch, everybit as eb
@@ -89,7 +88,6 @@ def _names(state: object) -> list[str]:
 def _unfit(problems: list[str]) -> str:
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     return (
-        f"saved: does not fit the state: {'; '.join(problems[:_SHOWN])}{more}. It was saved for another transform, policy or other"
-        " parameters;"
-        " nothing is cast, because that would lose bits."
+        f"saved: does not fit the state: {'; '.join(problems[:_SHOWN])}{more}. It was saved for another transform, policy or"
+        " other parameters; nothing is cast, because that would lose bits."
     )

@@ -85,8 +85,7 @@ class Optimizer(Generic[S]):
             TypeError: A parameter that is not a floating-point tensor, or a state that a policy cannot store, because it is not registered
                 with ``@eb.state`` or has tensors outside of slots.
             ValueError: A parameter that the policy cannot store, or a slot of which the transform does not say how slowly it moves though
-                the
-                policy needs to know. All messages name the path.
+                the policy needs to know. All messages name the path.
         """
         formats = resolve_tree(self.policy, params)
         step = zero_step(params)
@@ -109,11 +108,11 @@ class Optimizer(Generic[S]):
         for policy in _policies(self.policy):
             for name in undeclared(policy, slots, decays(self.transform)):
                 _object(
-                    f"state.{name}: {type(self.transform).__name__} does not say how slowly it moves, and {policy.field_of(name)} ="
-                    f" {policy.slot(name)} rounds it to nearest, where slow averages stop moving. Accepted is a transform that says so: def"
-                    f" decays(self): return (eb.SlotDecay({name!r}, rate),), where rate is the share that a step keeps (0.0 for what"
-                    " each step"
-                    " replaces); or a format that follows every rate, such as Stochastic('bfloat16') or Nearest('float32').",
+                    f"state.{name}: {type(self.transform).__name__} does not say how slowly it moves, and"
+                    f" {policy.field_of(name)} = {policy.slot(name)} rounds it to nearest, where slow averages stop moving."
+                    f" Accepted is a transform that says so: def decays(self): return (eb.SlotDecay({name!r}, rate),), where"
+                    " rate is the share that a step keeps (0.0 for what each step replaces); or a format that follows every"
+                    " rate, such as Stochastic('bfloat16') or Nearest('float32').",
                     self.unsafe,
                     stacklevel=4,
                 )
@@ -271,8 +270,7 @@ def with_policy(
         transform: What computes updates.
         policy: How everything is stored: a :class:`Policy`, or several by :func:`by_label`.
         seed: Of the bits that stochastic rounding draws: a whole number of at most 64 bits, or an int64 tensor, 0-d. Under
-            ``torch.func.vmap``
-            a tensor gives each member of a population bits of its own; a number gives all of them the same bits.
+            ``torch.func.vmap`` a tensor gives each member of a population bits of its own; a number gives all of them the same bits.
         unsafe: What to do about a policy that cannot work for this transform, such as a bfloat16 second moment rounded to nearest at
             ``b2=0.999``, which never decays: refuse it, warn and go on, or go on.
 
@@ -418,11 +416,9 @@ def _warn_of_growing_graphs(params: object) -> None:
     for index, leaf in enumerate(tree.leaves(params)):
         if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad:
             warnings.warn(
-                f"params{tree.paths(params)[index]}: got an nn.Parameter while gradients are enabled; what a step returns then keeps"
-                " the graph of"
-                " all steps before it, and memory grows. Step inside of `with torch.no_grad():`, or pass p.detach(). To differentiate"
-                " through"
-                " steps, pass plain tensors.",
+                f"params{tree.paths(params)[index]}: got an nn.Parameter while gradients are enabled; what a step returns then"
+                " keeps the graph of all steps before it, and memory grows. Step inside of `with torch.no_grad():`, or pass"
+                " p.detach(). To differentiate through steps, pass plain tensors.",
                 stacklevel=4,
             )
             return

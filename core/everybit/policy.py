@@ -245,6 +245,18 @@ class ByLabel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", FrozenMapping(self.policies))
 
+    def policy_for(self, label: object) -> Policy:
+        """The policy of what is labelled so.
+
+        Raises:
+            ValueError: There is none; the message names the labels that have one.
+        """
+        found = self.policies.get(label) if isinstance(label, str) else None
+        if found is None:
+            listed = ", ".join(map(repr, self.policies))
+            raise ValueError(f"labelled {label!r}, for which by_label has no policy; it has one for {listed}.")
+        return found
+
 
 def by_label(labels: Callable[[str, torch.Tensor], str] | object, policies: Mapping[str, Policy]) -> ByLabel:
     """A policy per parameter: norm weights in float32, say, and matrices in bfloat16.
@@ -358,7 +370,7 @@ def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
                 )
             try:
                 model = dtype_name(leaf.dtype, field="parameter")
-                chosen = _policy_for(policy, label)
+                chosen = policy.policy_for(label) if isinstance(policy, ByLabel) else policy
                 one = resolve(_kept(chosen, model) if mixed else chosen, model)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{path}: {error}") from None
@@ -374,15 +386,6 @@ def _hint(leaf: object) -> str:
     return ""
 
 
-def _policy_for(policy: AnyPolicy, label: str | None) -> Policy:
-    if isinstance(policy, Policy):
-        return policy
-    if label is None or label not in policy.policies:
-        listed = ", ".join(map(repr, policy.policies))
-        raise ValueError(f"labelled {label!r}, for which by_label has no policy; it has one for {listed}.")
-    return policy.policies[label]
-
-
 def _require_format(name: str, value: object, accepted: tuple[type[Any], ...]) -> None:
     if not isinstance(value, accepted):
         listed = ", ".join(kind.__name__ for kind in accepted)
@@ -396,10 +399,9 @@ def _advice(model: FloatDType) -> str:
         return "Accepted for float64 parameters: policies.FP64."
     if model == "float32":
         return (
-            "Accepted for float32 parameters: policies.FP32, or cast the model to bfloat16 first. Only beside 16-bit parameters are"
-            " they kept"
-            " in float32, and here are none; for adapters of a 16-bit model, whose other parameters are not given, by_dtype says what"
-            " each dtype gets."
+            "Accepted for float32 parameters: policies.FP32, or cast the model to bfloat16 first. Only beside 16-bit"
+            " parameters are they kept in float32, and here are none; for adapters of a 16-bit model, whose other parameters"
+            " are not given, by_dtype says what each dtype gets."
         )
     return (
         f"Accepted for {model} parameters: LEAN_BF16, EXACT_BF16, TIGHT_BF16, FLOOR_BF16, MIXED_BF16, KAHAN_BF16 (less exact than"

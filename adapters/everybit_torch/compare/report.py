@@ -22,10 +22,9 @@ def table(rows: Sequence[Summary], *, reference: str, seeds: int) -> Table:
         padding=(0, 0, 0, 1),  # with all columns at their widest, 80 characters
         caption_justify="left",
         caption=(
-            f"Losses in nats per byte of held-out text{over}. Lost: share of the updates that had"
-            " no effect; EDQ: share of the intended update that reached the weights, compensation counted in; both mean"
-            " over the second half of training. Bytes per parameter: weights,"
-            " gradients and optimizer state. Step: median of optimizer.step()."
+            f"Losses in nats per byte of held-out text{over}. Lost: share of the updates that had no effect; EDQ: share of the"
+            " intended update that reached the weights, compensation counted in; both mean over the second half of training."
+            " Bytes per parameter: weights, gradients and optimizer state. Step: median of optimizer.step()."
         ),
     )
     shown.add_column("policy", overflow="fold", vertical="bottom")  # a long name is broken rather than a number

@@ -7,7 +7,6 @@ judged field by field before it is used.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from everybit_torch.checkpoint_file import with_message
+from everybit_torch.checkpoint_file import read_whole
 from everybit_torch.sharded.inventory import Inventory, Piece, SavedTensor
 
 FILE = ".metadata"
@@ -61,10 +60,7 @@ def read_dcp_metadata(folder: Path) -> Inventory:
         ValueError: It is no such file, or damaged; the message names the file, and the entry if it is about one.
     """
     path = folder / FILE
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise with_message(error, f"{path}: cannot be read: {os.strerror(error.errno or 0)}.") from error
+    data = read_whole(path)
     try:
         found = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # pickles fail in every way there is

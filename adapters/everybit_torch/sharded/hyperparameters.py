@@ -6,15 +6,17 @@ scheduler without having been made by a factory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 
 import everybit as eb
+from everybit.hyperparameters import hyperparameters as numbers_in
+from everybit.hyperparameters import map_hyperparameters
 from everybit_torch.hyperparameter_names import FIELDS, core_names
-from everybit_torch.transform_parts import is_transform, map_parts, nodes
+from everybit_torch.transform_parts import is_transform, nodes
 
 RESERVED = ("params", "param_names", "label", "policy")
 """Keys of param groups that are no hyperparameters."""
@@ -36,7 +38,7 @@ def hyperparameters(transform: eb.Transform[Any]) -> dict[str, Any]:
 def hyperparameter_fields(transform: eb.Transform[Any]) -> dict[str, tuple[str, ...]]:
     """Under which names :func:`hyperparameters` shows which fields."""
     left = list(_single(transform))
-    called = {name for name, _ in _numbers(transform)} | _scheduled(transform)
+    called = {name for name, _ in numbers_in(transform)} | _scheduled(transform)
     shown: dict[str, tuple[str, ...]] = {}
     for torch_name in FIELDS:
         fields = core_names(torch_name, FIELDS, called)
@@ -49,7 +51,7 @@ def hyperparameter_fields(transform: eb.Transform[Any]) -> dict[str, tuple[str, 
 def _single(transform: eb.Transform[Any]) -> dict[str, Any]:
     """The fields, by name, that one number may be given to."""
     found: dict[str, list[Any]] = {}
-    for name, value in _numbers(transform):
+    for name, value in numbers_in(transform):
         found.setdefault(name, []).append(value)
     scheduled = _scheduled(transform)
     return {
@@ -63,39 +65,7 @@ def _single(transform: eb.Transform[Any]) -> dict[str, Any]:
 
 def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]) -> eb.Transform[Any]:
     """``transform`` with the numbers of these names replaced, wherever in it they are. Names are the fields' own."""
-
-    def change(node: Any) -> Any:
-        named = {name: values[name] for name in _own_numbers(node) if name in values}
-        return replace(node, **named) if named else node
-
-    rebuilt: eb.Transform[Any] = _rebuilt(transform, change)
-    return rebuilt
-
-
-# -- walking ------------------------------------------------------------------------------------------------------------------------
-
-
-def _rebuilt(node: Any, function: Callable[[Any], Any]) -> Any:
-    return function(map_parts(node, lambda part: _rebuilt(part, function)))
-
-
-def _own_numbers(node: Any) -> dict[str, Any]:
-    if not is_dataclass(node):
-        return {}
-    return {
-        field.name: value
-        for field in fields(node)
-        # A field that accepts numbers only may be looked at when code is made; one that accepts tensors is data.
-        if field.init
-        and any(word in str(field.type) for word in ("Hyperparameter", "Tensor", "Scalar"))
-        and isinstance(value := getattr(node, field.name), (int, float, Tensor))
-        and not isinstance(value, bool)
-    }
-
-
-def _numbers(transform: Any) -> Iterator[tuple[str, Any]]:
-    for node in nodes(transform):
-        yield from _own_numbers(node).items()
+    return map_hyperparameters(lambda name, value: values.get(name, value), transform)
 
 
 def _scheduled(transform: Any) -> set[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from everybit_torch.checkpoint_file import replace_file, with_message
+from everybit_torch.checkpoint_file import read_whole, replace_file
 
 FILE = "everybit.json"
 """The inventory of a checkpoint's folder."""
@@ -172,10 +171,7 @@ def read_inventory(folder: Path) -> Inventory:
         ValueError: It is damaged; the message names the file, and the tensor if it is about one.
     """
     path = folder / FILE
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise with_message(error, f"{path}: cannot be read: {os.strerror(error.errno or 0)}.") from error
+    data = read_whole(path)
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

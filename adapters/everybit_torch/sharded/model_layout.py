@@ -212,9 +212,10 @@ def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPrecision) ->
             f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16,"
             " by_label(...), MixedPrecision(...), or None."
         )
-    found = eb.tree.label(policy.labels, dict(trained))
-    for name, label in zip(trained, found, strict=True):
-        if label not in policy.policies:
-            known = ", ".join(map(repr, policy.policies))
-            raise ValueError(f"{name}: labelled {label!r}, for which by_label has no policy; it has one for {known}.")
-    return {name: (label, policy.policies[label]) for name, label in zip(trained, found, strict=True)}
+    labelled: dict[str, tuple[str, Policy]] = {}
+    for name, label in zip(trained, eb.tree.label(policy.labels, dict(trained)), strict=True):
+        try:
+            labelled[name] = label, policy.policy_for(label)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return labelled

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import everybit as eb
 from everybit.metrics import Metrics
+from everybit.optimizer import Unsafe
 from everybit.policy import Policy
 from everybit_torch.compiling import can_compile
 from everybit_torch.hyperparameter_names import spread
@@ -126,7 +127,7 @@ class ShardOptimizer(TorchOptimizer):
         compile: bool,
         metrics: bool,
         seed: int,
-        unsafe: Literal["refuse", "warn", "allow"],
+        unsafe: Unsafe,
         offload: bool = False,
     ) -> None:
         self._copies = HostCopies() if offload else None

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import everybit as eb
 from everybit.dtypes import FloatDType, dtype_name, torch_dtype
+from everybit.optimizer import Unsafe
 from everybit.policy import Resolved, resolve
 from everybit_torch.sharded import groups
 from everybit_torch.sharded.communicator import Communicator, GroupAxis, Pending
@@ -112,7 +113,7 @@ class FlatStepper:
         compile: bool = False,
         metrics: bool = False,
         seed: int = 0,
-        unsafe: Literal["refuse", "warn", "allow"] = "refuse",
+        unsafe: Unsafe = "refuse",
         synchronize: bool = True,
         offload: bool = False,
         keep_gradients: bool = True,
@@ -229,7 +230,7 @@ class FlatStepper:
         nan: NanCheck,
         offload: bool,
         seed: int,
-        unsafe: Literal["refuse", "warn", "allow"],
+        unsafe: Unsafe,
     ) -> tuple[ModelLayout, Facts]:
         """Judge all arguments; and what of them has to be the same on every rank. Nothing is changed."""
         if nan not in ("off", "step", "param"):
@@ -968,7 +969,7 @@ def _device_of(described: ModelLayout) -> torch.device:
     return device
 
 
-def _judge(described: ModelLayout, seed: int, unsafe: Literal["refuse", "warn", "allow"]) -> None:
+def _judge(described: ModelLayout, seed: int, unsafe: Unsafe) -> None:
     """Refuse what cannot work before anything is laid out."""
     for one in described.labelled.values():
         eb.with_policy(one.transform, one.policy, seed=seed, unsafe="allow" if unsafe == "warn" else unsafe)

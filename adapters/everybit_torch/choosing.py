@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from everybit.combinators.chain import chain
 from everybit.combinators.masked import Masked, Partition
 from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
 from everybit.transform import ALONE
-from everybit_torch.transform_parts import map_parts, nodes
+from everybit_torch.transform_parts import map_parts, nodes, reduces
 
 P = TypeVar("P")
 Tree = Mapping[str | int, Tensor]
@@ -95,7 +95,7 @@ class Elsewhere:
 
 
 def _elsewhere(transform: eb.Transform[Any]) -> eb.Transform[Any]:
-    return Elsewhere(transform) if transform.scope == "tree" else eb.identity()
+    return Elsewhere(transform) if reduces(transform) else eb.identity()
 
 
 def tree_of(values: Mapping[str, Any]) -> Tree:
@@ -124,17 +124,15 @@ def ask(choice: Any, tree: Tree, wanted: Sequence[Tensor], *, name: str) -> list
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the masks and labels of an optimizer came out as for the parameters of a unit.
+    """What the masks and labels of an optimizer came out as for the parameters of a unit, which are all alike.
 
     Attributes:
-        columns: What each mask and each partition said of each parameter.
-        labels: What the policy's labels said of each; empty if it has none.
-        together: Whether the parameters are one tree, of which each may be treated differently; else all are alike.
+        choices: What each mask and each partition said.
+        label: What the policy's labels said; None if it has none.
     """
 
-    columns: tuple[tuple[Any, ...], ...]
-    labels: tuple[str, ...] = ()
-    together: bool = field(default=False)
+    choices: tuple[Any, ...]
+    label: str | None
 
     def applied(self, optimizer: eb.Optimizer[Any]) -> eb.Optimizer[Any]:
         """The optimizer of these parameters.
@@ -143,36 +141,29 @@ class Decision:
             ValueError: It has other masks than the one that was asked.
         """
         transform, policy = optimizer.transform, optimizer.policy
-        if len(choices(transform)) != len(self.columns):
+        if len(choices(transform)) != len(self.choices):
             raise ValueError(
-                f"{transform}: has {len(choices(transform))} masks and partitions, and had {len(self.columns)} when parameters were placed;"
+                f"{transform}: has {len(choices(transform))} masks and partitions, and had {len(self.choices)} when parameters were placed;"
                 " make a new optimizer."
             )
-        if self.together:
-            transform = _bound(transform, self.columns)
-            policy = ByLabel(list(self.labels), policy.policies) if isinstance(policy, ByLabel) else policy
-        else:
-            transform = chosen(transform, tuple(column[0] for column in self.columns))
-            policy = policy.policy_for(self.labels[0]) if isinstance(policy, ByLabel) else policy
-        return replace(optimizer, transform=transform, policy=policy)
+        policy = policy.policy_for(self.label) if isinstance(policy, ByLabel) else policy
+        return replace(optimizer, transform=chosen(transform, self.choices), policy=policy)
 
 
-def decide(
-    optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor], *, together: bool
-) -> Decision | None:
-    """What ``optimizer`` says of ``parameters``, some of ``tree``; None if it treats all alike.
+def decide(optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor]) -> list[Decision | None]:
+    """What the masks and labels of ``optimizer`` say of each of ``parameters``, some of ``tree``; None if it has none.
 
     Raises:
-        ValueError: A mask or labels that do not fit the parameters, or a label that nothing is there for.
+        ValueError: A tree of masks or labels that does not fit the parameters'.
     """
     asked = choices(optimizer.transform)
     if not asked and not isinstance(optimizer.policy, ByLabel):
-        return None
-    columns = tuple(tuple(ask(choice, tree, parameters, name="mask or labels")) for choice in asked)
-    labels: tuple[str, ...] = ()
+        return [None] * len(parameters)
+    said = [ask(choice, tree, parameters, name="mask or labels") for choice in asked]
+    labels: Sequence[str | None] = [None] * len(parameters)
     if isinstance(optimizer.policy, ByLabel):
-        labels = tuple(ask(optimizer.policy.labels, tree, parameters, name="by_label: labels"))
-    return Decision(columns, labels, together)
+        labels = ask(optimizer.policy.labels, tree, parameters, name="by_label: labels")
+    return [Decision(tuple(column[index] for column in said), label) for index, label in enumerate(labels)]
 
 
 def applied(optimizer: eb.Optimizer[Any], decision: Decision | None) -> eb.Optimizer[Any]:
@@ -202,18 +193,3 @@ def resolve_parameters(policies: Mapping[torch.dtype, AnyPolicy], tree: Tree) ->
         except (TypeError, ValueError) as error:
             raise type(error)(str(error).replace("params[0]", f"params{path}", 1)) from None
     return found
-
-
-def _bound(transform: Any, columns: Sequence[tuple[Any, ...]]) -> Any:
-    """A transform whose masks and labels are lists, in the order of a unit's tensors."""
-    left = iter(columns)
-
-    def bind(node: Any) -> Any:
-        if isinstance(node, Masked):
-            return replace(node, mask=list(next(left)), transform=bind(node.transform))
-        if isinstance(node, Partition):
-            own = list(next(left))
-            return replace(node, labels=own, transforms={name: bind(part) for name, part in node.transforms.items()})
-        return map_parts(node, bind)
-
-    return bind(transform)

@@ -448,7 +448,6 @@ def judge(
                 " a parameter of that number."
             )
         elsewhere[key] = copied(value, f"state_dict['state'][{shown(key)}]")
-    _require_one_count(optimizer, placement, own)
     return Loaded(settings, placement, own, kept, elsewhere)
 
 
@@ -552,29 +551,3 @@ def as_count(where: str, value: Any) -> int:
             f" [0, 2**53)."
         )
     return int(number)
-
-
-def _require_one_count(
-    optimizer: TorchOptimizer, placement: Placement | None, own: Mapping[int, Mapping[str, Tensor]]
-) -> None:
-    """Refuse counts that differ where one step sees several tensors and counts for all of them."""
-    together = [(unit.group, unit.parameters) for unit in optimizer._units if not unit.flat]
-    if placement is not None:
-        together += [(run.group.number, run.parameters) for run in placement.runs if not run.flat]
-    for group, parameters in together:
-        require_one_count(group, [own.get(id(parameter), {}) for parameter in parameters])
-
-
-def require_one_count(group: int, entries: Sequence[Mapping[str, Tensor]]) -> None:
-    """Refuse counts that differ, of parameters that are stepped together; one without entries was never stepped.
-
-    Raises:
-        ValueError: They differ.
-    """
-    named = dict.fromkeys(name for one in entries for name, x in one.items() if x.dtype is torch.int64 and not x.ndim)
-    counts = {tuple(int(one[name]) if name in one else 0 for name in named) for one in entries}
-    if len(counts) > 1:
-        raise ValueError(
-            f"state_dict: param group {group}: parameters were stepped different numbers of times, {sorted(counts)}, and a"
-            " transform that reduces over all gradients counts once for all of them."
-        )

@@ -6,7 +6,6 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
 
@@ -38,8 +37,10 @@ from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.placement import Placement, Run, is_settled, moves, plan_placement
 from everybit_torch.probing import Factory
+from everybit_torch.reductions import Part, find_totals
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
-from everybit_torch.stepping import Group, Part, draws_bits, find_totals, write
+from everybit_torch.stepping import Group, draws_bits, write
+from everybit_torch.transform_parts import needs_whole_tensors, reduces
 from everybit_torch.units import Unit, flatten, init_state
 
 Layout = Literal["auto", "flat", "tree"]
@@ -74,13 +75,6 @@ class Release(Protocol):
     def abandon(self) -> None:
         """The gradients are cleared, and with them a step that an exception interrupted."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Scoped:
-    """The optimizers that a param group would have."""
-
-    optimizers: dict[torch.dtype, eb.Optimizer[Any]]
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -152,7 +146,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._seed = seed
         self._unsafe = unsafe
         self._groups: list[Group] = []
-        self._arriving: list[Tensor] = []  # parameters of a group that is being added
         self._units: list[Unit] = []
         self._counted: dict[torch.dtype, int] = {}
         self._first_elements: dict[Tensor, int] = {}  # of first elements, by parameter, where a model was named
@@ -195,11 +188,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         group = Group(number, self._factory, policies, self._seed)
         arguments = self.factory_arguments({**self.defaults, **param_group})
         group.follow(arguments, self._build(group, arguments))
-        self._arriving = tensors
-        try:
-            self._require_one_tree([*self._groups, group])
-        finally:
-            self._arriving = []
+        self._require_layout(group.optimizers)
         main_dtypes = _main_gradients(number, _named(given), policies)
         super().add_param_group(param_group)
         self._is_mixed = mixed
@@ -237,43 +226,27 @@ class TorchOptimizer(torch.optim.Optimizer):
             message = by_given_name(str(error), self._names, arguments)
             raise type(error)(f"{type(self).__name__}, param group {group.number}: {message}") from None
 
-    def _require_one_tree(self, groups: list[Group] | list[Scoped]) -> None:
-        of_groups: list[Group | Scoped] = [*groups]
-        scopes = {optimizer.scope for group in of_groups for optimizer in group.optimizers.values()}
-        if self._layout == "flat" and scopes - {"element"}:
-            scope = "tree" if "tree" in scopes else "tensor"
-            sees = "looks at all gradients at once" if scope == "tree" else "must see whole tensors"
+    def _require_layout(self, optimizers: Mapping[torch.dtype, eb.Optimizer[Any]]) -> None:
+        if self._layout == "flat" and any(needs_whole_tensors(one.transform) for one in optimizers.values()):
             raise ValueError(
-                f"layout: got 'flat' for a transform of scope {scope!r}, which {sees}; accepted are 'auto' and 'tree'."
-            )
-        dtypes = {(index, dtype) for index, group in enumerate(of_groups) for dtype in group.optimizers}
-        sharded = self._is_sharded()
-        if "tree" in scopes and len(scopes) > 1 and sharded:
-            raise ValueError(
-                f"{type(self).__name__}: some param groups have a transform that reduces over all gradients, some have not; accepted for"
-                " sharded parameters is that all have, or none."
-            )
-        if "tree" in scopes and len(dtypes) > 1 and not sharded:
-            raise ValueError(
-                f"{type(self).__name__}: a transform that reduces over all gradients, such as clip_by_global_norm, sees one param group"
-                f" of one dtype at a time, and there are {len(dtypes)}: its norm would not be the global one. Clip with"
-                " torch.nn.utils.clip_grad_norm_ before the step instead, or use one group."
+                "layout: got 'flat' for a transform of scope 'tensor', which must see whole tensors; accepted are 'auto' and 'tree'."
             )
 
     def _require_scopes(self, optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]]) -> None:
-        """Refuse optimizers that have to see more at once, or less, than those that parameters were placed for.
+        """Refuse optimizers that have to see whole tensors, where parameters were placed for others, and the other way round.
 
         Raises:
             ValueError: The message says what changed.
         """
         for group, new in zip(self._groups, optimizers, strict=True):
             for dtype, old in group.optimizers.items():
-                if group.known and old.scope != new[dtype].scope:
+                before, after = needs_whole_tensors(old.transform), needs_whole_tensors(new[dtype].transform)
+                if group.known and before != after:
                     raise ValueError(
                         f"{type(self).__name__}, param group {group.number}: its transform would be of scope {new[dtype].scope!r}, and its"
                         f" parameters were placed for scope {old.scope!r} at the first step; make a new optimizer."
                     )
-        self._require_one_tree([Scoped(one) for one in optimizers])
+            self._require_layout(new)
 
     def _settle_policies(self) -> None:
         """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed.
@@ -300,7 +273,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             new = Group(number, self._factory, policies, self._seed)
             arguments = self.factory_arguments(values)
             new.follow(arguments, self._build(new, arguments))
-            self._require_one_tree([*self._groups[:number], new, *self._groups[number + 1 :]])
+            self._require_layout(new.optimizers)
             wide = dict(_main_gradients(number, tree_of(values), policies))
             for tensor, _ in _main_gradients(number, tree_of(values), group.policies):
                 if tensor not in wide:
@@ -368,8 +341,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _is_sharded(self) -> bool:
         """Whether any parameter is a part of one, by FSDP2."""
-        groups = [*(values["params"] for values in self.param_groups), self._arriving]
-        return any(is_dtensor(parameter) for parameters in groups for parameter in parameters)
+        return any(is_dtensor(parameter) for values in self.param_groups for parameter in values["params"])
 
     def _place_run(self, run: Run) -> None:
         optimizer, first = run.optimizer, run.first
@@ -401,9 +373,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Number elements through all parameters of a model, as a ``FlatStepper`` does, whichever of them are this optimizer's.
 
         By its number an element draws its random bits: a run goes on with the same ones in another front end.
-
-        Raises:
-            ValueError: A transform steps several parameters at once, between which others lie in the model. Nothing is changed then.
         """
         counted: dict[torch.dtype, int] = {}
         numbers: dict[Tensor, int] = {}
@@ -420,11 +389,6 @@ class TorchOptimizer(torch.optim.Optimizer):
             sizes = [local(p).numel() for p in unit.parameters]
             firsts = [numbers[p] + first_element(p) for p in unit.parameters]
             gaps = [i for i in range(1, len(firsts)) if firsts[i] != firsts[i - 1] + sizes[i - 1]]
-            if gaps and not unit.flat:
-                raise ValueError(
-                    f"{type(self).__name__}: a transform that reduces over all gradients steps its parameters at once, and others of the"
-                    " model lie between them, whose random bits it would draw; accepted is an optimizer of all of the model's parameters."
-                )
             found.append((unit, firsts, gaps))
         self._first_elements |= numbers
         for group in self._groups:
@@ -577,10 +541,11 @@ class TorchOptimizer(torch.optim.Optimizer):
         work = self._split_by_gradients(self._units)
         self._units = [unit for unit, _ in work]
         self._require_some_gradient(work)
-        totals = self._find_totals(work)
+        gathered = self._gather_for_totals(work)
+        totals = self._find_totals(work, gathered)
         total: Metrics | None = None
         for unit, grads in work:
-            measured = self._step_unit(unit, grads, totals)
+            measured = self._step_unit(unit, grads, totals, gathered.pop(id(unit), None))
             if measured is not None and self._counts(unit):
                 total = measured if total is None else total + eb.tree.map(to_device_of, measured, total)
         if self.metrics_enabled:
@@ -650,19 +615,37 @@ class TorchOptimizer(torch.optim.Optimizer):
                         " (torch.nn.Embedding(sparse=False), or torch.optim.SparseAdam for sparse ones)."
                     )
 
-    def _find_totals(self, work: list[tuple[Unit, list[Tensor | None]]]) -> list[Tensor]:
-        """What the transform asks of all ranks, where parameters are sharded over them; in one process its step sees them all."""
-        if not any(optimizer.scope == "tree" for group in self._groups for optimizer in group.optimizers.values()):
+    def _reduces(self, unit: Unit) -> bool:
+        return reduces(self._groups[unit.group].optimizer_of(unit).transform)
+
+    def _gather_for_totals(self, work: list[tuple[Unit, list[Tensor | None]]]) -> dict[int, Tensor]:
+        """The gradients of units, by id, whose transform looks at all of them before it steps any."""
+        return {
+            id(unit): _gathered(unit, cast(list[Tensor], grads))
+            for unit, grads in work
+            if grads[0] is not None and self._reduces(unit)
+        }
+
+    def _find_totals(
+        self, work: list[tuple[Unit, list[Tensor | None]]], gathered: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """What the transform asks of everything that is stepped, on all ranks if parameters are sharded over them."""
+        asking = [unit for unit, _ in work if self._reduces(unit)]
+        if not asking:
             return []
-        mesh = mesh_of([p for unit, _ in work for p in unit.parameters])
-        if mesh is None:
+        mesh = mesh_of([parameter for unit in asking for parameter in unit.parameters])
+        if mesh is None and not gathered:
             return []
-        parts = []
-        for unit, grads in work:
-            optimizer = self._groups[unit.group].optimizer_of(unit)
-            grad = None if grads[0] is None else grads[0].reshape(unit.tensors[0].shape)
-            parts.append(Part(optimizer, unit, grad, is_counted(unit.parameters[0], mesh)))
-        return find_totals(parts, axis_of(mesh))
+        parts = [
+            Part(
+                self._groups[unit.group].optimizer_of(unit),
+                unit,
+                gathered.get(id(unit)),
+                mesh is None or is_counted(unit.parameters[0], mesh),
+            )
+            for unit in asking
+        ]
+        return find_totals(parts, eb.Local if mesh is None else axis_of(mesh), self._groups[0].reads)
 
     def _counts(self, unit: Unit) -> bool:
         """Whether what this rank measures of a unit is not another rank's to count."""
@@ -678,22 +661,22 @@ class TorchOptimizer(torch.optim.Optimizer):
         here = Metrics.zero(local(parameters[0]).device) if measured is None else measured
         return eb.tree.map(axis_of(mesh).sum, here)
 
-    def _step_unit(self, unit: Unit, grads: list[Tensor | None], totals: Sequence[Tensor] = ()) -> Metrics | None:
-        # A flat unit was cut so that all of its parameters have gradients, or none.
-        present = [grads[0] is not None] * len(grads) if unit.flat else [grad is not None for grad in grads]
-        if not any(present):
+    def _step_unit(
+        self,
+        unit: Unit,
+        grads: list[Tensor | None],
+        totals: Sequence[Tensor] = (),
+        gathered: Tensor | None = None,
+    ) -> Metrics | None:
+        """Step a unit whose members have gradients, all or none."""
+        if grads[0] is None:
             return None
-        if unit.gradients is not None:
-            given: list[Any] = [unit.gradients.buffer]
-        elif unit.flat:
-            given = [gather(cast(list[Tensor], grads))]
-        else:
-            given = [
-                g if g is None or g.shape == x.shape else g.reshape(x.shape)
-                for g, x in zip(grads, unit.tensors, strict=True)
-            ]
         measured = self._groups[unit.group].step(
-            unit, given, present, compile=self._compile, metrics=self.metrics_enabled, totals=totals
+            unit,
+            _gathered(unit, cast(list[Tensor], grads)) if gathered is None else gathered,
+            compile=self._compile,
+            metrics=self.metrics_enabled,
+            totals=totals if self._reduces(unit) else (),
         )
         if unit.flat:
             # Autograd does not see that writing to the buffer changes the parameters; a graph that needs the old values must not run.
@@ -866,10 +849,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             resolved = resolve_parameters(policies, known)
             for parameter in values["params"]:
                 wide = torch.promote_types(parameter.dtype, torch.float32)
-                if one := resolved.get(id(parameter)):
-                    tree = group.optimizers[parameter.dtype].scope == "tree"
-                    if id(parameter) in placed or moves(parameter) or tree:
-                        wide = torch_dtype(one.policy.compute)
+                if (one := resolved.get(id(parameter))) and (id(parameter) in placed or moves(parameter)):
+                    wide = torch_dtype(one.policy.compute)
                 dtypes[id(parameter)] = wide
         return dtypes
 
@@ -890,10 +871,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             elif units:
                 placed = f"tree, {sum(len(unit.members) for unit in units)} parameters where they were"
             else:
-                scopes = {optimizer.scope for optimizer in group.optimizers.values()}
-                placed = (
-                    "flat" if scopes == {"element"} and self._layout != "tree" else "tree"
-                ) + ", from the first step on"
+                whole = any(needs_whole_tensors(one.transform) for one in group.optimizers.values())
+                placed = ("tree" if whole or self._layout == "tree" else "flat") + ", from the first step on"
             if group.waiting and units:
                 placed += f", {len(group.waiting)} frozen"
             policies = _described(group.policies)
@@ -1146,20 +1125,17 @@ class TorchOptimizer(torch.optim.Optimizer):
         for unit in units:
             self._publish(unit)
 
-    def _require_one_count(self, given: Mapping[int, Mapping[str, Any]]) -> None:
-        """Refuse counts that are none, and counts that differ where one step sees several tensors, and counts for all of them.
+    def _require_counts(self, given: Mapping[int, Mapping[str, Any]]) -> None:
+        """Refuse counts that are none.
 
         Raises:
-            ValueError: They do; nothing is changed.
+            ValueError: One is none; nothing is changed.
         """
         for unit in self._units:
-            entries = [given.get(id(m.parameter), {}) for m in unit.members]
-            for one in entries:
-                for name, value in one.items():
+            for member in unit.members:
+                for name, value in given.get(id(member.parameter), {}).items():
                     if isinstance(value, Tensor) and value.dtype is torch.int64 and not value.ndim:
                         loading.as_count(f"state_dict: param group {unit.group}, {name!r}", value)
-            if not unit.flat:
-                loading.require_one_count(unit.group, entries)
 
     def _take_state(self, given: Mapping[int, Mapping[str, Any]]) -> None:
         """Write the optimizer's own entries, by id of the parameter; parameters without are as before their first step."""
@@ -1222,6 +1198,16 @@ def _listed(where: str, values: Any, accepted: str) -> list[Any]:
     if not isinstance(values, Iterable) or isinstance(values, (Tensor, Mapping, str, bytes)):
         raise ValueError(f"{where}: got {loading.shown(values)}; {accepted}.")
     return list(values)
+
+
+def _gathered(unit: Unit, grads: list[Tensor]) -> Tensor:
+    """The gradients of a unit's members as one tensor, of the shape of the unit's."""
+    if unit.gradients is not None:
+        return unit.gradients.buffer
+    if unit.flat:
+        return gather(grads)
+    (grad,), (tensor,) = grads, unit.tensors
+    return grad if grad.shape == tensor.shape else grad.reshape(tensor.shape)
 
 
 def to_device_of(x: Tensor, like: Tensor) -> Tensor:

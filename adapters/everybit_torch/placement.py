@@ -21,7 +21,7 @@ from everybit_torch.choosing import Decision, Tree, applied, decide, tree_of
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
 from everybit_torch.stepping import Group
-from everybit_torch.transform_parts import scopes as transform_scopes
+from everybit_torch.transform_parts import needs_whole_tensors
 from everybit_torch.units import Member, can_be_flat
 
 
@@ -46,17 +46,15 @@ class Run:
     decision: Decision | None
 
     def tensors(self, *, sharded: bool) -> list[Tensor]:
-        """What a unit of parameters that stay where they are sees."""
-        whole = [local(p).detach() for p in self.parameters]
-        flatten = self.optimizer.scope == "element" or sharded
-        return [x.view(-1) if flatten and x.is_contiguous() else x for x in whole]
+        """What a unit of a parameter that stays where it is sees."""
+        (whole,) = [local(p).detach() for p in self.parameters]
+        flatten = whole.is_contiguous() and (sharded or not needs_whole_tensors(self.optimizer.transform))
+        return [whole.view(-1) if flatten else whole]
 
     def members(self) -> list[Member]:
         """The parameters' places in the unit."""
-        if not self.flat:
-            return [Member(p, index, 0, local(p).numel()) for index, p in enumerate(self.parameters)]
         stop = 0
-        return [Member(p, 0, stop, stop := stop + p.numel()) for p in self.parameters]
+        return [Member(p, 0, stop, stop := stop + local(p).numel()) for p in self.parameters]
 
     def shadow(self, *, sharded: bool) -> list[Tensor]:
         """The tensors of the unit, without their memory."""
@@ -155,8 +153,7 @@ def plan_placement(
         left: list[tuple[Tensor, int]] = []
         buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}
         for parameter, first in waiting:
-            optimizer = own[parameter.dtype]
-            if moves(parameter) or id(parameter) in wanted or optimizer.scope == "tree":
+            if moves(parameter) or id(parameter) in wanted:
                 buckets.setdefault((parameter.dtype, parameter.device), []).append((parameter, first))
             else:
                 left.append((parameter, first))
@@ -189,25 +186,21 @@ def _runs(
     sharded: bool,
     allow_flat: bool,
 ) -> Iterator[Run]:
-    """Runs of neighbours that can share a buffer; what cannot is a run of its own, but for a transform that looks at all gradients."""
-    # A sharded parameter is stepped by itself; what a transform asks of all of them is asked of all ranks.
-    if sharded and "tensor" in transform_scopes(optimizer.transform):
+    """Runs of neighbours that can share a buffer; what cannot is a run of its own.
+
+    What a transform asks of everything that is stepped is asked of all runs, and of all ranks.
+    """
+    if sharded and needs_whole_tensors(optimizer.transform):
         raise ValueError(
             f"param group {group.number}: {optimizer.transform!r} must see whole tensors (scope 'tensor'); ranks hold parts of them."
             " Accepted for sharded parameters are transforms of scope 'element' and 'tree'."
         )
-    together = optimizer.scope == "tree" and not sharded
-    if together:
-        members = [parameter for parameter, _ in parameters]
-        decision = decide(optimizer, tree, members, together=True)
-        yield Run(group, applied(optimizer, decision), members, parameters[0][1], flat=False, decision=decision)
-        return
     runs: list[tuple[list[Tensor], int, bool, Decision | None]] = []
     end = -1
-    for parameter, first in parameters:
-        decision = decide(optimizer, tree, [parameter], together=False)
-        scope = applied(optimizer, decision).scope
-        flat = allow_flat and scope == "element" and id(parameter) not in apart and can_be_flat(parameter)
+    decisions = decide(optimizer, tree, [parameter for parameter, _ in parameters])
+    for (parameter, first), decision in zip(parameters, decisions, strict=True):
+        whole = needs_whole_tensors(applied(optimizer, decision).transform)
+        flat = allow_flat and not whole and id(parameter) not in apart and can_be_flat(parameter)
         if runs and flat and runs[-1][2] and first == end and decision == runs[-1][3]:
             runs[-1][0].append(parameter)
         else:
@@ -248,11 +241,6 @@ def _require_writable(runs: list[Run], params: Sequence[list[Tensor]]) -> None:
             if run is None:
                 continue
             both = " and ".join(names[id(one)] for one in found)
-            if len(run.parameters) > 1:
-                raise ValueError(
-                    f"{both}: share memory, and a transform that looks at all gradients at once writes all parameters at once; accepted"
-                    " are parameters with memory of their own. To tie two weights let them be one Parameter."
-                )
             (resolved,) = resolve_tree(run.optimizer.policy, [parameter.detach()])  # of a run of one
             if len(resolved.params.dtypes()) > 1:
                 raise ValueError(

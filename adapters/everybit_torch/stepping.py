@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from everybit.policy import AnyPolicy, ByLabel
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
 from everybit_torch.probing import Factory, fits, is_number
+from everybit_torch.reductions import Reads, Replay
+from everybit_torch.transform_parts import needs_whole_tensors
 from everybit_torch.units import Unit, map_state, named_fields
 from everybit_torch.variants import Inputs, Variants
-
-P = TypeVar("P")
 
 # Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
 PIECE = 1 << 17
@@ -50,9 +50,13 @@ class Group:
         self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
         self._variants = Variants(number, factory, seed, step_in_place)
         self._numbers: dict[torch.device, Tensor] = {}
+        self.reads = Reads()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_variants": Variants(self.number, self.factory, self.seed, step_in_place)}
+        return self.__dict__ | {
+            "_variants": Variants(self.number, self.factory, self.seed, step_in_place),
+            "reads": Reads(),
+        }
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -83,42 +87,44 @@ class Group:
     def step(
         self,
         unit: Unit,
-        grads: list[Any],
-        present: list[bool],
+        grad: Tensor,
         *,
         compile: bool,
         metrics: bool,
         totals: Sequence[Tensor] = (),
     ) -> Metrics | None:
-        """Step a unit in place; ``grads`` in the shapes of its tensors, with None where ``present`` is False.
+        """Step a unit in place; ``grad`` is in the shape of its tensor.
 
-        ``totals`` answer the transform's reductions, in order, where a unit is a part of what they go over; see :class:`Replay`.
+        ``totals`` answer the transform's reductions, in order; see :mod:`everybit_torch.reductions`.
         """
-        first = unit.tensors[0]
-        tensors, state = unit.tensors, unit.state
-        if not all(present):
-            # Only where a group is one tree: what has no gradient becomes a hole in parameters, gradients and state alike.
-            tensors = [x if here else None for x, here in zip(tensors, present, strict=True)]  # type: ignore[misc]
-            state = _with_holes(state, present)
+        (tensor,) = unit.tensors
         optimizer = self.optimizer_of(unit)
 
         def uncompiled() -> Metrics | None:
-            if unit.flat and first.numel() > piece_size(first.device):
-                return step_in_pieces(optimizer, unit, grads[0], metrics=metrics, totals=totals)
-            return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
+            if unit.flat and tensor.numel() > piece_size(tensor.device):
+                return step_in_pieces(optimizer, unit, grad, metrics=metrics, totals=totals)
+            return step_in_place(
+                optimizer, unit.tensors, [grad], unit.state, unit.first, metrics=metrics, totals=totals
+            )
 
-        nothing = len(unit.tensors) == 1 and not first.numel()
-        if not (compile and can_compile(first.device)) or nothing:
+        if not (compile and can_compile(tensor.device)) or not tensor.numel():
             return uncompiled()
         inputs = Inputs(
-            tensors, grads, state, unit.first_tensor, list(totals), self.policies[first.dtype], metrics, unit.decision
+            unit.tensors,
+            [grad],
+            unit.state,
+            unit.first_tensor,
+            list(totals),
+            self.policies[tensor.dtype],
+            metrics,
+            unit.decision,
         )
-        if optimizer.transform.scope == "element":
+        if not needs_whole_tensors(optimizer.transform):
             inputs = _as_vectors(inputs)
-        measured = self._variants.step(inputs, self._arguments, self.numbers(first.device), uncompiled)
-        if inputs.tensors is not tensors:
+        measured = self._variants.step(inputs, self._arguments, self.numbers(tensor.device), uncompiled)
+        if inputs.tensors is not unit.tensors:
             # Autograd does not see that writing to a vector changes the tensor.
-            torch.autograd.graph.increment_version(tensors)
+            torch.autograd.graph.increment_version(unit.tensors)
         return measured
 
     def numbers(self, device: torch.device) -> Tensor:
@@ -155,130 +161,12 @@ def step_in_place(
     return measured
 
 
-class UnansweredError(Exception):
-    """A transform asked for a reduction that is not known yet.
-
-    Args:
-        kind: ``"sum"`` or ``"max"``.
-        value: What the part that was looked at contributes.
-    """
-
-    def __init__(self, kind: Literal["sum", "max"], value: Tensor) -> None:
-        super().__init__(kind)
-        self.kind, self.value = kind, value
-
-
-class Replay:
-    """An axis that answers a transform's reductions, in order, with totals that were found before.
-
-    A transform of scope ``"tree"`` works element by element, but for what it asks of the axis. So it is run on every part of the tree until
-    it asks, the answers are added up, and it is run again with the total: as often as it asks. No part needs to see another.
-    """
-
-    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
-        self._totals, self._counted = totals, counted
-        self._asked = 0
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The total, if it is known."""
-        return self._answer("sum", value)
-
-    def max(self, value: Tensor) -> Tensor:
-        """The greatest, if it is known."""
-        return self._answer("max", value)
-
-    def owned(self, tree: P) -> P:
-        """``tree``; zeros, if another process counts this part."""
-        return tree if self._counted else eb.tree.zeros_like(tree)
-
-    def _answer(self, kind: Literal["sum", "max"], value: Tensor) -> Tensor:
-        if self._asked == len(self._totals):
-            raise UnansweredError(kind, value)
-        self._asked += 1
-        return self._totals[self._asked - 1]
-
-
-def contributions(
-    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, totals: Sequence[Tensor], *, counted: bool = True
-) -> Iterator[UnansweredError]:
-    """What a unit of one tensor contributes to the first reduction that ``totals`` do not answer, piece by piece; at least one, if empty.
-
-    Nothing comes if the transform asks for no more. ``counted`` is False where another process counts this unit.
-    """
-    (tensor,) = unit.tensors
-    in_pieces, size = tensor.ndim == 1, piece_size(tensor.device)
-    for start in range(0, max(tensor.numel(), 1) if in_pieces else 1, size):
-        part = slice(start, start + size if in_pieces else None)
-        state = map_state(unit.state, lambda x, part=part: x[part] if x.ndim else x, lambda x: x)  # type: ignore[misc]
-        ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals, counted=counted))
-        try:
-            given = (tensor[part], grad[part]) if tensor.ndim else (tensor, grad)
-            optimizer.advance([given[0]], [given[1]], state, ctx)
-        except UnansweredError as question:
-            yield question
-        else:
-            return
-
-
-class Part(NamedTuple):
-    """A unit of one tensor that takes part in reductions.
-
-    Attributes:
-        optimizer: Its own.
-        unit: The unit.
-        grad: In the shape of its tensor; None if it only takes part in asking.
-        counted: Whether this process is the one that counts it.
-    """
-
-    optimizer: eb.Optimizer[Any]
-    unit: Unit
-    grad: Tensor | None
-    counted: bool = True
-
-
-def find_totals(parts: Sequence[Part], axis: eb.Axis) -> list[Tensor]:
-    """The totals, over all parts and processes, of what a transform asks of its axis, in order; none if it works element by element.
-
-    Every process has to call it, with one part at least: all ask the same, in the same order, also one that has nothing to step.
-
-    Raises:
-        RuntimeError: Parts that reduce differently.
-    """
-    totals: list[Tensor] = []
-    while (question := _next_question(parts[0], totals)) is not None:
-        total = question.value.double()
-        for part in parts:
-            if part.grad is None:
-                continue
-            for one in contributions(part.optimizer, part.unit, part.grad, totals, counted=part.counted):
-                if one.kind != question.kind:
-                    raise RuntimeError(
-                        f"{part.optimizer.transform}: reduces differently for different parameters; accepted is a transform whose"
-                        " reductions go over all of its parameters."
-                    )
-                value = one.value.double()
-                total = total + value if one.kind == "sum" else torch.maximum(total, value)
-        total = axis.sum(total) if question.kind == "sum" else axis.max(total)
-        totals.append(total.to(question.value.dtype))
-    return totals
-
-
-def _next_question(part: Part, totals: Sequence[Tensor]) -> UnansweredError | None:
-    """What a transform asks for next, and what nothing contributes to it."""
-    if part.optimizer.scope == "element":
-        return None
-    tensor = part.unit.tensors[0].reshape(-1)[:0]
-    state = map_state(part.unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
-    empty = Unit(part.unit.group, [tensor], [], state, part.unit.first, flat=True)
-    return next(contributions(part.optimizer, empty, torch.empty_like(tensor, dtype=torch.float32), totals), None)
-
-
 def step_in_pieces(
     optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool, totals: Sequence[Tensor] = ()
 ) -> Metrics | None:
     """The step of a long buffer without a compiler: piece by piece, so that what is computed on the way stays in the cache.
 
-    The pieces' results are the whole's, bit for bit: that is what the scope ``"element"`` promises.
+    The pieces' results are the whole's, bit for bit: that is what a transform promises that may be cut anywhere.
     """
     total: Metrics | None = None
     counters: list[Tensor] = []
@@ -323,10 +211,10 @@ def draws_bits(policy: AnyPolicy) -> bool:
 def _as_vectors(inputs: Inputs) -> Inputs:
     """One tensor of any shape as a vector: the compiler then sees one code for all shapes.
 
-    A transform of scope ``"element"`` does not see the difference. Where memory is in another order, the inputs are what they were.
+    A transform that may be cut anywhere does not see the difference. Where memory is in another order, the inputs are what they were.
     """
-    tensor = inputs.tensors[0]
-    if len(inputs.tensors) > 1 or tensor is None or tensor.ndim == 1:
+    (tensor,) = inputs.tensors
+    if tensor.ndim == 1:
         return inputs
     leaves = eb.tree.leaves((tensor, inputs.state))
     if not all(x.is_contiguous() for x in leaves):
@@ -342,10 +230,3 @@ def _as_vectors(inputs: Inputs) -> Inputs:
 def _vector(x: Tensor) -> Tensor:
     # No view of a tensor of this shape to the compiler, which would make code for the shape after all.
     return x.view(-1).data
-
-
-def _with_holes(state: OptimizerState[Any], present: list[bool]) -> OptimizerState[Any]:
-    def hide(slot: Any) -> Any:
-        return [value if here else None for value, here in zip(slot, present, strict=True)]
-
-    return OptimizerState(state.step, hide(state.extra), eb.tree.map_slots(lambda name, slot: hide(slot), state.inner))

@@ -11,10 +11,19 @@ from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.masked import Partition
 
 
-def scopes(transform: eb.Transform[Any]) -> set[str]:
-    """The scopes of a transform's parts, of which its own is the strictest: a ``"tree"`` may hide a part that must see whole tensors."""
+def needs_whole_tensors(transform: eb.Transform[Any]) -> bool:
+    """Whether a part of a transform must see tensors with their shapes; masks and labels do not count, since they are asked before."""
+    return "tensor" in _scopes(transform)
+
+
+def reduces(transform: eb.Transform[Any]) -> bool:
+    """Whether a transform asks its axis for anything."""
+    return transform.scope == "tree"
+
+
+def _scopes(transform: eb.Transform[Any]) -> set[str]:
     parts = [part for part in parts_of(transform) if isinstance(getattr(part, "scope", None), str)]
-    return set().union(*map(scopes, parts)) if parts else {transform.scope}
+    return set().union(*map(_scopes, parts)) if parts else {transform.scope}
 
 
 def parts_of(node: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from everybit.optimizer import OptimizerState
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.gradients import UnitGradients, piece
+from everybit_torch.transform_parts import needs_whole_tensors
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -205,7 +206,10 @@ def init_state(
     ``allocate`` makes memory for elements like those of a tensor, for the state of one buffer that is to lie elsewhere.
     """
     if allocate is None and (
-        len(tensors) != 1 or tensors[0].ndim != 1 or tensors[0].numel() <= CHUNK or optimizer.scope != "element"
+        len(tensors) != 1
+        or tensors[0].ndim != 1
+        or tensors[0].numel() <= CHUNK
+        or needs_whole_tensors(optimizer.transform)
     ):
         return optimizer.init(tensors, eb.Context(first_element=first))
     (buffer,) = tensors

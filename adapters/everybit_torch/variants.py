@@ -1,8 +1,8 @@
 """The compiled variants of a param group's step, and the ways of a step that is not compiled after all.
 
-A variant is made for the constants of the code (flags, strings, and numbers that cannot be data), and for which tensors of a tree have
-gradients. A compiled step never fails where an uncompiled one would not: what cannot be compiled, and what would be compiled without end,
-steps uncompiled, with the same bits, and a warning says so.
+A variant is made for the constants of the code: flags, strings, and numbers that cannot be data. A compiled step never fails where an
+uncompiled one would not: what cannot be compiled, and what would be compiled without end, steps uncompiled, with the same bits, and a
+warning says so.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ from everybit_torch.compiling import cause, compile_step, reached_limit
 from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
 
 LIMIT = 8
-"""Variants of one step that differ in constants or in which gradients are missing."""
-
-# Choices that are remembered between two changes of hyperparameters.
-_REMEMBERED = 64
+"""Variants of one step that differ in constants."""
 
 Body = Callable[..., Metrics | None]
 # What tells apart the steps of a group: dtype of the parameters, whether it is measured, what masks and labels said.
 _Place = tuple[torch.dtype, bool, Decision | None]
-# What tells variants apart: which tensors have gradients, the constants of the code, which arguments are numbers.
-_Key = tuple[tuple[bool, ...], dict[str, Any], tuple[str, ...]]
-Shapes = tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
+# What tells variants apart: the constants of the code, and which arguments are numbers.
+_Key = tuple[dict[str, Any], tuple[str, ...]]
+Shape = tuple[torch.Size, tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -44,9 +41,9 @@ class Inputs:
     """What a compiled step is called with, beside hyperparameters.
 
     Attributes:
-        tensors: Parameters; None where a gradient is missing.
-        grads: In the same shapes.
-        state: The optimizer's state for them.
+        tensors: The unit's tensor, alone in a list.
+        grads: Its gradient, in the same shape.
+        state: The optimizer's state for it.
         first: Number of the first element, int64, 0-d.
         totals: Answers to the transform's reductions.
         policy: How all of it is stored: the param group's, for parameters of this dtype.
@@ -54,8 +51,8 @@ class Inputs:
         decision: What the optimizer's masks and labels said of the parameters.
     """
 
-    tensors: list[Any]
-    grads: list[Any]
+    tensors: list[Tensor]
+    grads: list[Tensor]
     state: OptimizerState[Any]
     first: Tensor
     totals: list[Tensor]
@@ -63,19 +60,13 @@ class Inputs:
     metrics: bool
     decision: Decision | None
 
-    def present(self) -> tuple[bool, ...]:
-        """Which tensors have gradients; empty if all have."""
-        present = tuple(tensor is not None for tensor in self.tensors)
-        return () if all(present) else present
-
     def dtype(self) -> torch.dtype:
-        """Of the parameters, which is one."""
-        dtype: torch.dtype = next(tensor.dtype for tensor in self.tensors if tensor is not None)
-        return dtype
+        """Of the parameters."""
+        return self.tensors[0].dtype
 
-    def shapes(self) -> Shapes:
-        """Shapes and strides."""
-        return tuple(None if x is None else (x.shape, x.stride()) for x in self.tensors)
+    def shape(self) -> Shape:
+        """Shape and strides."""
+        return self.tensors[0].shape, self.tensors[0].stride()
 
 
 @dataclass(slots=True)
@@ -83,7 +74,7 @@ class _Variant:
     """A compiled step.
 
     Attributes:
-        key: Which tensors have gradients, the constants, and which arguments are numbers.
+        key: The constants, and which arguments are numbers.
         given: The arguments that are tensors.
         run: Runs it.
         began: Whether its code began to run.
@@ -96,7 +87,7 @@ class _Variant:
     run: Body = field(init=False)
     began: bool = False
     refused: bool = False
-    others: set[Shapes] = field(default_factory=set)
+    others: set[Shape] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -120,7 +111,7 @@ class Variants:
     def __init__(self, number: int, factory: Factory, seed: int, body: Body) -> None:
         self._number, self._factory, self._seed, self._body = number, factory, seed, body
         self._sites: dict[_Place, _Site] = {}
-        self._chosen: dict[tuple[_Place, tuple[bool, ...]], _Variant | None] = {}
+        self._chosen: dict[_Place, _Variant | None] = {}
         self._told: set[str] = set()
 
     def follow(self) -> None:
@@ -143,7 +134,7 @@ class Variants:
             uncompiled: The same step.
         """
         variant = self._choose(inputs, arguments)
-        if variant is None or variant.refused or (variant.others and inputs.shapes() in variant.others):
+        if variant is None or variant.refused or (variant.others and inputs.shape() in variant.others):
             return uncompiled()
         variant.began = False
         given = {name: arguments[name] for name in variant.given}
@@ -155,7 +146,7 @@ class Variants:
             limited, why = reached_limit(error), cause(error)
         measured = uncompiled()
         if limited:
-            variant.others.add(inputs.shapes())
+            variant.others.add(inputs.shape())
             self._tell(
                 "for further shapes of tensors",
                 "its compiled code exists for as many as torch._dynamo.config.recompile_limit allows",
@@ -174,19 +165,16 @@ class Variants:
     def _choose(self, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
         """The variant for these inputs; None if there are too many."""
         place = (inputs.dtype(), inputs.metrics, inputs.decision)
-        chosen = (place, inputs.present())
-        if chosen not in self._chosen:
-            if len(self._chosen) >= _REMEMBERED:
-                self._chosen.clear()
+        if place not in self._chosen:
             site = self._sites.setdefault(place, _Site())
-            self._chosen[chosen] = self._find(site, inputs, arguments)
-        return self._chosen[chosen]
+            self._chosen[place] = self._find(site, inputs, arguments)
+        return self._chosen[place]
 
     def _find(self, site: _Site, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
         numbers = tuple(name for name, value in arguments.items() if is_number(value))
         constant = site.constant.setdefault(frozenset(numbers), set())
         constant |= {name for name in numbers if not fits(arguments[name])}
-        key = (inputs.present(), _constants(arguments, constant), numbers)
+        key = (_constants(arguments, constant), numbers)
         known = next((one for one in site.variants if one.key == key), None)
         if known is not None:
             return known
@@ -195,7 +183,7 @@ class Variants:
             return None
         if candidates := set(numbers) - constant:
             constant |= needed_as_numbers(self._factory, arguments, candidates, self._trial(inputs))
-            key = (key[0], _constants(arguments, constant), numbers)
+            key = (_constants(arguments, constant), numbers)
         variant = _Variant(key, [name for name, value in arguments.items() if isinstance(value, Tensor)])
         fixed = {name: value for name, value in arguments.items() if not _is_data(name, value, constant)}
         places = {name: index for index, name in enumerate(numbers) if name not in constant}
@@ -241,20 +229,12 @@ class Variants:
     def _tell_of_too_many(self, site: _Site, key: _Key) -> None:
         if all(variant.refused for variant in site.variants):
             return  # that was told
-        changing = sorted({name for one in site.variants for name in key[1] if one.key[1].get(name) != key[1][name]})
-        patterns = len({variant.key[0] for variant in site.variants}) > 1
-        what = [f"other values of {', '.join(changing)}"] if changing else []
-        what += ["other sets of missing gradients"] if patterns else []
-        advice = [f"Let the factory and its transform take {', '.join(changing)} as a 0-d tensor"] if changing else []
-        advice += (
-            ["Clipping before the step (torch.nn.utils.clip_grad_norm_) and not in it needs one variant only"]
-            if patterns
-            else []
-        )
+        changing = sorted({name for one in site.variants for name in key[0] if one.key[0].get(name) != key[0][name]})
+        listed = ", ".join(changing)
         self._tell(
-            f"for {' and '.join(what)}",
+            f"for other values of {listed}",
             f"its compiled code exists in {LIMIT} variants",
-            "; ".join(advice) + "; compile=False steps so without this warning",
+            f"Let the factory and its transform take {listed} as a 0-d tensor; compile=False steps so without this warning",
         )
 
     def _tell(self, when: str, why: str, advice: str) -> None:

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Elements that are widened at a time: on a CPU what stays in a core's cache.
+CHUNK = 1 << 16
+DEVICE_CHUNK = 1 << 24
+
 
 def settle(x: Tensor) -> Tensor:
     """``x`` itself; but in compiled code computed once, before the loop over elements, as eager code would.
@@ -30,8 +34,12 @@ def sum(x: Tensor) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """The sum of the squares of all elements, 0-d, in the dtype of ``x``; in compiled code added up in eager's order."""
-    return _sum_of_squares(x) if torch.compiler.is_compiling() else x.square().sum()
+    """The sum of the squares of all elements, 0-d, float64; in compiled code added up in eager's order.
+
+    Squares are taken and added up in float64, so that parts of a tensor add up to the whole but for a float64's last bits: the norm of
+    shards is the norm. Elements are widened a chunk at a time: there is no copy of a long tensor.
+    """
+    return _sum_of_squares(x) if torch.compiler.is_compiling() else _squares(x)
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -67,7 +75,14 @@ def _sum(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("everybit::sum_of_squares", mutates_args=())
 def _sum_of_squares(x: Tensor) -> Tensor:
-    return x.square().sum()
+    return _squares(x)
+
+
+def _squares(x: Tensor) -> Tensor:
+    size = CHUNK if x.device.type in ("cpu", "meta") else DEVICE_CHUNK
+    flat = x.reshape(-1)
+    sums = [flat[start : start + size].double().square().sum() for start in range(0, max(len(flat), 1), size)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 @torch.library.custom_op("everybit::sqrt", mutates_args=())
@@ -80,9 +95,11 @@ def _cos(x: Tensor) -> Tensor:
     return x.cos()
 
 
-def _register(op: Any, derivative: Callable[[Tensor], Tensor], *, reduces: bool = False) -> None:
-    """Tell a function of one tensor's elements, or a sum of such, to compiler, autograd and vmap."""
-    op.register_fake(lambda x: x.new_empty(()) if reduces else torch.empty_like(x))
+def _register(
+    op: Any, derivative: Callable[[Tensor], Tensor], *, reduces: bool = False, dtype: torch.dtype | None = None
+) -> None:
+    """Tell a function of one tensor's elements, or a sum of such (in ``dtype``), to compiler, autograd and vmap."""
+    op.register_fake(lambda x: x.new_empty((), dtype=dtype) if reduces else torch.empty_like(x))
     op.register_autograd(
         lambda ctx, gradient: gradient * derivative(ctx.saved_tensors[0]),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
@@ -99,6 +116,6 @@ def _register(op: Any, derivative: Callable[[Tensor], Tensor], *, reduces: bool 
 
 _register(_settle, torch.ones_like)
 _register(_sum, torch.ones_like, reduces=True)
-_register(_sum_of_squares, lambda x: 2 * x, reduces=True)
+_register(_sum_of_squares, lambda x: 2 * x, reduces=True, dtype=torch.float64)
 _register(_sqrt, lambda x: 0.5 / x.sqrt())
 _register(_cos, lambda x: -x.sin())

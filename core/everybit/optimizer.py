@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -160,6 +160,35 @@ class Optimizer(Generic[S]):
         parts = [one.params.encode(x, key) for x, one, key in zip(after, formats, layout.keys("params"), strict=True)]
         new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), layout.encode_state(inner))
         return Advance(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
+
+    def ask(
+        self,
+        params: P,
+        grads: P,
+        state: OptimizerState[S],
+        ctx: Context,
+        *,
+        reads: Collection[str] | None = None,
+    ) -> None:
+        """Run a step's update for what it asks of ``ctx.axis``; what it computes is dropped, and nothing is stored.
+
+        Args:
+            params: As for :meth:`step`.
+            grads: As for :meth:`step`.
+            state: As for :meth:`step`.
+            ctx: With an axis that takes note of what it is asked.
+            reads: From which slots, and whether from the weights (``"params"``), the answers are computed: what is not named is not
+                decoded, and zeros stand for it. None: from all.
+        """
+        formats = resolve_tree(self.policy, params)
+        step = state.step + 1
+        layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
+        if reads is None or "params" in reads:
+            values = layout.decode_params(state.extra)
+        else:
+            values = [_zeros(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
+        inner = layout.decode_state(state.inner, reads)
+        self.transform.update(_widened(grads, params, formats), inner, tree.replace(params, values), ctx.at(step))
 
     def export_fp32(self, params: P, state: OptimizerState[S]) -> P:
         """The weights with all the precision that parameters and state hold together, in the compute dtype (float32).
@@ -358,8 +387,10 @@ class _Layout:
             values.append(one.params.decode(parts, one.policy.compute))
         return values
 
-    def decode_state(self, inner: S) -> S:
+    def decode_state(self, inner: S, wanted: Collection[str] | None = None) -> S:
         def decode(leaf: Tensor, name: str, one: Resolved, key: None, stored: Any, where: Callable[[], str]) -> Tensor:
+            if wanted is not None and name not in wanted:
+                return _zeros(leaf, one)
             format = one.slot(name)
             parts: Parts = stored if isinstance(stored, tuple) else (stored,)
             _require_parts(parts, format, leaf, where)
@@ -426,6 +457,11 @@ def _warn_of_growing_graphs(params: object) -> None:
 
 def _first(ctx: Context | None) -> int | Tensor:
     return 0 if ctx is None else ctx.first_element
+
+
+def _zeros(leaf: Tensor, one: Resolved) -> Tensor:
+    """What stands for a value in the compute dtype that nobody reads: of its shape, without its memory."""
+    return torch.zeros((), dtype=torch_dtype(one.policy.compute), device=leaf.device).expand(leaf.shape)
 
 
 def _widened_param(leaf: Tensor, one: Resolved) -> Tensor:

@@ -214,10 +214,10 @@ def norm(tree: object) -> Tensor:
 def sum_of_squares(tree: object) -> Tensor:
     """Sum of the squares of all elements: 0-d, float64; zero for a tree without leaves.
 
-    Each leaf is summed in float32 or better. The result is float64 as hyperparameters are where they are tensors, so that what is computed
-    of the two does not depend on how a hyperparameter is given.
+    It is float64 throughout: parts of a tree add up to the whole, and what is computed of it and of a hyperparameter does not depend on
+    how the hyperparameter is given, since those that are tensors are float64 as well.
     """
-    terms = [borders.sum_of_squares(_wide(leaf)).double() for leaf in leaves(tree)]
+    terms = [borders.sum_of_squares(leaf) for leaf in leaves(tree)]
     return borders.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64)
 
 
@@ -285,7 +285,3 @@ def _differ_in_order_only(tree: object, reference: object, expected: Any) -> boo
         return bool(optree.tree_structure(ordered_as(reference, tree), namespace=NAMESPACE) == expected)  # type: ignore[arg-type]
     except ValueError:
         return False
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()

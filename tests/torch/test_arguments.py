@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -190,34 +191,34 @@ def test_what_is_no_parameter_is_refused_by_name(params: Any, message: str) -> N
 
 
 def test_a_group_that_was_refused_leaves_nothing_behind() -> None:
-    def clip(learning_rate: float) -> eb.Transform[Any]:
-        return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
-
     model, reference = Awkward(), Awkward()
-    optimizer = TorchOptimizer([model.matrix], clip, lr=0.1)
-    with pytest.raises(ValueError, match=r"its norm would not be the global one"):
-        optimizer.add_param_group({"params": [model.vector]})
+    optimizer = TorchOptimizer([model.matrix], eb.sgd, lr=0.1)
+    with pytest.raises(ValueError, match=r"param group 1: lr: got -1\.0"):
+        optimizer.add_param_group({"params": [model.vector], "lr": -1.0})
     assert len(optimizer.param_groups) == 1
-    assert optimizer._arriving == []
-    other = TorchOptimizer([reference.matrix], clip, lr=0.1)
+    other = TorchOptimizer([reference.matrix], eb.sgd, lr=0.1)
     assert same_bits(train(model, optimizer, 2), train(reference, other, 2))
 
 
-def test_the_flat_layout_for_a_clip_says_what_a_clip_sees() -> None:
-    def clip(learning_rate: float) -> eb.Transform[Any]:
-        return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Scales each tensor by its own norm."""
 
-    def masked(learning_rate: float) -> eb.Transform[Any]:
-        return eb.chain(
-            eb.masked(eb.scale(2.0), where=lambda path, p: p.ndim > 1), eb.scale_by_learning_rate(learning_rate)
-        )
+    scope: ClassVar[eb.Scope] = "tensor"
 
-    for factory, message in (
-        (clip, r"scope 'tree', which looks at all gradients at once"),
-        (masked, r"scope 'tensor', which must see whole"),
-    ):
-        with pytest.raises(ValueError, match=rf"layout: got 'flat' for a transform of {message}"):
-            TorchOptimizer(Awkward().parameters(), factory, lr=0.1, layout="flat")
+    def init(self, params: Any) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = eb.Context()) -> tuple[Any, Any]:  # noqa: B008
+        return eb.tree.map(lambda u: u / u.norm(), updates), state
+
+
+def test_the_flat_layout_is_refused_to_what_must_see_whole_tensors_and_to_nothing_else() -> None:
+    def trust(learning_rate: float) -> eb.Transform[Any]:
+        return eb.chain(Trust(), eb.scale_by_learning_rate(learning_rate))
+
+    with pytest.raises(ValueError, match=r"layout: got 'flat' for a transform of scope 'tensor', which must see whole"):
+        TorchOptimizer(Awkward().parameters(), trust, lr=0.1, layout="flat")
 
 
 # -- fully decoupled decay ------------------------------------------------------------------------------------------------------------

@@ -305,9 +305,7 @@ def test_a_constant_that_changes_at_every_step_is_not_compiled_for_ever(monkeypa
     assert "other values of terms" in warned
 
 
-def test_sets_of_missing_gradients_are_compiled_a_few_times_and_step_uncompiled_after_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sets_of_missing_gradients_need_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more of them than torch makes graphs for, eight, and more than variants are made for."""
     monkeypatch.setattr(variants, "LIMIT", 3)
 
@@ -320,9 +318,9 @@ def test_sets_of_missing_gradients_are_compiled_a_few_times_and_step_uncompiled_
         steps=15,  # 12 sets, and the first ones again
         missing=lambda step, index: bool((step % 12) >> index & 1),
     )
-    assert ran.graphs == 3
-    (warned,) = ran.warned
-    assert "other sets of missing gradients" in warned
+    assert not ran.warned
+    # One for the whole buffer, one for the first part of it that is cut off, one for all sizes, and one for a single element.
+    assert ran.graphs <= 4
 
 
 def test_many_shapes_under_policies_by_label_need_few_graphs() -> None:

@@ -70,7 +70,7 @@ def test_parameters_become_pieces_of_one_buffer_and_trees_stay_where_they_are() 
     assert [p.data_ptr() for p in tree.parameters()] == pointers
 
 
-def test_the_layout_is_chosen_by_scope_and_shown() -> None:
+def test_the_layout_is_shown_and_a_clip_is_flat_too() -> None:
     model = Awkward()
     element = AdamW(model.parameters())
     train(model, element, 1)
@@ -81,10 +81,11 @@ def test_the_layout_is_chosen_by_scope_and_shown() -> None:
 
     other = Awkward()
     whole = TorchOptimizer(other.parameters(), clipped, lr=0.1)
+    assert "param group 0: flat, from the first step on;" in repr(whole)
     train(other, whole, 1)
-    assert "param group 0: tree, 5 parameters where they were;" in repr(whole)
-    with pytest.raises(ValueError, match=r"layout: got 'flat' .* accepted are 'auto' and 'tree'"):
-        TorchOptimizer(other.parameters(), clipped, lr=0.1, layout="flat")
+    assert "param group 0: flat, 5 parameters in 1 run;" in repr(whole)
+    tree = TorchOptimizer(Awkward().parameters(), clipped, lr=0.1, layout="tree")
+    assert "param group 0: tree, from the first step on;" in repr(tree)
 
 
 def test_other_memory_given_to_a_parameter_counts_and_joins_the_buffer_again() -> None:

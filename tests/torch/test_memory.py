@@ -12,7 +12,7 @@ from small_models import Awkward, give_gradients, same_bits, train, values
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, TorchOptimizer
+from everybit_torch import SGD, AdamW
 
 ORDERS: dict[str, dict[str, Any]] = {
     "flat": {"layout": "flat"},
@@ -122,15 +122,6 @@ def test_shared_memory_and_residuals_of_its_own_is_refused_by_name(name: str) ->
         optimizer.step()
     assert same_bits(before, values(model))
     assert not optimizer.state
-
-
-def test_and_so_it_is_with_a_transform_that_writes_all_at_once() -> None:
-    def clip(learning_rate: float) -> eb.Transform[Any]:
-        return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
-
-    model = as_views()
-    with pytest.raises(ValueError, match=r"share memory, and a transform that looks at all gradients at once"):
-        train(model, TorchOptimizer(model.parameters(), clip, lr=0.1), 1)
 
 
 @pytest.mark.parametrize("how", list(ORDERS))

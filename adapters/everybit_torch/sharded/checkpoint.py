@@ -42,7 +42,7 @@ from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter,
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.shard_tensor import ShardTensor
-from everybit_torch.sharded.shared_state import adopt, require_one_value, shared_names, split
+from everybit_torch.sharded.shared_state import adopt, shared_names, split
 from everybit_torch.sharded.stepper import FlatStepper
 
 LATEST = "latest"
@@ -288,8 +288,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
 
         def judge() -> None:
             _require_ties(own, aside, place)
-            optimizer._require_one_count(given)
-            require_one_value(optimizer, given)
+            optimizer._require_counts(given)
 
         on_all(judge, group)
         _verify_rest(found, aside, group)

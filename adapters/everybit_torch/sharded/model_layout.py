@@ -18,7 +18,7 @@ from everybit_torch.dtensors import is_dtensor
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
-from everybit_torch.transform_parts import scopes
+from everybit_torch.transform_parts import needs_whole_tensors
 
 Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]
 Units = Sequence[type[nn.Module] | nn.Module]
@@ -158,7 +158,7 @@ def _label(
     for name, one in transforms.items():
         who = "transform" + (f"[{name!r}]" if name else "")
         require_transform(one, who=who)
-        if "tensor" in scopes(one):
+        if needs_whole_tensors(one):
             raise ValueError(
                 f"{who}: got {one!r}, a part of which must see whole tensors (scope 'tensor'), and ranks hold parts of tensors, cut"
                 " anywhere. Accepted are transforms of scope 'element' and 'tree'."

@@ -33,13 +33,15 @@ from everybit.optimizer import nbytes, state_bytes
 from everybit.policies import short
 from everybit.policy import Resolved, resolve
 from everybit_torch.probing import is_number
+from everybit_torch.reductions import Part, Reads, find_totals
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Group, Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.reduction import Wire, accumulate_bytes, chunk_size, install_bytes
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
-from everybit_torch.stepping import PIECE, Part, draws_bits, find_totals, piece_size, step_in_place
+from everybit_torch.stepping import PIECE, draws_bits, piece_size, step_in_place
+from everybit_torch.transform_parts import reduces
 from everybit_torch.units import Unit
 
 AGREED = 4
@@ -508,12 +510,12 @@ def _reductions(labelled: Mapping[str, LabelledTransform]) -> int:
 
 
 def _asked(one: LabelledTransform) -> list[Tensor]:
-    if one.transform.scope == "element":
+    if not reduces(one.transform):
         return []
     optimizer = eb.Optimizer(one.transform, one.policy)
     empty = torch.zeros(0, dtype=torch_dtype(one.policy.model_dtype))
     unit = Unit(0, [empty], [], optimizer.init([empty]), 0, flat=True)
-    return find_totals([Part(optimizer, unit, None)], eb.Local)
+    return find_totals([Part(optimizer, unit, None)], eb.Local, Reads())
 
 
 def _wire(

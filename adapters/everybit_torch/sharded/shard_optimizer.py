@@ -16,6 +16,7 @@ from everybit.policy import Policy
 from everybit_torch.compiling import can_compile
 from everybit_torch.hyperparameter_names import spread
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.reductions import Part, find_totals
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import hyperparameter_fields, hyperparameters, with_hyperparameters
 from everybit_torch.sharded.layout import Slice
@@ -24,7 +25,7 @@ from everybit_torch.sharded.offload import HostCopies, on_host, step_streamed
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.state_dicts import RoundingLoss
-from everybit_torch.stepping import Group, Part, draws_bits, find_totals
+from everybit_torch.stepping import Group, draws_bits
 from everybit_torch.units import Member, Unit, init_state, named_fields
 
 if TYPE_CHECKING:
@@ -204,9 +205,6 @@ class ShardOptimizer(TorchOptimizer):
             group.policies[dtype] = self._labelled[str(label)].policy
         group.follow(group.arguments, self._build(group, group.arguments))
 
-    def _require_one_tree(self, groups: list[Any]) -> None:
-        """Any number of groups and dtypes: reductions are answered over all of them."""
-
     # -- placing --------------------------------------------------------------------------------------------------------------------
 
     def _place(self, *, wanted: frozenset[int] = frozenset()) -> None:
@@ -340,7 +338,7 @@ class ShardOptimizer(TorchOptimizer):
         assert unit.gradients is not None
 
         def step(part: Unit, grad: Tensor) -> Metrics | None:
-            return group.step(part, [grad], [True], compile=self._compile, metrics=self.metrics_enabled, totals=totals)
+            return group.step(part, grad, compile=self._compile, metrics=self.metrics_enabled, totals=totals)
 
         gradient = unit.gradients.buffer
         copies = self._copies
@@ -445,7 +443,8 @@ class ShardOptimizer(TorchOptimizer):
             assert unit.gradients is not None
             grad = unit.gradients.buffer if id(unit) in taking_part else None
             parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))
-        return {source: find_totals(members, self._axis) for source, members in parts.items()}
+        reads = self._groups[0].reads
+        return {source: find_totals(members, self._axis, reads) for source, members in parts.items()}
 
 
 def _parts(slot: Any) -> int:

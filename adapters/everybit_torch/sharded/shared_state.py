@@ -23,20 +23,6 @@ def shared_names(unit: Unit) -> frozenset[str]:
     return frozenset(name for name, _, is_slot in named_fields(unit.state) if not is_slot)
 
 
-def require_one_value(optimizer: TorchOptimizer, given: Given) -> None:
-    """Refuse numbers that differ between parameters which cannot be stepped apart: those of a transform that sees them all.
-
-    Raises:
-        ValueError: They do; nothing is changed.
-    """
-    for unit in optimizer._units:
-        if not unit.flat and len(set(_values(unit, given))) > 1:
-            raise ValueError(
-                f"param group {unit.group}: parameters have different {', '.join(sorted(shared_names(unit)))}, and a transform that reduces"
-                " over all gradients keeps one of each for all of them."
-            )
-
-
 def split(optimizer: TorchOptimizer, given: Given) -> None:
     """Cut flat units between members to which different numbers were given."""
     units: list[Unit] = []

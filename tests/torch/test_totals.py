@@ -1,0 +1,301 @@
+"""Transforms that reduce over everything that is stepped: clipping, skipping, estimates of one number; flat, in groups, in pieces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+from small_models import Awkward, give_gradients, same_bits, train, values
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import everybit as eb
+from everybit_torch import TorchOptimizer, reductions, stepping
+from everybit_torch.sharded.allocations import AllocationCounter
+
+LEAN, KAHAN, FP32 = eb.policies.LEAN_BF16, eb.policies.KAHAN_BF16, eb.policies.FP32
+
+
+def clipped(learning_rate: Any, limit: Any = 0.5) -> eb.Transform[Any]:
+    return eb.chain(eb.clip_by_global_norm(limit), eb.adamw(learning_rate, b2=0.95, weight_decay=0.1))
+
+
+def skipping(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.apply_if_finite(eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(learning_rate, b2=0.95)))
+
+
+def late(learning_rate: Any) -> eb.Transform[Any]:
+    """The norm is that of Adam's update, computed from slots."""
+    return eb.chain(eb.scale_by_adam(b2=0.95), eb.clip_by_global_norm(0.1), eb.scale_by_learning_rate(learning_rate))
+
+
+def decayed(learning_rate: Any) -> eb.Transform[Any]:
+    """The norm is computed from gradients and weights."""
+    return eb.chain(
+        eb.add_decayed_weights(0.5),
+        eb.clip_by_global_norm(0.1),
+        eb.trace(0.9),
+        eb.scale_by_learning_rate(learning_rate),
+    )
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class DistanceState:
+    """How far the weights have come, in all: 0-d, float64."""
+
+    distance: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ByDistance:
+    """Scales by a number that is estimated from all weights at every step, in two reductions, and kept; as Prodigy's is."""
+
+    scope: ClassVar[eb.Scope] = "tree"
+
+    def init(self, params: Any) -> DistanceState:
+        return DistanceState(torch.ones((), dtype=torch.float64))
+
+    def update(
+        self,
+        updates: Any,
+        state: DistanceState,
+        params: Any,
+        ctx: eb.Context = eb.Context(),  # noqa: B008
+    ) -> tuple[Any, DistanceState]:
+        size = ctx.axis.sum(eb.tree.sum_of_squares(ctx.axis.owned(params))).sqrt()
+        elements = [g.double().abs().reshape(-1) for g in eb.tree.leaves(updates)]
+        most = ctx.axis.max(torch.cat([torch.zeros(1, dtype=torch.float64), *elements]).amax() / size)
+        distance = torch.maximum(state.distance, most)
+        return eb.tree.elementwise(lambda u: u * distance, updates), replace(state, distance=distance)
+
+
+def by_distance(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.chain(ByDistance(), eb.trace(0.9), eb.scale_by_learning_rate(learning_rate))
+
+
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "clipped": clipped, "skipping": skipping, "late": late, "decayed": decayed, "by distance": by_distance,
+}  # fmt: skip
+
+
+class Whole(nn.Module):
+    """The same parameters, stepped as one tree by the core."""
+
+    def __init__(self, factory: Callable[..., Any], model: nn.Module, policy: eb.Policy) -> None:
+        super().__init__()
+        self.optimizer = eb.with_policy(factory(1e-2), policy, seed=3)
+        self.parameters_by_name = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.state = self.optimizer.init(self.parameters_by_name)
+
+    def step(self, model: nn.Module) -> None:
+        grads = {name: cast(Tensor, p.grad) for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters_by_name, self.state = self.optimizer.step(self.parameters_by_name, grads, self.state)
+
+
+@pytest.mark.parametrize("policy", [LEAN, KAHAN, FP32], ids=["LEAN", "KAHAN", "FP32"])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_pieces_of_flat_buffers_give_the_bits_of_the_whole_tree(
+    monkeypatch: pytest.MonkeyPatch, name: str, policy: eb.Policy
+) -> None:
+    """Against the core's own step of the whole tree; pieces are of a few elements here."""
+    monkeypatch.setattr(reductions, "PIECE", 7)
+    monkeypatch.setattr(stepping, "PIECE", 11)
+    dtype = torch.float32 if policy is FP32 else torch.bfloat16
+    model = Awkward(dtype)
+    whole = Whole(FACTORIES[name], model, policy)
+    kinds: tuple[dict[str, Any], ...] = ({}, {"layout": "tree"}, {"flat_gradients": True})
+    models = [Awkward(dtype) for _ in kinds]
+    optimizers = [
+        TorchOptimizer(one.parameters(), FACTORIES[name], lr=1e-2, policy=policy, seed=3, **kind)
+        for one, kind in zip(models, kinds, strict=True)
+    ]
+    for step in range(4):
+        give_gradients(model, 1000 + step)
+        whole.step(model)
+        expected = list(whole.parameters_by_name.values())
+        for one, optimizer in zip(models, optimizers, strict=True):
+            got = train(one, optimizer, 1, start=step)
+            assert same_bits([p for p, own in zip(got, one.parameters(), strict=True) if own.requires_grad], expected)
+
+
+@pytest.mark.parametrize("policy", [LEAN, pytest.param(FP32, marks=pytest.mark.exhaustive)], ids=["LEAN", "FP32"])
+@pytest.mark.parametrize(
+    "name", ["clipped", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FACTORIES if n != "clipped")]
+)
+def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, policy: eb.Policy) -> None:
+    dtype = torch.float32 if policy is FP32 else torch.bfloat16
+    found = []
+    for compile in (False, True):
+        model = Awkward(dtype)
+        optimizer = TorchOptimizer(model.parameters(), FACTORIES[name], lr=1e-2, policy=policy, compile=compile)
+        for step in range(3):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            train(model, optimizer, 1, start=step)
+        found.append(values(model))
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("layout", ["auto", "tree"])
+def test_one_norm_over_groups_as_torchs_clip_grad_norm(layout: Any) -> None:
+    """Each group with a limit of its own, float64 and float32 in one optimizer."""
+
+    def sgd(learning_rate: Any, limit: Any) -> eb.Transform[Any]:
+        return eb.chain(eb.clip_by_global_norm(limit), eb.trace(0.9), eb.scale_by_learning_rate(learning_rate))
+
+    def build() -> list[nn.Parameter]:
+        draw = torch.Generator().manual_seed(0)
+        dtypes = itertools.cycle([torch.float64, torch.float32])
+        shapes = [(3, 2), (4,), (), (5, 1, 2), (7,)]
+        return [nn.Parameter(torch.randn(shape, generator=draw).to(next(dtypes))) for shape in shapes]
+
+    mine, theirs = build(), build()
+    groups: list[Any] = [{"params": mine[:3]}, {"params": mine[3:], "limit": 0.1, "lr": 0.05}]
+    optimizer = TorchOptimizer(groups, sgd, lr=0.1, limit=0.5, layout=layout)
+    others: list[Any] = [{"params": theirs[:3]}, {"params": theirs[3:], "lr": 0.05}]
+    reference = torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    draw = torch.Generator().manual_seed(1)
+    for step in range(6):
+        grads = [torch.randn(p.shape, generator=draw, dtype=torch.float64) for p in mine]
+        missing = {step % 5, 4} if step > 2 else set()
+        seen = [g.to(p.dtype) for index, (g, p) in enumerate(zip(grads, mine, strict=True)) if index not in missing]
+        norm = torch.stack([g.double().square().sum() for g in seen]).sum().sqrt()
+        for index, (p, q, grad) in enumerate(zip(mine, theirs, grads, strict=True)):
+            limit = 0.5 if index < 3 else 0.1
+            p.grad = None if index in missing else grad.to(p.dtype)
+            q.grad = None if index in missing else (grad.to(p.dtype) * (limit / norm).clamp(max=1.0)).to(p.dtype)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(mine, theirs, strict=True):
+        tolerance = 1e-13 if p.dtype is torch.float64 else 1e-6  # float32: a few roundings of sums below 10
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+def test_a_clip_that_begins_with_a_hyperparameter_begins() -> None:
+    def factory(learning_rate: float, limit: float) -> eb.Transform[Any]:
+        clips = [eb.clip_by_global_norm(limit)] if limit else []
+        return eb.chain(*clips, eb.adamw(learning_rate, b2=0.95, weight_decay=0.1))
+
+    model, reference = Awkward(), Awkward()
+    optimizer = TorchOptimizer(model.parameters(), factory, lr=1e-2, limit=0.0)
+    other = TorchOptimizer(reference.parameters(), clipped, lr=1e-2, limit=1e30)
+    train(model, optimizer, 2)
+    train(reference, other, 2)
+    for one in (optimizer, other):
+        one.param_groups[0]["limit"] = 0.1
+    assert same_bits(train(model, optimizer, 2, start=2), train(reference, other, 2, start=2))
+
+
+def test_groups_of_which_some_reduce_have_the_norm_of_those() -> None:
+    def factory(learning_rate: float, clip: bool) -> eb.Transform[Any]:
+        return clipped(learning_rate) if clip else eb.adamw(learning_rate, b2=0.95, weight_decay=0.1)
+
+    first, second, alone, plain = (Awkward() for _ in range(4))
+    groups: list[Any] = [{"params": second.parameters(), "clip": False}, {"params": first.parameters()}]
+    optimizer = TorchOptimizer(groups, factory, lr=1e-2, clip=True)
+    for step in range(3):
+        give_gradients(first, 1000 + step)
+        train(second, optimizer, 1, start=step)
+    expected = train(alone, TorchOptimizer(alone.parameters(), clipped, lr=1e-2), 3)
+    assert same_bits(values(first), expected)
+    unclipped = TorchOptimizer(plain.parameters(), eb.adamw, lr=1e-2, b2=0.95, weight_decay=0.1)
+    assert same_bits(values(second), train(plain, unclipped, 3))
+
+
+def test_parameters_in_one_memory_are_clipped_as_by_torch() -> None:
+    """Each is stepped by itself, as torch does, with the norm of all."""
+
+    def build() -> nn.ParameterList:
+        base = torch.arange(1.0, 7.0, dtype=torch.float64)
+        return nn.ParameterList([nn.Parameter(base), nn.Parameter(base.view(2, 3))])
+
+    def sgd(learning_rate: Any) -> eb.Transform[Any]:
+        return eb.chain(eb.clip_by_global_norm(0.5), eb.scale_by_learning_rate(learning_rate))
+
+    mine, theirs = build(), build()
+    optimizer = TorchOptimizer(mine.parameters(), sgd, lr=0.1)
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1, foreach=False)
+    for step in range(3):
+        give_gradients(mine, step)
+        give_gradients(theirs, step)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+        reference.step()
+    # torch adds 1e-6 to the norm that it divides by, which is above 1 here.
+    torch.testing.assert_close(mine[0], theirs[0], rtol=0.0, atol=3 * 0.1 * 0.5 * 1e-6 * 2)
+    assert torch.equal(mine[0].view(2, 3), mine[1])
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements of what is computed, views apart."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in eb.tree.leaves([args, kwargs or {}]) if isinstance(x, Tensor)}
+        for x in eb.tree.leaves(made):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.count += x.untyped_storage().nbytes() // x.itemsize
+        return made
+
+
+@pytest.mark.parametrize("policy", [LEAN, KAHAN], ids=["LEAN", "KAHAN"])
+def test_a_norm_is_found_from_the_gradients_alone(policy: eb.Policy) -> None:
+    """Three results for each element: the gradient in float32, in float64, squared. Nothing is decoded."""
+    size = 1 << 16
+    model = nn.ParameterList([nn.Parameter(torch.ones(size, dtype=torch.bfloat16))])
+    optimizer = TorchOptimizer(model.parameters(), clipped, lr=1e-2, policy=policy)
+    for _ in range(2):
+        model[0].grad = torch.ones_like(model[0])
+        optimizer.step()
+    (unit,) = optimizer._units
+    group = optimizer._groups[0]
+    part = reductions.Part(group.optimizer_of(unit), unit, torch.ones(size, dtype=torch.bfloat16))
+    with Elements() as elements:
+        (total,) = reductions.find_totals([part], eb.Local, group.reads)
+    assert total.item() == size
+    assert elements.count // size == 3
+
+
+def peak(factory: Callable[..., Any], policy: eb.Policy, size: int, **options: Any) -> int:
+    model = nn.ParameterList([nn.Parameter(torch.ones(size // 4, dtype=torch.bfloat16)) for _ in range(4)])
+    optimizer = TorchOptimizer(model.parameters(), factory, lr=1e-2, policy=policy, **options)
+    for _ in range(2):
+        for p in model:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    with AllocationCounter(smallest=1) as counter:
+        optimizer.step()
+    found: int = counter.peak
+    return found
+
+
+def plain(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.adamw(learning_rate, b2=0.95, weight_decay=0.1)
+
+
+def masked(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=lambda path, p: p.ndim > 1)
+
+
+@pytest.mark.parametrize("policy", [LEAN, KAHAN], ids=["LEAN", "KAHAN"])
+@pytest.mark.parametrize("other", [clipped, masked])
+def test_a_clip_and_a_mask_take_no_more_memory_than_their_optimizer_alone(other: Any, policy: eb.Policy) -> None:
+    """A tenth more is what is accepted; a tree of the whole model would take ten times as much."""
+    size = 1 << 22
+    assert peak(other, policy, size) <= 1.1 * peak(plain, policy, size)
+
+
+def test_what_is_measured_of_a_clipped_step_is_of_all_parameters() -> None:
+    model = Awkward(torch.bfloat16)
+    optimizer = TorchOptimizer(model.parameters(), clipped, lr=1e-2, policy=LEAN, metrics=True)
+    train(model, optimizer, 2)
+    squares = sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None)
+    assert optimizer.metrics().gradient.item() == pytest.approx(squares, rel=1e-12)  # float64 sums of 90 numbers

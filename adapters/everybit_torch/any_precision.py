@@ -13,6 +13,7 @@ from everybit.checks import problems
 from everybit.dtypes import dtype_name, require_member
 from everybit_torch.arguments import TorchArguments
 from everybit_torch.optimizer import Layout, Params, TorchOptimizer
+from everybit_torch.stepping import Compile
 
 
 class AnyPrecisionAdamW(TorchOptimizer):
@@ -67,7 +68,7 @@ class AnyPrecisionAdamW(TorchOptimizer):
         variance_rounding: Literal["nearest", "stochastic"] = "nearest",
         layout: Layout = "auto",
         flat_gradients: bool = False,
-        compile: bool = False,
+        compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
         fully_decoupled: bool = False,

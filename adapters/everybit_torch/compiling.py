@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
@@ -69,26 +70,41 @@ def cause(error: BaseException) -> str:
 
 def can_compile(device: torch.device) -> bool:
     """Whether steps on a device can be compiled; warns, once, if they cannot for want of a C++ compiler."""
-    return device.type != "cpu" or _has_cpp_compiler()
+    if device.type != "cpu" or (error := _cpp_compiler_error()) is None:
+        return True
+    _warn_of_missing_compiler(error)
+    return False
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Whether torch compiles for a device, and what it needs for that is installed; without a word if not."""
+    if device.type == "cpu":
+        return _cpp_compiler_error() is None
+    return device.type in ("cuda", "xpu") and find_spec("triton") is not None
 
 
 @cache
-def _has_cpp_compiler() -> bool:
+def _cpp_compiler_error() -> str | None:
+    """Why there is no C++ compiler; None if there is one."""
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
     except ImportError:
         # Where it is looked for has moved: torch will say what it lacks.
-        return True
+        return None
     try:
         get_cpp_compiler()
     except Exception as error:
-        warnings.warn(
-            f"compile: got True, but torch found no C++ compiler ({type(error).__name__}); steps run uncompiled, with the same results"
-            " and slower. Install g++ or clang++, or name one in the environment variable CXX.",
-            stacklevel=2,
-        )
-        return False
-    return True
+        return type(error).__name__
+    return None
+
+
+@cache
+def _warn_of_missing_compiler(error: str) -> None:
+    warnings.warn(
+        f"compile: got True, but torch found no C++ compiler ({error}); steps run uncompiled, with the same results and slower. Install"
+        " g++ or clang++, or name one in the environment variable CXX.",
+        stacklevel=3,
+    )
 
 
 def _backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:

@@ -14,6 +14,7 @@ from everybit_torch.arguments import TorchArguments
 from everybit_torch.entries import UNUSED
 from everybit_torch.optimizer import Layout, Params, TorchOptimizer
 from everybit_torch.state_dicts import TorchNames
+from everybit_torch.stepping import Compile
 from everybit_torch.units import Unit
 
 _IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False}
@@ -79,7 +80,7 @@ class AdamW(TorchOptimizer):
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
-        compile: bool = False,
+        compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
         **torch_arguments: Unpack[TorchArguments],
@@ -113,7 +114,7 @@ class Adam(TorchOptimizer):
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
-        compile: bool = False,
+        compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
         **torch_arguments: Unpack[TorchArguments],
@@ -184,7 +185,7 @@ class Lion(TorchOptimizer):
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
-        compile: bool = False,
+        compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
         **torch_arguments: Unpack[TorchArguments],
@@ -255,7 +256,7 @@ class SGD(_WithOptionalMomentum):
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
-        compile: bool = False,
+        compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
         **torch_arguments: Unpack[TorchArguments],
@@ -306,7 +307,7 @@ class RMSprop(_WithOptionalMomentum):
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
-        compile: bool = False,
+        compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
         **torch_arguments: Unpack[TorchArguments],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -19,7 +20,7 @@ from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe, state_bytes, with_policy
 from everybit.policies import describe, native
 from everybit.policy import LOW, AnyPolicy, for_dtype, resolve_tree
-from everybit_torch import loading, state_dicts
+from everybit_torch import loading, state_dicts, stepping
 from everybit_torch.arguments import (
     as_python,
     by_given_name,
@@ -29,6 +30,7 @@ from everybit_torch.arguments import (
     settled,
 )
 from everybit_torch.choosing import Tree, applied, resolve_parameters, tree_of
+from everybit_torch.compiling import has_compiler
 from everybit_torch.dtensors import axis_of, first_element, is_counted, is_dtensor, like, local, mesh_of
 from everybit_torch.entries import UNUSED, ParameterState, States, state_replaced
 from everybit_torch.following import follow, require_followable
@@ -39,7 +41,7 @@ from everybit_torch.placement import Placement, Run, is_settled, moves, plan_pla
 from everybit_torch.probing import Factory
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
-from everybit_torch.stepping import Group, draws_bits, write
+from everybit_torch.stepping import Compile, Group, draws_bits, require_compile, write
 from everybit_torch.transform_parts import needs_whole_tensors, reduces
 from everybit_torch.units import Unit, flatten, init_state
 
@@ -92,7 +94,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             stay where they are. ``"auto"``: flat where the transform works element by element.
         flat_gradients: From the first step on, autograd accumulates the gradients of flat parameters in one buffer, and a step gathers
             nothing; they stay allocated, and :meth:`zero_grad` fills them with zeros.
-        compile: Compile the step with ``torch.compile``; the results are the same bits.
+        compile: Compile the step with ``torch.compile``; the results are the same bits. ``"auto"``: for param groups of at least
+            ``everybit_torch.stepping.WORTH_COMPILING`` elements of one dtype, where there is a compiler; the first step then takes some
+            seconds longer, and says so.
         metrics: Measure every step; see :meth:`metrics`. ``metrics_enabled`` may be switched between steps.
         seed: Of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
@@ -122,7 +126,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         policy: AnyPolicy | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
-        compile: bool = False,
+        compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
         unsafe: Unsafe = "refuse",
@@ -130,6 +134,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     ) -> None:
         if layout not in get_args(Layout):
             raise ValueError(f"layout: got {layout!r}; accepted are 'auto', 'flat', 'tree'.")
+        require_compile(compile)
         if flat_gradients and layout == "tree":
             raise ValueError("flat_gradients: got True with layout='tree'; accepted with it are 'auto' and 'flat'.")
         require_factory(factory)
@@ -185,7 +190,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         mixed = self._is_mixed or any(tensor.dtype in LOW for tensor in tensors)
         dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
         policies = {dtype: _policy_for(policy, dtype, number, mixed=mixed) for dtype in dtypes}
-        group = Group(number, self._factory, policies, self._seed)
+        group = Group(number, self._factory, policies, self._seed, announce=self._compile == "auto")
         arguments = self.factory_arguments({**self.defaults, **param_group})
         group.follow(arguments, self._build(group, arguments))
         self._require_layout(group.optimizers)
@@ -270,7 +275,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 del values["policy"]
                 continue
             policies = {dtype: _policy_for(policy, dtype, number, mixed=self._is_mixed) for dtype in group.policies}
-            new = Group(number, self._factory, policies, self._seed)
+            new = Group(number, self._factory, policies, self._seed, announce=self._compile == "auto")
             arguments = self.factory_arguments(values)
             new.follow(arguments, self._build(new, arguments))
             self._require_layout(new.optimizers)
@@ -338,6 +343,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             group.known, group.waiting, group.uninitialized = known, waiting, lazy
         for run in plan.runs:
             self._place_run(run)
+        for group in self._groups:
+            group.elements = Counter()
+        for unit in self._units:
+            self._groups[unit.group].elements[unit.tensors[0].dtype] += unit.tensors[0].numel()
 
     def _is_sharded(self) -> bool:
         """Whether any parameter is a part of one, by FSDP2."""
@@ -615,6 +624,17 @@ class TorchOptimizer(torch.optim.Optimizer):
                         " (torch.nn.Embedding(sparse=False), or torch.optim.SparseAdam for sparse ones)."
                     )
 
+    def _compiles(self, unit: Unit) -> bool:
+        """Whether the step of a unit is compiled; of those of a group with one dtype all are, or none."""
+        if self._compile != "auto":
+            return self._compile
+        if torch.compiler.is_compiling():
+            return False
+        group = self._groups[unit.group]
+        return group.elements.get(unit.tensors[0].dtype, 0) >= stepping.WORTH_COMPILING and has_compiler(
+            unit.tensors[0].device
+        )
+
     def _reduces(self, unit: Unit) -> bool:
         return reduces(self._groups[unit.group].optimizer_of(unit).transform)
 
@@ -674,7 +694,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         measured = self._groups[unit.group].step(
             unit,
             _gathered(unit, cast(list[Tensor], grads)) if gathered is None else gathered,
-            compile=self._compile,
+            compile=self._compiles(unit),
             metrics=self.metrics_enabled,
             totals=totals if self._reduces(unit) else (),
         )
@@ -857,7 +877,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         lines = [
             super().__repr__(),
-            f"layout={self._layout!r}, flat_gradients={self._flat_gradients}, compile={self._compile}",
+            f"layout={self._layout!r}, flat_gradients={self._flat_gradients}, compile={self._compile!r}",
         ]
         for group, values in zip(self._groups, self.param_groups, strict=False):
             units = [unit for unit in self._units if unit.group == group.number]
@@ -879,6 +899,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             if "policy" in values and not self._is_in_force(group, values["policy"]):
                 when = "not in force" if group.known else "from the first step on"
                 policies += f" (param_groups[{group.number}]['policy'] is {describe(values['policy'])}, {when})"
+            if self._compile == "auto" and units:
+                placed += ", compiled" if self._compiles(units[0]) else ", uncompiled"
             lines.append(f"param group {group.number}: {placed}; {policies}")
         return "\n".join(lines)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,23 @@ PIECE = 1 << 17
 DEVICE_PIECE = 1 << 24
 
 
+# Elements of a param group from which on its step is compiled if nobody says whether it is to be: a first step that takes ten seconds
+# longer is worth it after about a thousand steps of so many.
+WORTH_COMPILING = 1 << 18
+
+Compile = bool | Literal["auto"]
+
+
+def require_compile(value: object) -> None:
+    """Refuse what says neither yes nor no.
+
+    Raises:
+        ValueError: Neither True, nor False, nor ``"auto"``.
+    """
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"compile: got {value!r}; accepted are True, False and 'auto'.")
+
+
 def piece_size(device: torch.device) -> int:
     """Elements stepped at a time on a device without a compiler."""
     return PIECE if device.type in ("cpu", "meta") else DEVICE_PIECE
@@ -36,7 +54,15 @@ def piece_size(device: torch.device) -> int:
 class Group:
     """What a param group needs beside its dict: policies, optimizers with the present hyperparameters, compiled steps."""
 
-    def __init__(self, number: int, factory: Factory, policies: dict[torch.dtype, AnyPolicy], seed: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        factory: Factory,
+        policies: dict[torch.dtype, AnyPolicy],
+        seed: int,
+        *,
+        announce: bool = False,
+    ) -> None:
         self.number = number
         self.factory = factory
         self.policies = policies
@@ -46,15 +72,20 @@ class Group:
         self.known: list[Tensor] = []
         self.waiting: list[tuple[Tensor, int]] = []
         self.uninitialized: list[Tensor] = []  # of lazy modules, without a shape yet
+        self.elements: Counter[torch.dtype] = Counter()  # of its units
         self._arguments: dict[str, Any] = {}
         self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
-        self._variants = Variants(number, factory, seed, step_in_place)
+        self._announce = announce
+        self._variants = self._no_variants()
         self._numbers: dict[torch.device, Tensor] = {}
         self.reads = Reads()
 
+    def _no_variants(self) -> Variants:
+        return Variants(self.number, self.factory, self.seed, step_in_place, announce=self._announce)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {
-            "_variants": Variants(self.number, self.factory, self.seed, step_in_place),
+            "_variants": self._no_variants(),
             "reads": Reads(),
         }
 

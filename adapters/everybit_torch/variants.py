@@ -7,7 +7,9 @@ warning says so.
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,6 +26,8 @@ from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import cause, compile_step, reached_limit
 from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
+
+_LOGGER = logging.getLogger("everybit_torch")
 
 LIMIT = 8
 """Variants of one step that differ in constants."""
@@ -78,6 +82,7 @@ class _Variant:
         given: The arguments that are tensors.
         run: Runs it.
         began: Whether its code began to run.
+        ran: Whether it ran once to its end.
         refused: Whether it could not be compiled.
         others: The shapes for which the compiler made no graph any more.
     """
@@ -86,6 +91,7 @@ class _Variant:
     given: list[str]
     run: Body = field(init=False)
     began: bool = False
+    ran: bool = False
     refused: bool = False
     others: set[Shape] = field(default_factory=set)
 
@@ -106,13 +112,17 @@ class Variants:
         factory: Makes its transform.
         seed: Of stochastic rounding.
         body: The step: of an optimizer, and what :class:`Inputs` holds.
+        announce: Log the first compilation as a warning, which is printed where no logging is set up; for steps that nobody asked to
+            be compiled.
     """
 
-    def __init__(self, number: int, factory: Factory, seed: int, body: Body) -> None:
+    def __init__(self, number: int, factory: Factory, seed: int, body: Body, *, announce: bool = False) -> None:
         self._number, self._factory, self._seed, self._body = number, factory, seed, body
         self._sites: dict[_Place, _Site] = {}
         self._chosen: dict[_Place, _Variant | None] = {}
         self._told: set[str] = set()
+        self._told_of_compilation = False
+        self._level = logging.WARNING if announce else logging.INFO
 
     def follow(self) -> None:
         """Hyperparameters changed."""
@@ -137,13 +147,21 @@ class Variants:
         if variant is None or variant.refused or (variant.others and inputs.shape() in variant.others):
             return uncompiled()
         variant.began = False
+        started = time.perf_counter() if not variant.ran else 0.0
         given = {name: arguments[name] for name in variant.given}
         try:
-            return variant.run(inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals)
+            measured = variant.run(
+                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals
+            )
         except Exception as error:
             if variant.began:
                 raise
             limited, why = reached_limit(error), cause(error)
+        else:
+            if not variant.ran:
+                variant.ran = True
+                self._tell_of_compilation(inputs, time.perf_counter() - started)
+            return measured
         measured = uncompiled()
         if limited:
             variant.others.add(inputs.shape())
@@ -225,6 +243,19 @@ class Variants:
         # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every variant has its own.
         own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
         return compile_step(own, began)
+
+    def _tell_of_compilation(self, inputs: Inputs, seconds: float) -> None:
+        """Say what a first step took, once for each group: on the log, because nothing is wrong."""
+        level = logging.INFO if self._told_of_compilation else self._level
+        self._told_of_compilation = True
+        _LOGGER.log(
+            level,
+            "param group %d: compiled its step (%s elements, %s) in %.1f s; compile=False steps uncompiled, with the same results.",
+            self._number,
+            f"{inputs.tensors[0].numel():,}",
+            inputs.dtype(),
+            seconds,
+        )
 
     def _tell_of_too_many(self, site: _Site, key: _Key) -> None:
         if all(variant.refused for variant in site.variants):

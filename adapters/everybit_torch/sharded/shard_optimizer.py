@@ -338,7 +338,7 @@ class ShardOptimizer(TorchOptimizer):
         assert unit.gradients is not None
 
         def step(part: Unit, grad: Tensor) -> Metrics | None:
-            return group.step(part, grad, compile=self._compile, metrics=self.metrics_enabled, totals=totals)
+            return group.step(part, grad, compile=self._compiles(unit), metrics=self.metrics_enabled, totals=totals)
 
         gradient = unit.gradients.buffer
         copies = self._copies

@@ -264,9 +264,9 @@ def test_a_norm_is_found_from_the_gradients_alone(policy: eb.Policy) -> None:
     assert elements.count // size == 3
 
 
-def peak(factory: Callable[..., Any], policy: eb.Policy, size: int, **options: Any) -> int:
+def peak(factory: Callable[..., Any], policy: eb.Policy, size: int) -> int:
     model = nn.ParameterList([nn.Parameter(torch.ones(size // 4, dtype=torch.bfloat16)) for _ in range(4)])
-    optimizer = TorchOptimizer(model.parameters(), factory, lr=1e-2, policy=policy, **options)
+    optimizer = TorchOptimizer(model.parameters(), factory, lr=1e-2, policy=policy, compile=False)
     for _ in range(2):
         for p in model:
             p.grad = torch.ones_like(p)

@@ -40,6 +40,7 @@ from everybit_torch.placement import Placement, Run, is_settled, moves, plan_pla
 from everybit_torch.probing import Factory
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
 from everybit_torch.stepping import Group, Part, draws_bits, find_totals, write
+from everybit_torch.torch_internals import optimizers as torch_optimizers
 from everybit_torch.units import Unit, flatten, init_state
 
 Layout = Literal["auto", "flat", "tree"]
@@ -83,7 +84,7 @@ class Scoped:
     optimizers: dict[torch.dtype, eb.Optimizer[Any]]
 
 
-class TorchOptimizer(torch.optim.Optimizer):
+class TorchOptimizer(torch_optimizers.Optimizer):
     """Run the transform that ``factory`` makes on a model's parameters, stored as ``policy`` says.
 
     Everything written for ``torch.optim`` works on it: param groups, learning-rate schedulers, closures, hooks, ``state_dict``.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW
-from everybit_torch.compare.model import ModelSize, Transformer, loss_of
-from everybit_torch.compare.options import CompareOptions
-from everybit_torch.compare.results import Point, Probe, Record
+from everybit_torch.cli.compare.model import ModelSize, Transformer, loss_of
+from everybit_torch.cli.compare.options import CompareOptions
+from everybit_torch.cli.compare.results import Point, Probe, Record
+from everybit_torch.drop_ins import AdamW
 
 WARMUP_SHARE = 0.1
 FINAL_SHARE = 0.1  # of the highest learning rate

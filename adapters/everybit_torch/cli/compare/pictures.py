@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from everybit_torch.compare.results import Record, write_whole
+from everybit_torch.cli.compare.results import Record, write_whole
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart: https://jfly.uni-koeln.de/color/. The reference is black.
 REFERENCE_COLOUR = "#000000"

@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.collectives.communicator import Communicator
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
 

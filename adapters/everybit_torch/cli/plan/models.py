@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from everybit_torch.cli import OptionError
-from everybit_torch.compare.model import SIZES, Block, Transformer
+from everybit_torch.cli.compare.model import SIZES, Block, Transformer
+from everybit_torch.cli.errors import OptionError
 from everybit_torch.sharded.shapes import SHAPES, LlamaBlock
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from everybit_torch.cli import main
-from everybit_torch.compare import command
-from everybit_torch.compare.corpus import Corpus
+from everybit_torch.cli.compare import command
+from everybit_torch.cli.compare.corpus import Corpus
 
 TINY = ["compare", "--model", "tiny", "--steps", "12", "--batch", "2", "--context", "16", "--threads", "1"]
 
@@ -112,6 +112,6 @@ def test_the_library_does_not_load_what_only_the_command_needs() -> None:
 def test_without_the_extra_the_remedy_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("everybit_torch.cli.find_spec", lambda name: None if name == "tyro" else object())
+    monkeypatch.setattr("everybit_torch.cli.command_line.find_spec", lambda name: None if name == "tyro" else object())
     assert main(TINY) == 2
     assert capsys.readouterr().err == "everybit: the command line needs tyro: pip install 'everybit[cli]'\n"

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from everybit_torch.cli import OptionError
-from everybit_torch.compare.corpus import Corpus, load_corpus
-from everybit_torch.compare.experiment import run
-from everybit_torch.compare.machine import machine, versions
-from everybit_torch.compare.options import CompareOptions, Plan, check, check_context, check_out
-from everybit_torch.compare.pictures import draw
-from everybit_torch.compare.progress import Bars
-from everybit_torch.compare.report import table, throughput
-from everybit_torch.compare.results import summarize, write_json
-from everybit_torch.compare.training import new_model
+from everybit_torch.cli.compare.corpus import Corpus, load_corpus
+from everybit_torch.cli.compare.experiment import run
+from everybit_torch.cli.compare.machine import machine, versions
+from everybit_torch.cli.compare.options import CompareOptions, Plan, check, check_context, check_out
+from everybit_torch.cli.compare.pictures import draw
+from everybit_torch.cli.compare.progress import Bars
+from everybit_torch.cli.compare.report import table, throughput
+from everybit_torch.cli.compare.results import summarize, write_json
+from everybit_torch.cli.compare.training import new_model
+from everybit_torch.cli.errors import OptionError
 from everybit_torch.config import policy_to_dict
 
 FORMAT = 1  # of the JSON file; to be raised when a reader would have to know

@@ -16,13 +16,13 @@ from torch import nn
 
 import everybit as eb
 from everybit.dtypes import FloatDType
-from everybit_torch.cli import OptionError
-from everybit_torch.compare.machine import versions
-from everybit_torch.compare.options import check_out, named_policy
-from everybit_torch.compare.results import write_json
-from everybit_torch.planning.models import build
-from everybit_torch.planning.options import DTypeName, PlanOptions
-from everybit_torch.planning.pictures import draw
+from everybit_torch.cli.compare.machine import versions
+from everybit_torch.cli.compare.options import check_out, named_policy
+from everybit_torch.cli.compare.results import write_json
+from everybit_torch.cli.errors import OptionError
+from everybit_torch.cli.plan.models import build
+from everybit_torch.cli.plan.options import DTypeName, PlanOptions
+from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.model_layout import AnyPrecision
 from everybit_torch.sharded.plan import Plan, plan

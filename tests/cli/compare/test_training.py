@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import everybit as eb
-from everybit_torch.compare.corpus import Batches, Corpus
-from everybit_torch.compare.experiment import run, validation_steps
-from everybit_torch.compare.model import SIZES, loss_of
-from everybit_torch.compare.options import DEFAULT_POLICIES, CompareOptions, check
-from everybit_torch.compare.results import Record
-from everybit_torch.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model
+from everybit_torch.cli.compare.corpus import Batches, Corpus
+from everybit_torch.cli.compare.experiment import run, validation_steps
+from everybit_torch.cli.compare.model import SIZES, loss_of
+from everybit_torch.cli.compare.options import DEFAULT_POLICIES, CompareOptions, check
+from everybit_torch.cli.compare.results import Record
+from everybit_torch.cli.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model
 
 CPU = torch.device("cpu")
 

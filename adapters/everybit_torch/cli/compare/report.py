@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from everybit_torch.compare.results import Summary
+from everybit_torch.cli.compare.results import Summary
 
 LONGEST_HEADING = 12
 

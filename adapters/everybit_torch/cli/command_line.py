@@ -1,4 +1,4 @@
-"""The ``everybit`` command. Needs the extra ``cli`` (``pip install 'everybit[cli]'``); ``import everybit_torch`` does not load it.
+"""The command line: subcommands, parsing, exit codes.
 
 A subcommand is a frozen dataclass of options, parsed by tyro, and a function that takes it; :func:`_commands` lists them.
 """
@@ -12,28 +12,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from everybit_torch.cli.errors import BAD_OPTION, INTERRUPTED, OptionError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
 
-BAD_OPTION = 2
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
-
 _NEEDED = ("tyro", "rich", "matplotlib", "numpy")
-
-
-class OptionError(ValueError):
-    """An option with a value that cannot be used; commands raise it before they do any work.
-
-    Args:
-        option: As it is typed, e.g. ``"--steps"``.
-        got: What stood there.
-        accepted: What would do.
-    """
-
-    def __init__(self, option: str, got: object, accepted: str) -> None:
-        super().__init__(f"{option}: got {got}; accepted: {accepted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +36,10 @@ class Command(Generic[T]):
 
 
 def _commands() -> dict[str, Command[Any]]:
-    from everybit_torch.compare.command import compare
-    from everybit_torch.compare.options import CompareOptions
-    from everybit_torch.planning.command import run_plan
-    from everybit_torch.planning.options import PlanOptions
+    from everybit_torch.cli.compare.command import compare
+    from everybit_torch.cli.compare.options import CompareOptions
+    from everybit_torch.cli.plan.command import run_plan
+    from everybit_torch.cli.plan.options import PlanOptions
 
     return {"compare": Command(CompareOptions, compare), "plan": Command(PlanOptions, run_plan)}
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from everybit_torch import cli
-from everybit_torch.cli import BAD_OPTION
+from everybit_torch.cli.errors import BAD_OPTION
 
 
 def small_model() -> nn.Module:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from everybit_torch.compare.progress import Bars
-from everybit_torch.compare.report import table, throughput
-from everybit_torch.compare.results import Record, Summary, summarize
+from everybit_torch.cli.compare.progress import Bars
+from everybit_torch.cli.compare.report import table, throughput
+from everybit_torch.cli.compare.results import Record, Summary, summarize
 
 MakeRecord = Callable[..., Record]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from everybit_torch.compare.corpus import Batches, Corpus, even_windows
-from everybit_torch.compare.options import AUTOCAST, Plan
-from everybit_torch.compare.results import Record
-from everybit_torch.compare.training import Trainee
+from everybit_torch.cli.compare.corpus import Batches, Corpus, even_windows
+from everybit_torch.cli.compare.options import AUTOCAST, Plan
+from everybit_torch.cli.compare.results import Record
+from everybit_torch.cli.compare.training import Trainee
 
 VALIDATIONS = 10
 VALIDATION_BYTES = 16384

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everybit_torch.sharded import groups
+from everybit_torch.collectives import groups
 
 Op = Any  # dist.ReduceOp.SUM and the like, whose types torch does not export
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit_torch.cli import OptionError
-from everybit_torch.compare.corpus import Corpus
-from everybit_torch.compare.options import CompareOptions, check, check_context, check_out
+from everybit_torch.cli.compare.corpus import Corpus
+from everybit_torch.cli.compare.options import CompareOptions, check, check_context, check_out
+from everybit_torch.cli.errors import OptionError
 from everybit_torch.config import save_policy
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from everybit.dtypes import torch_dtype
 from everybit.policy import Resolved
-from everybit_torch.sharded.communicator import Communicator, Pending
+from everybit_torch.collectives.communicator import Communicator, Pending
 
 CHUNK = 1 << 16
 """Elements converted at a time, on a CPU: they stay in a core's cache."""

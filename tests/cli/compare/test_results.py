@@ -11,7 +11,7 @@ from typing import IO
 
 import pytest
 
-from everybit_torch.compare.results import Record, plain, summarize, write_json, write_whole
+from everybit_torch.cli.compare.results import Record, plain, summarize, write_json, write_whole
 
 MakeRecord = Callable[..., Record]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 import everybit as eb
-from everybit_torch import AdamW
-from everybit_torch.cli import OptionError
-from everybit_torch.compare.corpus import Corpus
-from everybit_torch.compare.model import SIZES, ModelName, ModelSize
+from everybit_torch.cli.compare.corpus import Corpus
+from everybit_torch.cli.compare.model import SIZES, ModelName, ModelSize
+from everybit_torch.cli.errors import OptionError
 from everybit_torch.config import load_policy
+from everybit_torch.drop_ins import AdamW
 
 DEFAULT_POLICIES = ("FP32", "MIXED_BF16", "PURE_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
 POLICY_FILES = (".toml", ".json")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from everybit_torch.compare.pictures import USE_COLOURS
-from everybit_torch.compare.results import write_whole
+from everybit_torch.cli.compare.pictures import USE_COLOURS
+from everybit_torch.cli.compare.results import write_whole
 from everybit_torch.sharded.plan import Plan
 from everybit_torch.sharded.strategies import Strategy
 

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import everybit as eb
 from everybit_torch import AdamW, FlatStepper
-from everybit_torch.compare.corpus import load_corpus
-from everybit_torch.compare.model import SIZES, Block, ModelSize, Transformer
+from everybit_torch.cli.compare.corpus import load_corpus
+from everybit_torch.cli.compare.model import SIZES, Block, ModelSize, Transformer
 from machine import describe
 from pages import insert, origin, table
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
-from everybit_torch.sharded.communicator import Communicator, GroupAxis
+from everybit_torch.collectives.communicator import Communicator, GroupAxis
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

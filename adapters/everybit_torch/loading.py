@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from everybit_torch.entries import KEPT, is_own_name
 from everybit_torch.memory import has_memory
 from everybit_torch.migration import shadow_state, skeleton
 from everybit_torch.placement import Placement
+from everybit_torch.stepping import Group
 from everybit_torch.units import STEP, WEIGHTS, Member, Unit, named_fields
-
-if TYPE_CHECKING:
-    from everybit_torch.optimizer import TorchOptimizer
 
 LARGEST_COUNT = 2**53
 """Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here
@@ -261,7 +259,34 @@ def _copied_tensor(value: Tensor, where: str, device: torch.device | None) -> Te
 # -- hyperparameters ----------------------------------------------------------------------------------------------------------
 
 
-def judge_settings(optimizer: TorchOptimizer, saved: Saved) -> Settings:
+class Loads(Protocol):
+    """What is asked of an optimizer whose state dicts are judged: how it is now, and what it would be with other hyperparameters."""
+
+    param_groups: list[dict[str, Any]]
+    _groups: list[Group]
+    _units: list[Unit]
+    _names: dict[str, tuple[str, ...]]
+
+    def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The factory's keyword arguments for a param group."""
+        ...
+
+    def _parameters(self) -> list[Tensor]: ...
+
+    def _is_sharded(self) -> bool: ...
+
+    def _build(self, group: Group, arguments: dict[str, Any]) -> dict[torch.dtype, eb.Optimizer[Any]]: ...
+
+    def _require_scopes(self, optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]]) -> None: ...
+
+    def _require_followable(self) -> None: ...
+
+    def _plan(
+        self, wanted: frozenset[int], optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]] | None = None
+    ) -> Placement | None: ...
+
+
+def judge_settings(optimizer: Loads, saved: Saved) -> Settings:
     """The param groups as they will be, and their optimizers; what is missing is as it is now.
 
     Raises:
@@ -335,7 +360,7 @@ def _number(value: Any) -> Any:
 
 
 def expectations(
-    optimizer: TorchOptimizer, settings: Settings, placement: Placement | None, *, full: bool
+    optimizer: Loads, settings: Settings, placement: Placement | None, *, full: bool
 ) -> dict[int, dict[str, Kind]]:
     """By id of the parameter, what the optimizer will keep for it, for every parameter that has a unit or gets one.
 
@@ -394,7 +419,7 @@ def _whole_shape(parameter: Tensor, part: Tensor) -> tuple[int, ...]:
 
 
 def judge(
-    optimizer: TorchOptimizer, saved: Saved, settings: Settings, *, full: bool = False, from_torch: bool = False
+    optimizer: Loads, saved: Saved, settings: Settings, *, full: bool = False, from_torch: bool = False
 ) -> Loaded:
     """Judge everything that is saved.
 

@@ -42,6 +42,7 @@ from everybit_torch.probing import Factory
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
 from everybit_torch.stepping import Compile, Group, draws_bits, require_compile, write
+from everybit_torch.torch_internals import optimizers as torch_optimizers
 from everybit_torch.transform_parts import needs_whole_tensors, reduces
 from everybit_torch.units import Unit, flatten, init_state
 
@@ -79,7 +80,7 @@ class Release(Protocol):
         ...
 
 
-class TorchOptimizer(torch.optim.Optimizer):
+class TorchOptimizer(torch_optimizers.Optimizer):
     """Run the transform that ``factory`` makes on a model's parameters, stored as ``policy`` says.
 
     Everything written for ``torch.optim`` works on it: param groups, learning-rate schedulers, closures, hooks, ``state_dict``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from everybit_torch.loading import Saved, names, read, shown
 from everybit_torch.memory import has_memory
 from everybit_torch.stepping import write
 from everybit_torch.units import STEP, WEIGHTS, Member, Unit, init_state
-
-if TYPE_CHECKING:
-    from everybit_torch.optimizer import TorchOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,21 @@ def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
 # -- torch.optim --------------------------------------------------------------------------------------------------------------
 
 
-def to_torch(optimizer: TorchOptimizer, full: Mapping[str, Any]) -> dict[str, Any]:
+class SpeaksTorch(Protocol):
+    """What is asked of an optimizer whose state is translated.
+
+    Attributes:
+        torch_names: How torch's optimizer of the same name calls what this one keeps; None if torch has none.
+        state: By parameter, as ``torch.optim``'s.
+        param_groups: Likewise.
+    """
+
+    torch_names: ClassVar[TorchNames | None]
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+
+def to_torch(optimizer: SpeaksTorch, full: Mapping[str, Any]) -> dict[str, Any]:
     """A full state dict in the words of ``torch.optim``."""
     torchs = _names_of(optimizer)
     groups = []
@@ -167,7 +178,7 @@ def to_torch(optimizer: TorchOptimizer, full: Mapping[str, Any]) -> dict[str, An
     return {"state": {number: entry for number, entry in state.items() if entry != {}}, "param_groups": groups}
 
 
-def from_torch(optimizer: TorchOptimizer, state_dict: object) -> Saved:
+def from_torch(optimizer: SpeaksTorch, state_dict: object) -> Saved:
     """A checkpoint of ``torch.optim`` as a full state dict without weights.
 
     Raises:
@@ -230,7 +241,7 @@ _TORCHS_NAMES = frozenset({
 """What torch's optimizers call their state; anything else in it is somebody else's, and kept."""
 
 
-def _names_of(optimizer: TorchOptimizer) -> TorchNames:
+def _names_of(optimizer: SpeaksTorch) -> TorchNames:
     found = optimizer.torch_names
     if found is None:
         raise TypeError(

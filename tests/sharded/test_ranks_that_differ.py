@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
-from everybit_torch.sharded import communicator
+from everybit_torch.collectives import communicator
 from everybit_torch.sharded.checkpoint import save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
@@ -170,7 +170,7 @@ def test_weights_are_waited_for_as_long_as_the_group_says(tmp_path: Path) -> Non
 
 
 def groups_that_are_made(path: Path) -> list[tuple[str, timedelta | None]]:
-    from everybit_torch.sharded.communicator import Communicator
+    from everybit_torch.collectives.communicator import Communicator
 
     model = network()
     stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])

@@ -14,9 +14,9 @@ from ranks import run
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.reduction import CHUNK, Wire, accumulate, all_reduce_into, install, reduce_scatter_into
 from everybit_torch.sharded.plan import plan
-from everybit_torch.sharded.reduction import CHUNK, Wire, accumulate, all_reduce_into, install, reduce_scatter_into
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES
 

@@ -14,7 +14,9 @@ from small_models import same_bits
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW, compiling, vectorized
+from everybit_torch import AdamW
+from everybit_torch.torch_internals import compiler as torch_compiler
+from everybit_torch.torch_internals import cpp_vectors
 
 torch_cpp: Any = import_module("torch._inductor.codegen.cpp")
 inductor_config: Any = import_module("torch._inductor.config")
@@ -72,9 +74,17 @@ def test_steps_are_compiled_to_one_loop_over_registers_with_eagers_bits(name: st
 def test_without_vectors_for_bits_the_bits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     expected = stepped(name, compile=False)
-    monkeypatch.setattr(vectorized, "_arrange", list)
+    monkeypatch.setattr(cpp_vectors, "_arrange", list)
     with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
         assert same_bits(stepped(name), expected)
+
+
+def test_without_scalars_before_the_loop_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    expected = stepped("LEAN_BF16", compile=False)
+    monkeypatch.setattr(torch_compiler, "_scalars_first", dict)
+    with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+        assert same_bits(stepped("LEAN_BF16"), expected)
 
 
 def seen() -> list[object]:
@@ -89,11 +99,11 @@ def seen() -> list[object]:
 
 def test_torch_is_as_it_was_afterwards() -> None:
     before = seen()
-    with vectorized.vector_bits() as arranged:
+    with cpp_vectors.vector_bits() as arranged:
         assert arranged
         assert all(one is not other for one, other in zip(seen(), before, strict=True))
     assert seen() == before
-    with pytest.raises(ZeroDivisionError), vectorized.vector_bits():
+    with pytest.raises(ZeroDivisionError), cpp_vectors.vector_bits():
         _ = 1 / 0
     assert seen() == before
 
@@ -105,7 +115,7 @@ def test_a_generator_that_has_changed_is_left_alone(missing: str, monkeypatch: p
         if missing in vars(one):
             monkeypatch.delattr(one, missing)
     before = [torch_cpp.CppVecOverrides.to_dtype, list(torch_cpp.VECTORIZABLE_DTYPES)]
-    with vectorized.vector_bits() as arranged:
+    with cpp_vectors.vector_bits() as arranged:
         assert not arranged
         assert [torch_cpp.CppVecOverrides.to_dtype, list(torch_cpp.VECTORIZABLE_DTYPES)] == before
 
@@ -114,8 +124,8 @@ def test_a_generator_that_has_changed_is_left_alone(missing: str, monkeypatch: p
 def test_vectors_are_believed_where_torch_would_find_them() -> None:
     """torch's own answer takes seconds for each extension; ours is the same list."""
     isa: Any = import_module("torch._inductor.cpu_vec_isa")
-    compiling._trust_in_vectors.cache_clear()
-    believed = compiling._trust_in_vectors()
+    torch_compiler.trust_in_vectors.cache_clear()
+    believed = torch_compiler.trust_in_vectors()
     lists = []
     for patch in ({"cpp.vec_isa_ok": None}, believed):
         isa.valid_vec_isa_list.cache_clear()
@@ -133,10 +143,10 @@ def test_vectors_are_not_believed_if_the_compiler_does_not_know_them(
     compiler.write_text('#!/bin/sh\ncase "$*" in *-mavx512*|*-mavx2*) exit 1;; esac\n')
     compiler.chmod(0o755)
     monkeypatch.setattr(import_module("torch._inductor.cpp_builder"), "get_cpp_compiler", lambda: str(compiler))
-    compiling._trust_in_vectors.cache_clear()
-    assert compiling._trust_in_vectors() == {}
+    torch_compiler.trust_in_vectors.cache_clear()
+    assert torch_compiler.trust_in_vectors() == {}
     compiler.write_text("#!/bin/sh\n")
-    compiling._trust_in_vectors.cache_clear()
+    torch_compiler.trust_in_vectors.cache_clear()
     with inductor_config.patch({"cpp.vec_isa_ok": False}):
-        assert compiling._trust_in_vectors() == {}  # the user said so
-    compiling._trust_in_vectors.cache_clear()
+        assert torch_compiler.trust_in_vectors() == {}  # the user said so
+    torch_compiler.trust_in_vectors.cache_clear()

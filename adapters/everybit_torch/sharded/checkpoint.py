@@ -34,9 +34,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit_torch.checkpoint_file import replace_file
+from everybit_torch.collectives import groups
 from everybit_torch.dtensors import like, local
 from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.sharded import dcp_metadata, groups, inventory, saved_hyperparameters
+from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, overlaps, read_piece
 from everybit_torch.sharded.inventory import Inventory

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from everybit.dtypes import LowDType, require_member, torch_dtype
-from everybit_torch.sharded.communicator import Communicator
-from everybit_torch.sharded.reduction import Wire, cast, reduce_scatter_into
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.reduction import Wire, cast, reduce_scatter_into
 
 
 class ExactReduceScatter(ReduceScatter):

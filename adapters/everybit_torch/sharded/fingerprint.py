@@ -18,7 +18,7 @@ from types import CellType, FunctionType, MethodType
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.model_layout import ModelLayout
 from everybit_torch.sharded.strategies import Sharding
 

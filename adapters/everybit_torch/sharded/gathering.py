@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from everybit_torch.sharded.communicator import Communicator
+from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.ways import Agreement, Comparer, Comparison, Nesting, UseKey, Ways
 from everybit_torch.sharded.weights import WeightBuffer
 

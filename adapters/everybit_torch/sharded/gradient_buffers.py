@@ -18,9 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everybit_torch.sharded.communicator import Communicator
-from everybit_torch.sharded.layout import Group
-from everybit_torch.sharded.reduction import (
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.reduction import (
     Reduction,
     Wire,
     accumulate,
@@ -30,6 +29,7 @@ from everybit_torch.sharded.reduction import (
     divide,
     reduce_scatter_into,
 )
+from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.strategies import Sharding
 
 Phase = Literal["empty", "partial", "reduced", "final"]

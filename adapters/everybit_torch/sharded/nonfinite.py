@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from everybit_torch.sharded.communicator import Communicator
-from everybit_torch.sharded.reduction import chunk_size, chunks
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.reduction import chunk_size, chunks
+from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.reports import NonFinite
 
-if TYPE_CHECKING:
-    from everybit_torch.sharded.shard_optimizer import Shard
+
+class Shard(Protocol):
+    """What is asked of this rank's part of a group.
+
+    Attributes:
+        gradients: Of the group.
+        slices: The parts of parameters that lie in it, in order.
+        parameters: One for each slice.
+    """
+
+    gradients: GradientBuffer
+    slices: list[Slice]
+    parameters: list[nn.Parameter]
+
+    @property
+    def without_padding(self) -> Tensor:
+        """The main gradient of this part, 1-d."""
+        ...
 
 
 def count_nonfinite(x: Tensor) -> Tensor:

@@ -32,12 +32,12 @@ from everybit.metrics import Metrics
 from everybit.optimizer import nbytes, state_bytes
 from everybit.policies import short
 from everybit.policy import Resolved, resolve
+from everybit_torch.collectives.reduction import Wire, accumulate_bytes, chunk_size, install_bytes
 from everybit_torch.probing import is_number
 from everybit_torch.reductions import Part, Reads, find_totals
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Group, Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
-from everybit_torch.sharded.reduction import Wire, accumulate_bytes, chunk_size, install_bytes
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
 from everybit_torch.stepping import PIECE, draws_bits, piece_size, step_in_place

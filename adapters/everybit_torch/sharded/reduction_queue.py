@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from everybit_torch.collectives.reduction import Reduction
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
-from everybit_torch.sharded.reduction import Reduction
 
 
 class ReductionQueue:

@@ -22,19 +22,19 @@ import everybit as eb
 from everybit.dtypes import FloatDType, dtype_name, torch_dtype
 from everybit.optimizer import Unsafe
 from everybit.policy import Resolved, resolve
-from everybit_torch.sharded import groups
-from everybit_torch.sharded.communicator import Communicator, GroupAxis, Pending
+from everybit_torch.collectives import groups
+from everybit_torch.collectives.communicator import Communicator, GroupAxis, Pending
+from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
+from everybit_torch.collectives.reduction import Wire, divide
 from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
 from everybit_torch.sharded.gathering import Gathering, ModuleHook, Unit, each
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import Group, build
-from everybit_torch.sharded.meshes import Mesh, communicators, ranks_of
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
-from everybit_torch.sharded.reduction import Wire, divide
 from everybit_torch.sharded.reduction_queue import ReductionQueue
 from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer

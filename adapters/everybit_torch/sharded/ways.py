@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everybit_torch.sharded.communicator import Communicator, Pending
+from everybit_torch.collectives.communicator import Communicator, Pending
 
 UseKey = tuple[int, int]
 

@@ -8,10 +8,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
+from everybit_torch.collectives.communicator import Communicator, Done, Pending
+from everybit_torch.collectives.reduction import can_be_freed
 from everybit_torch.gradients import piece
-from everybit_torch.sharded.communicator import Communicator, Done, Pending
 from everybit_torch.sharded.layout import Group
-from everybit_torch.sharded.reduction import can_be_freed
 from everybit_torch.sharded.strategies import Sharding
 
 MOVED = (

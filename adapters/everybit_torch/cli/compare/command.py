@@ -1,0 +1,114 @@
+"""``everybit compare``, from options to files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from everybit_torch.cli.compare.corpus import Corpus, load_corpus
+from everybit_torch.cli.compare.experiment import run
+from everybit_torch.cli.compare.machine import machine, versions
+from everybit_torch.cli.compare.options import CompareOptions, Plan, check, check_context, check_out
+from everybit_torch.cli.compare.pictures import draw
+from everybit_torch.cli.compare.progress import Bars
+from everybit_torch.cli.compare.report import table, throughput
+from everybit_torch.cli.compare.results import summarize, write_json
+from everybit_torch.cli.compare.training import new_model
+from everybit_torch.cli.errors import OptionError
+from everybit_torch.config import policy_to_dict
+
+FORMAT = 1  # of the JSON file; to be raised when a reader would have to know
+
+
+def compare(options: CompareOptions, console: Console, command: str) -> None:
+    """Train, report, and write ``compare.json`` and ``compare.png``.
+
+    Raises:
+        OptionError: An option that cannot be used; nothing was done.
+    """
+    plan = check(options)
+    try:
+        corpus = load_corpus()
+    except OSError as error:
+        raise OptionError("the text to train on", error, "a Python that has its standard library's source") from None
+    check_context(options, corpus)
+    check_out(options.out)
+    parameters = sum(p.numel() for p in new_model(plan.size, 0).parameters())
+    title = (
+        f"AdamW, {parameters:,} parameters ({options.model}), {options.steps} steps of"
+        f" {options.batch} x {options.context} bytes, learning rate {options.lr:g}"
+    )
+    console.print(f"{title}\n{_about(corpus)}", highlight=False, soft_wrap=True)
+
+    started = datetime.now(UTC)
+    clock = time.perf_counter()
+    with _threads(options.threads), Bars(console, list(plan.policies), options.steps * len(plan.seeds)) as bars:
+        records = run(plan, corpus, bars)
+        where = machine(plan.device)
+    seconds = time.perf_counter() - clock
+
+    rows = summarize(records, plan.reference)
+    results = {
+        "format": FORMAT,
+        "command": command,
+        "started": started.isoformat(timespec="seconds"),
+        "seconds": seconds,
+        "versions": versions(),
+        "machine": where,
+        **_inputs(plan, corpus, parameters),
+        "summary": [asdict(row) for row in rows],
+        "records": [asdict(record) for record in records],
+    }
+    numbers, picture = options.out / "compare.json", options.out / "compare.png"
+    write_json(numbers, results)
+    draw(picture, records, reference=plan.reference, title=title)
+    console.print()
+    console.print(table(rows, reference=plan.reference, seeds=len(plan.seeds)), highlight=False)
+    if speeds := throughput(rows, options.batch * options.context):
+        console.print(f"Text per second, forward and backward pass included: {speeds}", highlight=False, soft_wrap=True)
+    console.print(f"\n{seconds:.0f} s. Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
+
+
+def _inputs(plan: Plan, corpus: Corpus, parameters: int) -> dict[str, Any]:
+    """What the run depended on, so that it can be done again."""
+    return {
+        "options": asdict(plan.options),
+        "seeds": plan.seeds,
+        "reference": plan.reference,
+        "policies": {name: policy_to_dict(policy) for name, policy in plan.policies.items()},
+        "model": {"name": plan.options.model, **asdict(plan.size), "parameters": parameters},
+        "corpus": {
+            "root": corpus.root,
+            "sha256": corpus.digest,
+            "training_files": corpus.training_files,
+            "training_bytes": len(corpus.training),
+            "held_out_files": corpus.held_out_files,
+            "held_out_bytes": len(corpus.held_out),
+        },
+    }
+
+
+def _about(corpus: Corpus) -> str:
+    return (
+        f"Text: {corpus.training_files} files of {corpus.root} ({len(corpus.training) / 1e6:.1f} MB);"
+        f" held out: {corpus.held_out_files} ({len(corpus.held_out) / 1e6:.1f} MB)"
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """CPU threads of torch set to ``count``, unless it is 0, and set back afterwards."""
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

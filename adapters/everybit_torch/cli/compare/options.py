@@ -1,0 +1,244 @@
+"""What ``everybit compare`` can be asked, and the checks that come before any work."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import everybit as eb
+from everybit_torch.cli.compare.corpus import Corpus
+from everybit_torch.cli.compare.model import SIZES, ModelName, ModelSize
+from everybit_torch.cli.errors import OptionError
+from everybit_torch.config import load_policy
+from everybit_torch.drop_ins import AdamW
+
+DEFAULT_POLICIES = ("FP32", "MIXED_BF16", "PURE_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
+POLICY_FILES = (".toml", ".json")
+AUTOCAST = "AMP"
+"""Float32 storage, and a model that computes in bfloat16 where ``torch.autocast`` does: mixed precision as torch has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Train one small language model under several policies, side by side, and show what each saves and what it costs.
+
+    The text is the Python standard library's own source. Every policy starts from the same weights, rounded to its model's dtype,
+    and sees the same batches. Writes compare.json (all raw numbers) and compare.png to --out.
+    """
+
+    steps: int = 400
+    """Optimizer steps, for each policy and seed."""
+
+    model: ModelName = "mini"
+    """Width and blocks: tiny 32 x 1, mini 128 x 2, small 256 x 4, medium 512 x 8, large 768 x 12 (OPT-125m's blocks)."""
+
+    policies: tuple[str, ...] = DEFAULT_POLICIES
+    """Presets of everybit.policies by name, AMP (FP32 under torch.autocast), or .toml and .json files. Compared with FP32; without it,
+    with the first."""
+
+    seeds: tuple[int, ...] = (1,)
+    """One number: how many seeds (0, 1, ...). Several: these seeds."""
+
+    device: str = "cpu"
+    """Where to train: cpu, cuda or cuda:N."""
+
+    out: Path = Path("runs/compare")
+    """Folder for the results; made if need be."""
+
+    # Usual for models this small. At the lower rates of large models and long runs, rounding loses more of the updates.
+    lr: float = 1e-3
+    """Highest learning rate, reached after a tenth of the steps; then a cosine down to a tenth of it."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+
+    eps: float = 1e-8
+    """AdamW's, added outside the root."""
+
+    weight_decay: float = 0.1
+    """Decoupled; on matrices only, not on the gains of norms."""
+
+    batch: int = 8
+    """Windows of text per step."""
+
+    context: int = 128
+    """Bytes a window shows the model."""
+
+    clip: float = 1.0
+    """Largest norm of the gradient; 0: not clipped."""
+
+    compile: bool = False
+    """Compile the optimizer's step."""
+
+    threads: int = 1
+    """CPU threads; 0: as torch chooses. A second one helps mini by a third on an idle machine, and stalls it on a busy one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Options that have been checked, and what they mean.
+
+    Attributes:
+        options: As given.
+        size: Of the model.
+        policies: By the name they are shown under, in order.
+        reference: Name of the policy that others are compared with.
+        seeds: In order.
+        device: Where to train.
+    """
+
+    options: CompareOptions
+    size: ModelSize
+    policies: dict[str, eb.Policy]
+    reference: str
+    seeds: tuple[int, ...]
+    device: torch.device
+
+
+def check(options: CompareOptions) -> Plan:
+    """Look at every option, touch nothing but ``out``.
+
+    Raises:
+        OptionError: One that cannot be used.
+    """
+    for name in ("steps", "batch", "context"):
+        _require(f"--{name}", getattr(options, name), getattr(options, name) >= 1, "a whole number, at least 1")
+    _require("--threads", options.threads, options.threads >= 0, "a whole number, at least 1, or 0 for torch's choice")
+    _require("--lr", options.lr, math.isfinite(options.lr) and options.lr > 0, "a finite number above 0")
+    for name in ("eps", "weight_decay", "clip"):
+        value = getattr(options, name)
+        _require(
+            f"--{name.replace('_', '-')}", value, math.isfinite(value) and value >= 0, "a finite number, at least 0"
+        )
+    _require("--betas", options.betas, all(0 <= beta < 1 for beta in options.betas), "two numbers in [0, 1)")
+    policies = _policies(options)
+    return Plan(
+        options=options,
+        size=SIZES[options.model],
+        policies=policies,
+        reference="FP32" if "FP32" in policies else next(iter(policies)),
+        seeds=_seeds(options.seeds),
+        device=_device(options.device),
+    )
+
+
+def check_context(options: CompareOptions, corpus: Corpus) -> None:
+    """Refuse windows longer than the text.
+
+    Raises:
+        OptionError: They are.
+    """
+    longest = min(len(corpus.training), len(corpus.held_out)) - 1
+    _require(
+        "--context",
+        options.context,
+        options.context <= longest,
+        f"at most {longest}, as the text to validate on has no longer window",
+    )
+
+
+def check_out(folder: Path) -> None:
+    """Make ``folder`` if need be, and see that a file can be made in it.
+
+    Raises:
+        OptionError: It cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OptionError("--out", f"{folder} ({reason})", "a folder that can be made and written to") from None
+
+
+def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
+    policies: dict[str, eb.Policy] = {}
+    for name in options.policies:
+        shown, policy = named_policy(name)
+        if shown in policies:
+            raise OptionError(
+                "--policies", f"{shown} twice", "names that differ (a file goes by its name without ending)"
+            )
+        _require_usable(name, policy, options)
+        policies[shown] = policy
+    if not policies:
+        raise OptionError("--policies", "none", "at least one")
+    return policies
+
+
+def named_policy(name: str) -> tuple[str, eb.Policy]:
+    """What ``--policies`` calls a policy, and the policy.
+
+    Raises:
+        OptionError: Neither a preset nor a file that describes a policy.
+    """
+    path = Path(name)
+    if path.suffix in POLICY_FILES:
+        try:
+            return path.stem, load_policy(path)
+        except OSError as error:
+            raise OptionError(
+                "--policies", f"{name} ({(error.strerror or str(error)).lower()})", "a file that can be read"
+            ) from None
+        except ValueError as error:
+            raise OptionError("--policies", " ".join(str(error).split()), "a file that describes a policy") from None
+    if name.upper() == AUTOCAST:
+        return AUTOCAST, eb.policies.FP32
+    preset = eb.policies.PRESETS.get(name.upper())
+    if preset is not None:
+        return name.upper(), preset
+    close = difflib.get_close_matches(name.upper(), eb.policies.PRESETS, n=1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    raise OptionError(
+        "--policies",
+        f"{name}{meant}",
+        f"{', '.join(eb.policies.PRESETS)}, {AUTOCAST}, or a path that ends in {' or '.join(POLICY_FILES)}",
+    )
+
+
+def _require_usable(name: str, policy: eb.Policy, options: CompareOptions) -> None:
+    """A policy may refuse to work with these betas, say; the optimizer knows, so ask it."""
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=getattr(torch, policy.model_dtype)))
+    try:
+        AdamW(
+            [parameter],
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            policy=policy,
+        )
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            "--policies", f"{name}, which AdamW refuses ({error})", "policies that work with the other options"
+        ) from None
+
+
+def _seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    accepted = "a count of at least 1, or two or more different seeds of at least 0"
+    if len(seeds) == 1:
+        _require("--seeds", seeds[0], seeds[0] >= 1, accepted)
+        return tuple(range(seeds[0]))
+    good = bool(seeds) and min(seeds) >= 0 and len(set(seeds)) == len(seeds)
+    _require("--seeds", " ".join(map(str, seeds)) or "none", good, accepted)
+    return seeds
+
+
+def _device(name: str) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    _require(
+        "--device", name, name in here, f"{', '.join(here)}" + ("" if count else " (torch finds no CUDA device here)")
+    )
+    return torch.device(name)
+
+
+def _require(option: str, got: object, good: bool, accepted: str) -> None:
+    if not good:
+        raise OptionError(option, got, accepted)

@@ -1,0 +1,170 @@
+"""One model, trained under one policy."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit_torch.cli.compare.model import ModelSize, Transformer, loss_of
+from everybit_torch.cli.compare.options import CompareOptions
+from everybit_torch.cli.compare.results import Point, Probe, Record
+from everybit_torch.drop_ins import AdamW
+
+WARMUP_SHARE = 0.1
+FINAL_SHARE = 0.1  # of the highest learning rate
+PROBE_EVERY = 10
+UNTIMED_STEPS = 5  # the first ones allocate, compile, and fill caches
+
+
+class Trainee:
+    """A model, its optimizer, and what is recorded about them.
+
+    Args:
+        name: What the policy is shown under.
+        policy: How the optimizer stores things, and what the model is in.
+        size: Of the model.
+        seed: Of the weights, and of stochastic rounding.
+        options: Hyperparameters.
+        device: Where the model lives.
+        autocast: Compute in bfloat16 where ``torch.autocast`` does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: eb.Policy,
+        *,
+        size: ModelSize,
+        seed: int,
+        options: CompareOptions,
+        device: torch.device,
+        autocast: bool = False,
+    ) -> None:
+        self.name = name
+        self.policy = policy
+        self.seed = seed
+        self._autocast = autocast
+        self.model = new_model(size, seed).to(device=device, dtype=getattr(torch, policy.model_dtype))
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        gains = [p for p in self.model.parameters() if p.ndim <= 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
+        self.optimizer = AdamW(
+            groups,
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            policy=policy,
+            compile=options.compile,
+            seed=seed,
+        )
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_share(step, options.steps)
+        )
+        self._steps = options.steps
+        self._clip = options.clip
+        self._losses: list[float] = []
+        self._validation: list[Point] = []
+        self._probes: list[Probe] = []
+        self._seconds: list[float] = []
+        self._training_seconds: list[float] = []
+        self._bytes: dict[str, float] = {}
+
+    def train(self, windows: Tensor) -> float:
+        """One step on ``windows``, (batch, context + 1); returns the loss before it, in nats per byte."""
+        _wait_for(windows.device)
+        start = time.perf_counter()
+        loss = self._loss(windows)
+        torch.autograd.backward(loss)
+        if self._clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        step = len(self._losses) + 1
+        probed = step % PROBE_EVERY == 0 or step == self._steps
+        self.optimizer.metrics_enabled = probed
+        seconds = _timed(self.optimizer.step, windows.device)
+        self._schedule.step()
+        if probed:
+            self._probes.append(_probe(step, self.optimizer.metrics()))
+        elif step > UNTIMED_STEPS:
+            self._seconds.append(seconds)
+            self._training_seconds.append(time.perf_counter() - start)
+        if not self._bytes:  # after a step, before the gradients go: everything is there
+            parameters = sum(p.numel() for p in self.model.parameters())
+            self._bytes = {use: size / parameters for use, size in self.optimizer.bytes_table().items()}
+        self.optimizer.zero_grad()
+        self._losses.append(float(loss.detach()))
+        return self._losses[-1]
+
+    def validate(self, windows: Tensor, batch: int) -> float:
+        """Mean loss over ``windows``, (count, context + 1), taken ``batch`` at a time, in nats per byte; it is recorded."""
+        total = 0.0
+        with torch.no_grad():
+            for some in torch.split(windows, batch):
+                total += float(self._loss(some)) * len(some)
+        loss = total / len(windows)
+        self._validation.append(Point(len(self._losses), loss))
+        return loss
+
+    def _loss(self, windows: Tensor) -> Tensor:
+        with torch.autocast(windows.device.type, torch.bfloat16, enabled=self._autocast):
+            return loss_of(self.model, windows)
+
+    def record(self) -> Record:
+        """What was recorded so far."""
+        return Record(
+            policy=self.name,
+            seed=self.seed,
+            losses=tuple(self._losses),
+            validation=tuple(self._validation),
+            probes=tuple(self._probes),
+            optimizer_seconds=tuple(self._seconds),
+            training_seconds=tuple(self._training_seconds),
+            bytes_measured=dict(self._bytes),
+            bytes_predicted=self.policy.bytes_table(),
+        )
+
+
+def new_model(size: ModelSize, seed: int) -> Transformer:
+    """A float32 model whose weights depend on ``seed`` only; torch's global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed GPUs as well
+        return Transformer(size)
+
+
+def learning_rate_share(step: int, steps: int) -> float:
+    """The share of the highest learning rate that step number ``step``, counted from 0, uses: a line up, a cosine down."""
+    warmup = max(1, round(WARMUP_SHARE * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _probe(step: int, metrics: eb.Metrics) -> Probe:
+    return Probe(
+        step=step,
+        lost_share=float(metrics.lost_share),
+        edq=float(metrics.edq),
+        update_norm=float(metrics.update_norm),
+        gradient_norm=float(metrics.gradient_norm),
+    )
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``call`` takes, with what it started on the device."""
+    _wait_for(device)
+    start = time.perf_counter()
+    call()
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

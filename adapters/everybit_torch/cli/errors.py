@@ -1,0 +1,19 @@
+"""What a command reports to the shell: the error for a bad option, and exit codes."""
+
+from __future__ import annotations
+
+BAD_OPTION = 2
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+class OptionError(ValueError):
+    """An option with a value that cannot be used; commands raise it before they do any work.
+
+    Args:
+        option: As it is typed, e.g. ``"--steps"``.
+        got: What stood there.
+        accepted: What would do.
+    """
+
+    def __init__(self, option: str, got: object, accepted: str) -> None:
+        super().__init__(f"{option}: got {got}; accepted: {accepted}")

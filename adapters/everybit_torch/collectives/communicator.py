@@ -1,0 +1,251 @@
+"""Collectives over one group of ranks: their traffic is counted, and a rank that is gone becomes an error that says so."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everybit_torch.collectives import groups
+
+Op = Any  # dist.ReduceOp.SUM and the like, whose types torch does not export
+
+CPU = torch.device("cpu")
+
+
+class Pending(Protocol):
+    """A collective that may be under way."""
+
+    def wait(self) -> None:
+        """Until it is done."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        ...
+
+
+class Done:
+    """A collective that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_done(self) -> bool:
+        """True."""
+        return True
+
+
+class _Work:
+    def __init__(self, work: Any, describe: str, communicator: Communicator) -> None:
+        self._work, self._describe, self._communicator = work, describe, communicator
+
+    def wait(self) -> None:
+        with self._communicator.explained(self._describe):
+            self._work.wait()
+        self._communicator.completed(self._work)
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class Communicator:
+    """The ranks of a process group, or this process alone.
+
+    A group of one rank takes the same paths as any other and sends nothing.
+
+    Args:
+        group: The process group; None for one process alone.
+        owned: Whether the group was made here; :meth:`close`, or the end of this object, then leaves it to the next who needs one like it.
+
+    Attributes:
+        size: Number of ranks.
+        rank: Of this process, in the group.
+        sent: Bytes that this rank sends, by collective, as a ring (all-gather, reduce-scatter, all-reduce) or a direct exchange
+            (all-to-all) sends them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, owned: bool = False) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.sent: Counter[str] = Counter()
+        self._under_way: list[Any] = []  # torch's objects, which do not keep this one alive
+        self._give_back: weakref.finalize[Any, Communicator] | None = None
+        if owned and group is not None:
+            self._give_back = weakref.finalize(self, groups.give_back, group, self._under_way)
+            self._give_back.atexit = False
+
+    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> Pending:
+        """``into`` becomes the ranks' shards one after the other. ``shard`` may be this rank's part of ``into``."""
+        if self.size == 1:
+            if into.data_ptr() != shard.data_ptr():
+                into.copy_(shard)
+            return Done()
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._start("all_gather", gather, into, shard, what, sent=(self.size - 1) * shard.nbytes)
+
+    def reduce_scatter(self, into: Tensor, whole: Tensor, what: str) -> Pending:
+        """``into`` becomes this rank's part of the sum of ``whole`` over the ranks; it may be that part of ``whole``, which is spoilt."""
+        if self.size == 1:
+            if into.data_ptr() != whole.data_ptr():
+                into.copy_(whole)
+            return Done()
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._start("reduce_scatter", scatter, into, whole, what, sent=(self.size - 1) * into.nbytes)
+
+    def all_to_all(self, into: Tensor, whole: Tensor, what: str) -> Pending:
+        """``into`` becomes, rank after rank, every rank's part for this one."""
+        if self.size == 1:
+            into.copy_(whole)
+            return Done()
+        return self._start(
+            "all_to_all", dist.all_to_all_single, into, whole, what, sent=(self.size - 1) * whole.nbytes // self.size
+        )
+
+    def all_reduce(self, x: Tensor, what: str, op: Op = dist.ReduceOp.SUM) -> Pending:
+        """``x`` becomes the sum (or another ``op``) of the ranks'."""
+        if self.size == 1:
+            return Done()
+        self.sent["all_reduce"] += 2 * (self.size - 1) * x.nbytes // self.size
+        return self._launch(f"all_reduce of {what}", lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True))
+
+    def broadcast(self, x: Tensor, what: str, source: int = 0) -> None:
+        """``x`` becomes that of one of the group's ranks, by default the first."""
+        if self.size > 1:
+            with self.explained(f"broadcast of {what}"):
+                dist.broadcast(x, group=self.group, group_src=source)
+
+    def drain(self) -> None:
+        """Wait for everything that is under way, whether it fails or not: its buffers may be used again then."""
+        while self._under_way:
+            try:
+                self._under_way[-1].wait()
+            except Exception:  # one that failed does not write any more
+                self._spoil()
+            self._under_way.pop()
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors may lie that are not the model's: the host, if the backend takes them."""
+        if self.group is None or CPU in self._devices():
+            return CPU
+        return self._devices()[0]
+
+    # -- groups of the same ranks -------------------------------------------------------------------------------------------------
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long the group's collectives wait for a rank; None if its backend does not say."""
+        options = getattr(self._required_group()._get_backend(self._devices()[0]), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        return timeout
+
+    def clone(self) -> Communicator:
+        """The same ranks, backend and timeout, with an order of collectives of their own. Every rank of the group has to call it."""
+        if self.group is None:
+            return Communicator(None)
+        config = dist.get_backend_config(self.group)
+        backends = {one.split(":")[-1] for one in config.split(",")}
+        return self._new_group(backends.pop() if len(backends) == 1 else config)
+
+    def for_host_memory(self) -> Communicator:
+        """The same ranks, for tensors in the host's memory: over this group, if its backend takes them. Every rank has to call it.
+
+        :meth:`drain` waits for what was sent over either of the two alone.
+        """
+        if self.device != CPU:
+            return self._new_group("gloo")
+        other = Communicator(self.group)
+        other.sent = self.sent
+        return other
+
+    def close(self) -> None:
+        """Nothing is sent any more. A group that was made here is free for the next who wants one; every rank has to close it."""
+        if self._give_back is not None and self._give_back.alive:
+            self.drain()
+            self._give_back()
+            self.group = None
+
+    def _new_group(self, backend: str) -> Communicator:
+        ranks = dist.get_process_group_ranks(self._required_group())
+        return Communicator(groups.take(ranks, backend, self.timeout), owned=True)
+
+    def _devices(self) -> list[torch.device]:
+        return list(self._required_group()._device_types)
+
+    def _required_group(self) -> Any:
+        assert self.group is not None
+        return self.group
+
+    def _spoil(self) -> None:
+        if self.group is not None:
+            groups.spoil(self.group)
+
+    # -- what is under way --------------------------------------------------------------------------------------------------------
+
+    def _start(
+        self, kind: str, function: Callable[..., Any], into: Tensor, given: Tensor, what: str, sent: int
+    ) -> Pending:
+        self.sent[kind] += sent
+        return self._launch(f"{kind} of {what}", lambda: function(into, given, group=self.group, async_op=True))
+
+    def _launch(self, describe: str, launch: Callable[[], Any]) -> Pending:
+        with self.explained(describe):
+            # At once: whatever fails from here on, drain() waits for it.
+            self._under_way.append(launch())
+        return _Work(self._under_way[-1], describe, self)
+
+    def completed(self, work: Any) -> None:
+        """A collective was waited for."""
+        self._under_way[:] = [one for one in self._under_way if one is not work]
+
+    @contextmanager
+    def explained(self, describe: str) -> Iterator[None]:
+        """Say of a collective that fails which one it was, and why that happens. Other errors (out of memory, ...) stay what they are."""
+        try:
+            yield
+        except RuntimeError as error:
+            if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+                raise
+            self._spoil()
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size}: {describe} did not complete: another rank died, ran into an error, or did not take part"
+                f" within the process group's timeout. Look at the other ranks' output for the cause. ({error})"
+            ) from error
+
+
+class GroupAxis:
+    """The axis of shards: sums and maxima over the ranks of a group (see :class:`everybit.Axis`)."""
+
+    def __init__(self, communicators: tuple[Communicator, ...]) -> None:
+        self._communicators = communicators
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: Tensor) -> Tensor:
+        """The greatest over the ranks."""
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def owned(self, tree: Any) -> Any:
+        """``tree``: shards do not overlap, and their padding is no part of what is stepped."""
+        return tree
+
+    def _reduce(self, value: Tensor, op: Op) -> Tensor:
+        if all(communicator.size == 1 for communicator in self._communicators):
+            return value
+        total = value.clone()
+        if total.dtype is torch.bool:
+            total = total.to(torch.int32)
+        for communicator in self._communicators:
+            communicator.all_reduce(total, "a measurement", op).wait()
+        return total.to(value.dtype)

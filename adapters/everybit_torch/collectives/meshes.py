@@ -1,0 +1,55 @@
+"""Which ranks a stepper is for."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from everybit_torch.collectives.communicator import Communicator
+
+Mesh = DeviceMesh | dist.ProcessGroup | None
+
+
+def communicators(mesh: Mesh) -> tuple[Communicator, Communicator]:
+    """The inner and the outer ranks of a mesh.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: A mesh of more than two dimensions; or none, in one of several processes that have no process group.
+    """
+    if mesh is None:
+        _require_group()
+        return Communicator(dist.group.WORLD if dist.is_initialized() else None), Communicator(None)
+    if isinstance(mesh, dist.ProcessGroup):
+        return Communicator(mesh), Communicator(None)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: got {mesh!r}; accepted are a DeviceMesh, a process group, or None.")
+    if mesh.ndim == 1:
+        return Communicator(mesh.get_group()), Communicator(None)
+    if mesh.ndim == 2:
+        return Communicator(mesh.get_group(1)), Communicator(mesh.get_group(0))
+    raise ValueError(f"mesh: got {mesh.ndim} dimensions; accepted are one, or two: (outer, inner).")
+
+
+def ranks_of(mesh: Mesh) -> list[int]:
+    """The ranks of a mesh, numbered as in the world."""
+    if isinstance(mesh, DeviceMesh):
+        return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    if mesh is None and not dist.is_initialized():
+        return [0]
+    return dist.get_process_group_ranks(dist.group.WORLD if mesh is None else mesh)
+
+
+def _require_group() -> None:
+    """Refuse to be alone among processes that somebody started together."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if not dist.is_initialized() and started.isdecimal() and int(started) > 1:
+        raise ValueError(
+            f"mesh: got None in one of {started} processes (RANK={os.environ.get('RANK', '?')} and WORLD_SIZE={started} are set, as"
+            " torchrun sets them) without a process group, so that each would train a model of its own. Before the stepper is made, write:"
+            "\n\n"
+            "    import torch.distributed as dist\n"
+            "    dist.init_process_group()\n"
+        )

@@ -1,0 +1,307 @@
+"""One reduction for every strategy: partial sums in, the sum over the ranks in the main gradient, at the main gradient's precision.
+
+What is sent is always summed, never averaged: a mean on the wire rounds each contribution by ``1 / N`` first, in the wire's dtype, which
+for three ranks and bfloat16 is off by 0.2 % every time. The divisor is applied once, to the sum.
+
+With an exact wire every rank receives the others' parts as they are (all-to-all) and adds them up in float64, so that the sum is
+rounded once, to the main gradient: the error of a ring in bfloat16 grows with the root of the number of ranks (2.7 % at 512), this one
+does not grow. It sends as many bytes as a ring does. On a mesh of two dimensions the sums over the inner ranks are sent on as the main
+gradient holds them, and are added up in float64 again: rounded once in each dimension.
+
+Everything happens in chunks with scratch of a fixed size. Mixed-dtype arithmetic in torch would convert whole tensors first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from everybit.dtypes import torch_dtype
+from everybit.policy import Resolved
+from everybit_torch.collectives.communicator import Communicator, Pending
+
+CHUNK = 1 << 16
+"""Elements converted at a time, on a CPU: they stay in a core's cache."""
+
+DEVICE_CHUNK = 1 << 24
+"""Elements converted at a time on an accelerator, where every operation is a kernel to launch."""
+
+
+def chunk_size(device: torch.device) -> int:
+    """Elements converted at a time on a device."""
+    return CHUNK if device.type in ("cpu", "meta") else DEVICE_CHUNK
+
+
+Mode = Literal["copy", "add"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How gradients travel.
+
+    Attributes:
+        dtype: What they are sent in.
+        exact: Whether they are summed at the receiver, in float64, and not on the way, in ``dtype``.
+        prescale: A power of two that gradients are multiplied by before they are sent, and the sum is divided by: a sum of float16 numbers
+            on the way overflows at 65504.
+    """
+
+    dtype: torch.dtype
+    exact: bool
+    prescale: float = 1.0
+
+    @classmethod
+    def of(cls, resolved: Resolved, ranks: int) -> Wire:
+        """As a policy says, between so many ranks. One rank adds nothing up; float32 and more are summed on the way."""
+        dtype = torch_dtype(resolved.grads_comm)
+        exact = resolved.reduce == "fp32" and dtype.itemsize < 4 and ranks > 1
+        half = dtype is torch.float16 and not exact
+        return cls(dtype, exact, 2.0 ** -math.ceil(math.log2(ranks)) if half else 1.0)
+
+    @classmethod
+    def pair(cls, resolved: Resolved, inner: int, outer: int) -> tuple[Wire, Wire]:
+        """Of the inner and of the outer dimension of a mesh with so many ranks.
+
+        What the outer ranks send are sums over the inner ones. If those are exact, they are sent as the main gradient holds them, and added
+        up at the receiver as well: rounding them to the wire's 16 bits would lose again what the exact sum has gained. They are
+        ``1 / inner`` of the gradient. One inner rank adds nothing up, and the outer ranks are then what the ranks of one dimension are.
+        """
+        within = cls.of(resolved, inner)
+        if within.exact and outer > 1:
+            return within, cls(torch_dtype(resolved.grads_main), exact=True)
+        return within, cls.of(resolved, outer)
+
+
+@dataclass(slots=True)
+class Reduction:
+    """A reduction under way; :meth:`finish` it before the main gradient is looked at.
+
+    Attributes:
+        pending: The collective.
+        install: Puts what it gave into the main gradient.
+        sent: What is sent, if nobody else needs it: its memory is given back as soon as may be.
+        received: What is received, where that is elsewhere.
+        after: What comes then.
+    """
+
+    pending: Pending
+    install: Callable[[], None]
+    sent: Tensor | None = None
+    received: Tensor | None = None
+    after: Callable[[], None] | None = None
+
+    def is_done(self) -> bool:
+        """Whether :meth:`finish` would not wait for another rank."""
+        return self.after is None and self.pending.is_done()
+
+    def finish(self) -> None:
+        """Wait, and put the sum into the main gradient."""
+        self.pending.wait()
+        # Explicitly: threads of the communication library may hold on to tensors for a moment longer.
+        if self.received is not None:
+            give_back(self.sent)
+        self.install()
+        give_back(self.sent)
+        give_back(self.received)
+        if self.after is not None:
+            self.after()
+
+
+def give_back(x: Tensor | None) -> None:
+    """Free the memory of a tensor that nobody reads any more, though a thread of the communication library may still hold it."""
+    if x is not None and x.untyped_storage().nbytes():
+        x.untyped_storage().resize_(0)
+
+
+def can_be_freed(x: Tensor) -> bool:
+    """Whether a tensor's memory is ours to free and allocate again. It is not after ``numpy()`` or ``share_memory_()``."""
+    storage = x.untyped_storage()
+    return storage.resizable() and not (x.device.type == "cpu" and storage.is_shared())
+
+
+def reduce_scatter_into(
+    main: Tensor,
+    partial: Tensor,
+    communicator: Communicator,
+    wire: Wire,
+    *,
+    mode: Mode,
+    divisor: float | None = None,
+    owned: bool = False,
+    what: str = "gradients",
+) -> Reduction:
+    """Sum ``partial`` over the ranks and put this rank's part into ``main``.
+
+    Args:
+        main: This rank's part of the main gradient, 1-d. It may be this rank's part of ``partial``.
+        partial: This rank's sums for all ranks' parts, in the wire's dtype, prescaled; spoilt.
+        communicator: The ranks.
+        wire: How ``partial`` travels.
+        mode: ``"copy"`` the sum over what is there, or ``"add"`` it.
+        divisor: What the result, with what was there, is divided by; None if more is to come.
+        owned: Nobody needs ``partial`` any more; its memory is freed.
+        what: For error messages.
+    """
+    count, rank = communicator.size, communicator.rank
+    received = None
+    if wire.exact:
+        received = torch.empty_like(partial)
+        pending = communicator.all_to_all(received, partial, what)
+        parts = list(received.view(count, -1))
+    else:
+        own = partial.view(count, -1)[rank]
+        pending = communicator.reduce_scatter(own, partial, what)
+        parts = [own]
+    scale = 1 / wire.prescale
+    return Reduction(
+        pending,
+        lambda: install(main, parts, mode=mode, divisor=divisor, scale=scale),
+        partial if owned else None,
+        received,
+    )
+
+
+def all_reduce_into(
+    main: Tensor,
+    partial: Tensor,
+    communicator: Communicator,
+    wire: Wire,
+    *,
+    divisor: float | None = None,
+    owned: bool = False,
+    what: str = "gradients",
+) -> Reduction:
+    """Sum ``partial`` over the ranks and copy the sum to ``main``, on every rank. They may be one tensor, if they have one dtype.
+
+    Arguments are those of :func:`reduce_scatter_into`.
+    """
+    if wire.exact:
+        own = main.view(communicator.size, -1)[communicator.rank]
+        scattered = reduce_scatter_into(
+            own, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what
+        )
+        install_own = scattered.install
+
+        def install_all() -> None:
+            install_own()
+            communicator.all_gather(main, own, what).wait()
+
+        scattered.install = install_all
+        return scattered
+    pending = communicator.all_reduce(partial, what)
+    scale = 1 / wire.prescale
+    return Reduction(
+        pending,
+        lambda: install(main, [partial], mode="copy", divisor=divisor, scale=scale),
+        partial if owned else None,
+    )
+
+
+def install(main: Tensor, parts: list[Tensor], *, mode: Mode, divisor: float | None, scale: float = 1.0) -> None:
+    """``main = (main + scale * sum(parts)) / divisor``, or without ``main`` in the sum; rounded as seldom as can be.
+
+    Several parts are added up in float64, which holds sums of bfloat16 and float16 numbers of like sizes exactly.
+    """
+    (first, *others) = parts
+    in_place = main.numel() > 0 and first.data_ptr() == main.data_ptr() and first.dtype is main.dtype
+    if in_place and mode == "add":
+        raise ValueError("mode: got 'add' for a sum that is where it would be added to; accepted is 'copy'.")
+    if _nothing_to_do(len(parts), in_place, divisor is not None, scale):
+        return
+    wide = _wide(len(parts), main.dtype)
+    total, term = torch.empty(2, min(chunk_size(main.device), main.numel()), dtype=wide, device=main.device)
+    # A tensor of one element: dividing by a number, torch multiplies by its reciprocal on some devices.
+    by = None if divisor is None or divisor == 1 else torch.full((1,), divisor, dtype=wide, device=main.device)
+    for low, high in chunks(main.numel(), chunk_size(main.device)):
+        sum, other = total[: high - low], term[: high - low]
+        sum.copy_(first[low:high])
+        for part in others:
+            sum.add_(other.copy_(part[low:high]))
+        if scale != 1.0:
+            sum.mul_(scale)
+        if mode == "add":
+            sum.add_(other.copy_(main[low:high]))
+        if by is not None:
+            sum.div_(by)
+        main[low:high].copy_(sum)
+
+
+def _nothing_to_do(parts: int, in_place: bool, divides: bool, scale: float) -> bool:
+    return in_place and parts == 1 and not divides and scale == 1.0
+
+
+def _wide(parts: int, main: torch.dtype) -> torch.dtype:
+    return torch.float64 if parts > 1 or main is torch.float64 else torch.float32
+
+
+def install_bytes(
+    numel: int, main: torch.dtype, parts: int, *, in_place: bool, divides: bool, scale: float, chunk: int = CHUNK
+) -> int:
+    """Bytes that :func:`install` allocates for ``numel`` elements from so many parts."""
+    if _nothing_to_do(parts, in_place, divides, scale):
+        return 0
+    return 2 * min(chunk, numel) * _wide(parts, main).itemsize
+
+
+def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0) -> None:
+    """Copy or add a gradient into its slice of a buffer, in the wider of the two dtypes, without a temporary of its size.
+
+    Args:
+        into: 1-d, contiguous.
+        gradient: Of any shape, strides and floating dtype.
+        mode: Whether it replaces what is there, or is added.
+        scale: What it is multiplied by.
+    """
+    if scale == 1.0 and (mode == "copy" or gradient.dtype is into.dtype):
+        shaped = into.view(gradient.shape)
+        if mode == "copy":
+            shaped.copy_(gradient)
+        else:
+            shaped.add_(gradient)
+        return
+    wide = torch.promote_types(torch.promote_types(into.dtype, gradient.dtype), torch.float32)
+    flat = gradient.reshape(-1)
+    scratch = torch.empty(min(chunk_size(into.device), flat.numel()), dtype=wide, device=into.device)
+    for low, high in chunks(flat.numel(), chunk_size(into.device)):
+        term, place = scratch[: high - low], into[low:high]
+        term.copy_(flat[low:high])
+        if scale != 1.0:
+            term.mul_(scale)
+        if mode == "add" and place.dtype is wide:
+            place.add_(term)
+            continue
+        if mode == "add":
+            term.add_(place)
+        place.copy_(term)
+
+
+def accumulate_bytes(
+    numel: int, into: torch.dtype, gradient: torch.dtype, *, adds: bool, scale: float = 1.0, chunk: int = CHUNK
+) -> int:
+    """Bytes that :func:`accumulate` allocates for a gradient of ``numel`` elements."""
+    if scale == 1.0 and (not adds or gradient is into):
+        return 0
+    wide = torch.promote_types(torch.promote_types(into, gradient), torch.float32)
+    return min(chunk, numel) * wide.itemsize
+
+
+def cast(into: Tensor, values: Tensor, scale: float = 1.0) -> None:
+    """``into = scale * values``, in the dtype of ``into``."""
+    accumulate(into, values, mode="copy", scale=scale)
+
+
+def chunks(numel: int, size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most ``size`` elements."""
+    for low in range(0, numel, size):
+        yield low, min(low + size, numel)
+
+
+def divide(main: Tensor, divisor: float) -> None:
+    """``main /= divisor``, correctly rounded on every device."""
+    if divisor != 1:
+        main.div_(torch.full((1,), divisor, dtype=main.dtype, device=main.device))

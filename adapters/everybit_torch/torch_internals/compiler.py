@@ -1,0 +1,96 @@
+"""Torch's compiler, Dynamo and Inductor: how a graph is handed to it, and what it is told beside.
+
+Nothing here imports it before a step is compiled: that takes longer than ``import torch``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, fx
+
+from everybit_torch.torch_internals import cpp_vectors
+
+
+def reached_recompile_limit(error: BaseException) -> bool:
+    """Whether Dynamo refused to make one more graph of the same code. Without Dynamo's class for it nothing is such an error."""
+    # An error of that class was raised by a module that is imported.
+    errors = sys.modules.get("torch._dynamo.exc")
+    return isinstance(error, getattr(errors, "FailOnRecompileLimitHit", ()))
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor uses; None where it is looked for in another way than expected, which Inductor then does itself.
+
+    Raises:
+        Exception: Inductor's, where it finds none.
+    """
+    find = getattr(_module("torch._inductor.cpp_builder"), "get_cpp_compiler", None)
+    return None if find is None else str(find())
+
+
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+    """A graph compiled by Inductor: scalars computed before the loop, arithmetic as it is written, and bits handled in vectors.
+
+    An Inductor that has no place for one of these compiles without it: to the same bits, which are computed more slowly.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with cpp_vectors.vector_bits():
+        return compile_fx(
+            graph, list(inputs), config_patches={**_scalars_first(), **_as_written(), **trust_in_vectors()}
+        )
+
+
+def _module(name: str) -> Any:
+    """A module of torch, or None."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def _scalars_first() -> dict[str, Any]:
+    if not hasattr(_module("torch._inductor.config"), "post_grad_custom_post_pass"):
+        return {}
+    graph_pass = _module("everybit_torch.torch_internals.scalars_first")
+    return {} if graph_pass is None else {"post_grad_custom_post_pass": graph_pass.ScalarsFirst()}
+
+
+@cache
+def _as_written() -> dict[str, Any]:
+    """Arithmetic as it is written, whatever a user has set for other code: products and sums are not contracted, nor reordered."""
+    wanted = {"cpp.enable_floating_point_contract_flag": "off", "cpp.enable_unsafe_math_opt_flag": False}
+    cpp = getattr(_module("torch._inductor.config"), "cpp", None)
+    return {name: value for name, value in wanted.items() if hasattr(cpp, name.removeprefix("cpp."))}
+
+
+@cache
+def trust_in_vectors() -> dict[str, Any]:
+    """Have torch believe which vector instructions there are, where the processor lists them and the compiler knows their flags.
+
+    On its own it compiles and loads a program with all of its headers for each, which is half of the time of a first step on a machine
+    whose compile cache is empty.
+    """
+    try:
+        inductor_config, isa = import_module("torch._inductor.config"), import_module("torch._inductor.cpu_vec_isa")
+        if sys.platform != "linux" or inductor_config.cpp.vec_isa_ok is not None:
+            return {}
+        compiler = import_module("torch._inductor.cpp_builder").get_cpp_compiler()
+        here = isa.x86_isa_checker()
+        listed = [one for one in isa.supported_vec_isa_list if all(name in here for name in str(one).split())]
+        for one in listed:
+            flags = one.build_arch_flags().split()
+            subprocess.run(
+                [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull], check=True, capture_output=True
+            )
+    except Exception:
+        # Whatever is not as expected: torch finds out by itself.
+        return {}
+    return {"cpp.vec_isa_ok": True} if listed else {}

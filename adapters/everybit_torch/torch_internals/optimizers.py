@@ -1,0 +1,46 @@
+"""``torch.optim.Optimizer`` without the import of torch's compiler."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARKS = "torch._compile"
+
+
+class Optimizer(torch.optim.Optimizer):
+    """``torch.optim.Optimizer``, which does not import Dynamo and Inductor for a model that is never compiled.
+
+    torch marks some methods as not to be traced, and imports its compiler at the first call of one, which takes as long as
+    ``import torch`` did. As long as nobody has imported Dynamo, nothing is traced and the mark has no meaning, so the method is called
+    without it. Where the mark is put on in another way than expected, or something else is wrapped around the method, it is called as it
+    is.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``torch.optim.Optimizer``."""
+        unmarked(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See ``torch.optim.Optimizer``."""
+        unmarked(torch.optim.Optimizer.zero_grad)(self, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``torch.optim.Optimizer``."""
+        return unmarked(torch.optim.Optimizer.state_dict)(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See ``torch.optim.Optimizer``."""
+        unmarked(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+
+
+def unmarked(method: F) -> F:
+    """``method`` without the mark that keeps Dynamo from tracing it; itself, if Dynamo is imported or it has none."""
+    marked = getattr(method, "__globals__", {}).get("__name__") == _MARKS
+    plain: F = getattr(method, "__wrapped__", method)
+    return plain if marked and "torch._dynamo" not in sys.modules else method

@@ -1,0 +1,111 @@
+"""A bad option is refused before any work, in one line: which, what was got, what would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everybit as eb
+from everybit_torch.cli.compare.corpus import Corpus
+from everybit_torch.cli.compare.options import CompareOptions, check, check_context, check_out
+from everybit_torch.cli.errors import OptionError
+from everybit_torch.config import save_policy
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "got", "accepted"),
+    [
+        ({"steps": 0}, "--steps", "0", "at least 1"),
+        ({"batch": -1}, "--batch", "-1", "at least 1"),
+        ({"context": 0}, "--context", "0", "at least 1"),
+        ({"threads": -1}, "--threads", "-1", "torch's choice"),
+        ({"lr": float("nan")}, "--lr", "nan", "finite number above 0"),
+        ({"lr": 0.0}, "--lr", "0.0", "finite number above 0"),
+        ({"eps": -1e-8}, "--eps", "-1e-08", "at least 0"),
+        ({"weight_decay": float("inf")}, "--weight-decay", "inf", "at least 0"),
+        ({"clip": -1.0}, "--clip", "-1.0", "at least 0"),
+        ({"betas": (0.9, 1.0)}, "--betas", "(0.9, 1.0)", "in [0, 1)"),
+        ({"seeds": (0,)}, "--seeds", "0", "a count of at least 1"),
+        ({"seeds": (3, 3)}, "--seeds", "3 3", "different seeds"),
+        ({"seeds": ()}, "--seeds", "none", "a count"),
+        ({"device": "gpu"}, "--device", "gpu", "cpu"),
+        ({"device": "cuda:99"}, "--device", "cuda:99", "cpu"),
+        ({"policies": ()}, "--policies", "none", "at least one"),
+        ({"policies": ("FP32", "fp32")}, "--policies", "FP32 twice", "names that differ"),
+        ({"policies": ("KAHAN_BF61",)}, "--policies", "did you mean KAHAN_BF16?", "LEAN_BF16"),
+        ({"policies": ("absent.toml",)}, "--policies", "absent.toml (no such file", "can be read"),
+        # bfloat16's second moment does not fall at this rate; the optimizer knows, and its reason is passed on.
+        ({"policies": ("PURE_BF16",), "betas": (0.9, 0.999)}, "--policies", "PURE_BF16, which AdamW refuses", "other options"),
+    ],
+)  # fmt: skip
+def test_a_bad_option_is_named_with_what_would_do(
+    changes: dict[str, Any], option: str, got: str, accepted: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        check(replace(CompareOptions(), **changes))
+    message = str(caught.value)
+    assert message.startswith(f"{option}: got ")
+    assert "\n" not in message
+    before, after = message.split("; accepted: ", 1) if message.count("; accepted: ") else (message, "")
+    assert got in before
+    assert accepted in after
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    with pytest.raises(OptionError, match=r"--device: got cuda; accepted: cpu \(torch finds no CUDA device here\)"):
+        check(CompareOptions(device="cuda"))
+
+
+def test_the_defaults_are_fine() -> None:
+    plan = check(CompareOptions())
+    assert list(plan.policies) == ["FP32", "MIXED_BF16", "PURE_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16"]
+    assert plan.policies["LEAN_BF16"] is eb.policies.LEAN_BF16
+    assert plan.reference == "FP32"
+    assert plan.seeds == (0,)
+
+
+def test_one_number_counts_seeds_and_several_are_them() -> None:
+    assert check(CompareOptions(seeds=(3,))).seeds == (0, 1, 2)
+    assert check(CompareOptions(seeds=(7, 3))).seeds == (7, 3)
+
+
+def test_policies_come_from_files_too(tmp_path: Path) -> None:
+    mine = eb.Policy(params=eb.Kahan("float16", "stochastic"))
+    save_policy(mine, tmp_path / "mine.json")
+    (tmp_path / "other.toml").write_text('params = "Split"\n')
+    plan = check(CompareOptions(policies=(str(tmp_path / "mine.json"), str(tmp_path / "other.toml"), "lean_bf16")))
+    assert plan.policies == {
+        "mine": mine,
+        "other": eb.Policy(params=eb.Split()),
+        "LEAN_BF16": eb.policies.LEAN_BF16,
+    }
+    assert plan.reference == "mine"
+
+
+def test_a_policy_file_with_a_mistake_is_named_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text('parameters = "Split"\n')
+    with pytest.raises(OptionError, match=r"--policies: got .*bad\.toml: Policy: no field is called 'parameters'"):
+        check(CompareOptions(policies=(str(path),)))
+
+
+def test_a_context_longer_than_the_text_is_refused(corpus: Corpus) -> None:
+    longest = len(corpus.held_out) - 1
+    check_context(CompareOptions(context=longest), corpus)
+    with pytest.raises(OptionError, match=f"--context: got {longest + 1}; accepted: at most {longest}"):
+        check_context(CompareOptions(context=longest + 1), corpus)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    check_out(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "below"):
+        with pytest.raises(OptionError, match=r"--out: got .*file.*; accepted: a folder that can be made"):
+            check_out(path)

@@ -1,0 +1,181 @@
+"""``everybit plan``: a table, a file and a picture; and what is said about options that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from everybit_torch import cli
+from everybit_torch.cli.errors import BAD_OPTION
+
+
+def small_model() -> nn.Module:
+    """For --model: two layers, one of them frozen."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].requires_grad_(False)
+    return model
+
+
+def broken_model() -> nn.Module:
+    """For --model: one that cannot be built."""
+    raise RuntimeError("no\nweights today")
+
+
+def test_a_plan_is_shown_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "plan",
+        "--model",
+        "mini",
+        "--ranks",
+        "4",
+        "--policies",
+        "MIXED_BF16",
+        "KAHAN_BF16",
+        "--main-grads",
+        "fp32",
+    ]
+    assert cli.main([*arguments, "--grad-comm", "bf16", "--reduce", "fp32", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "mini: 459,392 parameters (bf16), adamw, 4 ranks" in shown
+    held = json.loads((tmp_path / "plan.json").read_text())
+    found = {(one["policy"], one["strategy"]): one for one in held["plans"]}
+    assert len(found) == 8
+    numel = found["MIXED_BF16", "no_shard"]["parameters"]
+    for (policy, strategy), one in found.items():
+        whole = {"MIXED_BF16": (2, 4, 4, 8), "KAHAN_BF16": (2, 2, 4, 4)}[policy]
+        shared = {
+            "no_shard": (1, 1, 1, 1),
+            "optim": (1, 4, 1, 4),
+            "optim_grads": (1, 4, 4, 4),
+            "optim_grads_params": (4,) * 4,
+        }[strategy]
+        expected = sum(bytes_each * numel / parts for bytes_each, parts in zip(whole, shared, strict=True))
+        small = one["persistent"]["counters"] + one["persistent"]["bookkeeping"]
+        # Padding: at most three elements in each of the three units, of 18 bytes.
+        assert 0 <= one["persistent_bytes"] - small - expected < 3 * 3 * 18
+        assert "all_to_all" in one["wire"]
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_a_function_of_ones_own(tmp_path: Path) -> None:
+    arguments = [
+        "plan",
+        "--model",
+        f"{__name__}:small_model",
+        "--dtype",
+        "model",
+        "--policies",
+        "FP32",
+        "--strategies",
+        "optim",
+    ]
+    assert cli.main([*arguments, "--optimizer", "lion", "--out", str(tmp_path)]) == 0
+    (one,) = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert one["persistent"]["parameters"] == 2 * 272 * 4
+    assert one["persistent"]["momentum"] == 272 * 4 / 8
+    assert "variance" not in one["persistent"]
+
+
+def test_three_dtypes(tmp_path: Path) -> None:
+    arguments = [
+        "plan",
+        "--model",
+        "tiny",
+        "--policies",
+        "three-dtypes",
+        "--main-params",
+        "fp64",
+        "--grad-comm",
+        "fp16",
+    ]
+    assert (
+        cli.main(
+            [
+                *arguments,
+                "--strategies",
+                "optim_grads_params",
+                "--outer",
+                "2",
+                "--outer-strategy",
+                "optim",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
+    (one,) = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    numel = one["parameters"]
+    assert one["persistent"]["main parameters"] == pytest.approx(8 * numel / 16, abs=200)
+    assert one["persistent"]["gradients"] == pytest.approx(4 * numel / 8, abs=200)
+
+
+def test_a_hugging_face_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    config = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 100, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", "--model", str(tmp_path), "--ranks", "2", "--out", str(tmp_path / "out")]) == 0
+    held = json.loads((tmp_path / "out" / "plan.json").read_text())
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    assert held["plans"][0]["parameters"] == 2 * 100 * 32 + 32 + 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt-9"], "--model: got gpt-9; accepted: llama-3.2-1b"),
+        (["--model", "nowhere:model"], "--model: got nowhere:model (No module named 'nowhere')"),
+        (["--model", "os:getcwd"], "which returned a str; accepted: a function that returns a torch.nn.Module"),
+        (["--model", "json:loads"], "--model: got json:loads, which raised TypeError: loads() missing 1 required positional"),
+        (["--model", f"{__name__}:broken_model"], "which raised RuntimeError: no weights today; accepted: a function that returns"),
+        (["--model", f"{__name__}:BAD_OPTION"], "which raised TypeError: 'int' object is not callable"),
+        (["--model", "json:"], "--model: got json: (module 'json' has no attribute '')"),
+        (["--model", "mini", "--ranks", "0"], "--ranks: got 0; accepted: a whole number, at least 1"),
+        (["--model", "mini", "--policies", "KAHAN"], "--policies: got KAHAN (did you mean KAHAN_BF16?)"),
+        (["--model", "mini", "--dtype", "fp32"], "MIXED_BF16, which does not go with the model (embedding.weight: Policy.params"),
+        (["--model", "mini", "--units", "Layer"], "--units: got Layer; accepted: classes of the model's modules: Attention, Block, "),
+        (
+            ["--model", "mini", "--outer", "2", "--outer-strategy", "optim", "--strategies", "optim", "no_shard"],
+            "--outer-strategy: got optim with --strategies optim no_shard; accepted: optim with --outer 2 or more, and with"
+            " optim_grads_params among",
+        ),
+        (["--model", "mini", "--outer-strategy", "optim"], "--outer-strategy: got optim with --outer 1; accepted: optim with --outer 2"),
+        (["--model", "mini", "--out", "/proc/nothing"], "--out: got /proc/nothing"),
+        (
+            ["--model", "mini", "--policies", "three-dtypes", "--main-params", "fp16"],
+            "MixedPrecision.main_params: got 'float16' for bfloat16 parameters",
+        ),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_used_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *arguments]) == BAD_OPTION
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_is_allocated() -> None:
+    """A model of 405 billion parameters, on this machine."""
+    from everybit_torch.sharded.shapes import SHAPES
+
+    model = SHAPES["llama-3-405b"].build()
+    assert all(parameter.device == torch.device("meta") for parameter in model.parameters())
+    assert 405e9 < sum(parameter.numel() for parameter in model.parameters()) < 407e9
+
+
+def test_the_device_is_planned_for(tmp_path: Path) -> None:
+    """A CPU is given smaller pieces to work on at a time; which of the two it is, was lost on the way once."""
+    steps = {}
+    for device in ("cpu", "cuda"):
+        arguments = ["plan", "--model", "small", "--policies", "KAHAN_BF16", "--strategies", "optim", "--ranks", "1"]
+        assert cli.main([*arguments, "--device", device, "--out", str(tmp_path / device)]) == 0
+        (one,) = json.loads((tmp_path / device / "plan.json").read_text())["plans"]
+        steps[device] = one["transient"]["step"]
+    assert steps["cuda"] > 2 * steps["cpu"]

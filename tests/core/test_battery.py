@@ -261,6 +261,90 @@ class KnowsItsPlace(Liar):
         return super().update(eb.tree.map(first_doubled, updates), state, params)
 
 
+class NeedsWholeTensorsAndReduces(Liar):
+    """Says ``"tree"`` because it reduces; but it divides by each tensor's own magnitude, which a piece of the tensor does not know."""
+
+    scope = "tree"
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        norm = 1 + ctx.axis.sum(eb.tree.sum_of_squares(ctx.axis.owned(updates))).sqrt()
+        own = eb.tree.elementwise(lambda u: u / (norm * (1 + u.abs().sum())), updates)
+        return super().update(own, state, params)
+
+
+class LooksAtItsShardOnly(Liar):
+    """A global norm that is not taken over the axis."""
+
+    scope = "tree"
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        norm = 1 + eb.tree.norm(updates)
+        return super().update(eb.tree.elementwise(lambda u: u / norm, updates), state, params)
+
+
+class CountsCopiesTwice(Liar):
+    """A global norm that counts what several ranks have several times."""
+
+    scope = "tree"
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        norm = 1 + ctx.axis.sum(eb.tree.sum_of_squares(updates)).sqrt()
+        return super().update(eb.tree.elementwise(lambda u: u / norm, updates), state, params)
+
+
+class AsksOnlyIfItHasSomething(Liar):
+    """A rank without elements does not join the reduction: the others would wait for it."""
+
+    scope = "tree"
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        if not eb.tree.size(updates):
+            return super().update(updates, state, params)
+        return ReducesThreeTimes().update(updates, state, params, ctx)
+
+
+class AsksForEachTensorItHas(Liar):
+    scope = "tree"
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        norms = [ctx.axis.sum(u.square().sum()) for u in eb.tree.leaves(updates) if u.numel() > 3]
+        return super().update(eb.tree.map(lambda u: u / (1 + len(norms)), updates), state, params)
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class Estimate(Generic[P]):
+    largest: Tensor
+    memory: eb.Slot[P]
+
+
+class EstimatesByItself(Liar):
+    """An estimate beside the slots that goes its own way on each rank, though no update shows it yet."""
+
+    def init(self, params: P) -> Any:
+        return Estimate(torch.zeros((), dtype=torch.int64), eb.tree.zeros_like(params))
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        largest = torch.stack([(u.abs() > 1).sum() for u in eb.tree.leaves(updates)]).sum()
+        return eb.tree.map(lambda u: -0.1 * u, updates), Estimate(torch.maximum(state.largest, largest), updates)
+
+
+class ReducesThreeTimes(Liar):
+    """Reduces twice, the second time over what it computed, and beside that works element by element."""
+
+    scope = "tree"
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        owned = ctx.axis.owned(updates)
+        norm = 1 + ctx.axis.sum(eb.tree.sum_of_squares(owned)).sqrt()
+        scaled = eb.tree.elementwise(lambda u: u / norm, updates)
+        signed = [u.sum() for u in eb.tree.leaves(ctx.axis.owned(scaled))]
+        mean = ctx.axis.sum(torch.stack(signed).sum())
+        largest = ctx.axis.max(torch.stack([u.abs().max() if u.numel() else u.sum() for u in eb.tree.leaves(owned)]))
+        factor = 1 + mean.abs() + largest.max()
+        return super().update(eb.tree.elementwise(lambda u: u / factor, scaled), state, params)
+
+
 class InventsAScope(Liar):
     scope: ClassVar[Any] = "galaxy"
 
@@ -366,9 +450,24 @@ LIARS = [
         CutsTheGraph,
         r"derivative by the gradients: torch\.func\.grad gives .*, finite differences give",
     ),
-    ("scope", LooksAtTheTensor, r"scope 'element': a flat buffer of 58 torch\.float32 elements cut at \(1,\)"),
+    (
+        "shards equal whole",
+        LooksAtTheTensor,
+        r"scope 'element': 58 torch\.float32 elements on shards that begin at \(0, 1, 29, .*, step 1: against the whole: parameters",
+    ),
+    ("shards equal whole", LooksAtTheTree, r"scope 'tensor': 58 torch\.float32 elements .* against the whole"),
+    ("shards equal whole", KnowsItsPlace, r"scope 'element': 58 .* against the whole: parameters"),
+    ("shards equal whole", NeedsWholeTensorsAndReduces, r"scope 'tree': 58 .*, step 1: against the whole: parameters"),
+    ("shards equal whole", LooksAtItsShardOnly, r"scope 'tree': 58 .*, step 1: against the whole: parameters"),
+    ("shards equal whole", CountsCopiesTwice, r"reduction 1: the sum over the shards is .* of the whole .*owned"),
+    (
+        "shards equal whole",
+        AsksOnlyIfItHasSomething,
+        r"6 of 7 ranks ask for reduction 1, .* also one that has no elements",
+    ),
+    ("shards equal whole", AsksForEachTensorItHas, r"2 of 7 ranks ask for reduction 1"),
+    ("shards equal whole", EstimatesByItself, r"step 1: against the whole: what is no slot: at \[1\]"),
     ("scope", LooksAtTheTree, r"scope 'tensor': the update at \['w'\] depends on the gradients of other tensors"),
-    ("scope", KnowsItsPlace, r"scope 'element': a flat buffer of 58"),
     ("scope", InventsAScope, r"scope: got 'galaxy'; accepted are 'element', 'tensor', 'tree'"),
     ("flat equals tree", LooksAtTheTensor, r"flat buffer, against the tree, after step 1"),
     ("flat equals tree", KnowsItsPlace, r"flat buffer, against the tree, after step 1"),
@@ -412,11 +511,42 @@ def test_the_battery_clears_the_honest() -> None:
         "vmap",
         "scope",
         "flat equals tree",
+        "shards equal whole",
         "resume equals continue",
         "meta init",
         "hyperparameters are data",
     ):
         CHECKS[name](lambda lr: Liar())
+
+
+def test_reductions_of_any_kind_and_number_are_answered_over_all_shards() -> None:
+    testing.check_shards_equal_whole(lambda lr: ReducesThreeTimes())
+
+
+def test_masks_below_a_reduction_are_asked_of_the_whole_parameters() -> None:
+    """A piece of a matrix is a vector, and still decays."""
+    testing.check_shards_equal_whole(
+        lambda lr: eb.chain(
+            eb.clip_by_global_norm(1.0),
+            eb.accumulate(eb.masked(eb.add_decayed_weights(0.1), where=lambda path, leaf: leaf.ndim > 1), 2),
+            eb.partition(
+                {"w": eb.trace(0.9), "other": eb.identity()}, lambda path, leaf: "w" if "w" in path else "other"
+            ),
+            eb.scale_by_learning_rate(lr),
+        )
+    )
+
+
+class DividesByItsTensor(Liar):
+    scope = "tensor"
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        return super().update(eb.tree.map(lambda u: u / (1 + u.abs().sum()), updates), state, params)
+
+
+def test_a_part_that_sees_whole_tensors_gets_them_also_below_a_reduction() -> None:
+    testing.check_shards_equal_whole(lambda lr: DividesByItsTensor())
+    testing.check_shards_equal_whole(lambda lr: eb.chain(eb.clip_by_global_norm(1.0), DividesByItsTensor()))
 
 
 def test_same_bits_tells_minus_zero_from_zero_and_one_nan_from_another() -> None:

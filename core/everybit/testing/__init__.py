@@ -11,23 +11,16 @@ was promised and what was found. With pytest::
 ``REGISTRY`` holds everybit's own builds by name. The checks that compile empty the compiler's caches first.
 """
 
-from everybit.testing.battery import (
-    CHECKS,
-    Build,
-    check_all,
-    check_compiled_equals_eager,
-    check_differentiable,
-    check_flat_equals_tree,
-    check_hyperparameters_are_data,
-    check_meta_init,
-    check_no_recompilation,
-    check_no_wait,
-    check_pure,
-    check_resume_equals_continue,
-    check_scope,
-    check_state_is_a_fixed_point,
-    check_vmap,
-)
+from everybit.testing.battery import CHECKS, check_all
+from everybit.testing.checks.checkpoints import check_resume_equals_continue
+from everybit.testing.checks.compiled import check_compiled_equals_eager, check_no_recompilation
+from everybit.testing.checks.conditions import Build
+from everybit.testing.checks.cuts import check_flat_equals_tree, check_scope
+from everybit.testing.checks.devices import check_meta_init, check_no_wait
+from everybit.testing.checks.functional import check_differentiable, check_vmap
+from everybit.testing.checks.hyperparameters import check_hyperparameters_are_data
+from everybit.testing.checks.purity import check_pure, check_state_is_a_fixed_point
+from everybit.testing.checks.shards import check_shards_equal_whole
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 from everybit.testing.registry import REGISTRY
 
@@ -47,6 +40,7 @@ __all__ = [
     "check_pure",
     "check_resume_equals_continue",
     "check_scope",
+    "check_shards_equal_whole",
     "check_state_is_a_fixed_point",
     "check_vmap",
     "example_grads",

@@ -13,7 +13,7 @@ from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.masked import masked, partition
 from everybit.schedules import warmup_cosine_decay_schedule
-from everybit.testing.battery import Build
+from everybit.testing.checks.conditions import Build
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.stateless import (

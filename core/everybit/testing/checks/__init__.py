@@ -1,0 +1,1 @@
+"""The checks of the battery, by theme; :mod:`everybit.testing` has their names."""

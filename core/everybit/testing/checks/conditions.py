@@ -1,0 +1,31 @@
+"""What the checks run a transform with: a learning rate, the policies that store a step, the number of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from everybit import policies
+from everybit.policy import Policy
+from everybit.scalars import Hyperparameter
+from everybit.transform import Context, Transform
+
+Build = Callable[[Hyperparameter], Transform[Any]]
+"""From a learning rate to a transform."""
+
+LEARNING_RATE = 0.05
+"""Large, so that a step is felt in every format."""
+
+# What a stored step is tried under: all exact, and all that is lossy or random.
+STORED: tuple[tuple[torch.dtype, Policy], ...] = (
+    (torch.float32, policies.FP32),
+    (torch.bfloat16, policies.LEAN_BF16),
+    (torch.float16, policies.TIGHT_BF16),
+)
+
+
+def at_step(step: int) -> Context:
+    """The context of a transform at this step."""
+    return Context(step=torch.tensor(step))

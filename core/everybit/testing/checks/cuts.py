@@ -1,0 +1,77 @@
+"""A step on one flat buffer, and on tensors apart from one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.optimizer import OptimizerState, with_policy
+from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, at_step
+from everybit.testing.examples import assert_same_bits, example_grads, example_params
+
+
+def check_flat_equals_tree(build: Build) -> None:
+    """An element-scope transform gives the same bits on one flat buffer as on the tree of tensors laid end to end in it."""
+    for dtype, policy in STORED:
+        optimizer = with_policy(build(LEARNING_RATE), policy)
+        if optimizer.scope != "element":
+            return
+        params = example_params(dtype)
+        flat = flattened(params)
+        state, flat_state = optimizer.init(params), optimizer.init(flat)
+        for step in (1, 2, 3):
+            grads = example_grads(params, step)
+            params, state = optimizer.step(params, grads, state)
+            flat, flat_state = optimizer.step(flat, flattened(grads), flat_state)
+            assert_same_bits(flat, flattened(params), f"flat buffer, against the tree, after step {step}, {dtype}")
+            for name, parts in stored_slots(params, state).items():
+                what = f"{name} of the flat buffer, against the tree, after step {step}, {dtype}"
+                assert_same_bits(stored_slots(flat, flat_state)[name], parts, what)
+
+
+def check_scope(build: Build) -> None:
+    """The transform's ``scope`` is one of the three, and unless it is ``"tree"``, no tensor's update depends on another tensor's gradient.
+
+    That what a scope promises about cuts is true is :func:`everybit.testing.check_shards_equal_whole`.
+    """
+    scope = build(LEARNING_RATE).scope
+    if scope not in ("element", "tensor", "tree"):
+        raise AssertionError(f"scope: got {scope!r}; accepted are 'element', 'tensor', 'tree'.")
+    if scope != "tree":
+        _check_tensors_are_independent(build)
+
+
+def _check_tensors_are_independent(build: Build) -> None:
+    transform, params = build(LEARNING_RATE), example_params(torch.float64)
+    state = transform.init(params)
+    _, state = transform.update(example_grads(params, 1), state, params, at_step(1))
+    grads = example_grads(params, 2)
+    expected = tree.leaves(transform.update(grads, state, params, at_step(2))[0])
+    for index, path in enumerate(tree.paths(params)):
+        others = [g if i == index else 3 * g + 1 for i, g in enumerate(tree.leaves(grads))]
+        got = tree.leaves(transform.update(tree.replace(grads, others), state, params, at_step(2))[0])
+        what = f"scope {transform.scope!r}: the update at {path} depends on the gradients of other tensors"
+        assert_same_bits(got[index], expected[index], what)
+
+
+def flattened(values: object) -> Tensor:
+    """All elements, end to end."""
+    return torch.cat([leaf.reshape(-1) for leaf in tree.leaves(values)])
+
+
+def stored_slots(params: object, state: OptimizerState[Any]) -> dict[str, list[Tensor]]:
+    """Each slot's parts, and those of the parameters, laid end to end."""
+    found: dict[str, list[Tensor]] = {}
+
+    def note(name: str, slot: Any) -> Any:
+        stored = [one if isinstance(one, tuple) else (one,) for one in tree.slots_of(params, slot) if one is not None]
+        key = f"{name}#{len(found)}"
+        found[key] = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*stored, strict=True)]
+        return slot
+
+    note("extra", state.extra)
+    tree.map_slots(note, state.inner)
+    return found

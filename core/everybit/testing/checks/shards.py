@@ -1,0 +1,213 @@
+"""A step of shards: pieces of the parameters on several ranks, played in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.optimizer import Optimizer, OptimizerState, with_policy
+from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
+from everybit.testing.checks.cuts import flattened, stored_slots
+from everybit.testing.checks.parts import decided, needs_whole_tensors
+from everybit.testing.examples import assert_same_bits, example_grads, example_params
+from everybit.transform import Context
+
+P = TypeVar("P")
+Kind = Literal["sum", "max"]
+
+AGREEMENT = 1e-5
+"""How far a sum over shards may be from the sum of the whole, relative to what the shards contribute in magnitude.
+
+The 58 elements of the examples, added up in float32 in another order, differ by at most 58 * 2**-24 = 3.5e-6 of their magnitudes."""
+
+
+def check_shards_equal_whole(build: Build) -> None:
+    """The pieces of a model, stepped on the ranks of a sharded run, get the bits that the whole model gets.
+
+    The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors. A transform of scope ``"tensor"``, or
+    with a part of that scope, gets whole tensors, each on a rank of its own. One rank has nothing, and one has a copy of what another rank
+    counts. Masks and labels that are functions are asked of the whole parameters.
+
+    Ranks share what a transform asks of ``ctx.axis``, and nothing else: all have to ask for the same reductions, in the same order. What
+    the whole contributes to a reduction has to be what its pieces contribute together, a maximum exactly, and a sum to the rounding of
+    another order of addition; pieces and whole then go on with the same number.
+    """
+    for dtype, policy in STORED:
+        params = example_params(dtype)
+        transform = decided(build(LEARNING_RATE), params)
+        sizes = [leaf.numel() for leaf in tree.leaves(params)]
+        size = sum(sizes)
+        if flat := not needs_whole_tensors(transform):
+            edges = [0, 1, size // 2, size // 2, size // 2 + 1, size - 1, size]
+        else:
+            edges = [0, *itertools.accumulate(sizes)]
+        pieces = [_Piece(a, b, flat) for a, b in itertools.pairwise(edges)]
+        pieces.append(pieces[0]._replace(counted=False))
+        what = f"scope {transform.scope!r}: {size} {dtype} elements on shards that begin at {tuple(edges[:-1])}"
+        _check_pieces(with_policy(transform, policy), params, pieces, what)
+
+
+def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Piece], what: str) -> None:
+    state = optimizer.init(params)
+    parts = [piece.of(params) for piece in pieces]
+    states = [optimizer.init(part, piece.context(())) for piece, part in zip(pieces, parts, strict=True)]
+    for step in (1, 2, 3):
+        grads = example_grads(params, step)
+        now = f"{what}, step {step}"
+        ranks = [_Rank(piece, part, piece.of(grads), s) for piece, part, s in zip(pieces, parts, states, strict=True)]
+        totals, stepped = _step_together(optimizer, ranks, now)
+        axis = _Answers([total.value for total in totals])
+        try:
+            params, state = optimizer.step(params, grads, state, Context(axis=axis))
+        except _UnansweredError as question:
+            raise AssertionError(f"{now}: only the whole asks for the {question.kind} of {question.value}.") from None
+        _require_agreement(axis.asked, totals, now)
+        parts, states = [out[0] for out in stepped], [out[1] for out in stepped]
+        counted = [out for out, piece in zip(stepped, pieces, strict=True) if piece.counted]
+        _require_same_bits(counted, (params, state), f"{now}: against the whole")
+        assert_same_bits(
+            stepped[-1], stepped[0], f"{now}: a copy that another rank counts, against what it is a copy of"
+        )
+
+
+def _require_same_bits(pieces: list[tuple[Any, OptimizerState[Any]]], whole: tuple[Any, Any], what: str) -> None:
+    params, state = whole
+    assert_same_bits(torch.cat([flattened(part) for part, _ in pieces]), flattened(params), f"{what}: parameters")
+    found = [stored_slots(part, own) for part, own in pieces]
+    for name, stored in stored_slots(params, state).items():
+        together = [torch.cat(part) for part in zip(*(one[name] for one in found), strict=True)]
+        assert_same_bits(together, stored, f"{what}: {name}")
+    for _, own in pieces:
+        assert_same_bits(_shared(own), _shared(state), f"{what}: what is no slot")
+
+
+def _shared(state: OptimizerState[Any]) -> list[Tensor]:
+    """What a state holds beside its slots, which all ranks have alike: counters and estimates."""
+    return [state.step, *tree.leaves(tree.map_slots(lambda name, slot: None, state.inner))]
+
+
+class _Piece(NamedTuple):
+    """What a rank has of the elements that lie end to end in a tree.
+
+    Attributes:
+        start: First element.
+        stop: One past the last.
+        flat: Whether tensors are vectors here, of what the rank has of them; else they are whole or empty.
+        counted: Whether this rank is the one that contributes these elements to reductions.
+    """
+
+    start: int
+    stop: int
+    flat: bool
+    counted: bool = True
+
+    def of(self, values: P) -> P:
+        """The same tree; a tensor that lies elsewhere is empty."""
+        position, found = 0, []
+        for leaf in tree.leaves(values):
+            first, last = (min(max(edge - position, 0), leaf.numel()) for edge in (self.start, self.stop))
+            whole = last - first == leaf.numel() and not self.flat
+            found.append(leaf.clone() if whole else leaf.reshape(-1)[first:last].clone())
+            position += leaf.numel()
+        return tree.replace(values, found)
+
+    def context(self, totals: Sequence[Tensor]) -> Context:
+        """For a step in which the first reductions come out as ``totals``."""
+        return Context(first_element=self.start, axis=_Answers(totals, counted=self.counted))
+
+
+class _Rank(NamedTuple):
+    piece: _Piece
+    params: Any
+    grads: Any
+    state: OptimizerState[Any]
+
+
+class _Total(NamedTuple):
+    """What a reduction came out as, and the sum of the magnitudes of what was contributed."""
+
+    kind: Kind
+    value: Tensor
+    magnitude: Tensor
+
+
+class _UnansweredError(Exception):
+    """A reduction whose result is not known yet; ``value`` is what this rank contributes."""
+
+    def __init__(self, kind: Kind, value: Tensor) -> None:
+        super().__init__(kind)
+        self.kind, self.value = kind, value
+
+
+class _Answers:
+    """An axis that knows what the first reductions of a step come out as, and stops the step at the next."""
+
+    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
+        self.totals, self.counted = totals, counted
+        self.asked: list[tuple[Kind, Tensor]] = []
+
+    def sum(self, value: Tensor) -> Tensor:
+        return self._answer("sum", value)
+
+    def max(self, value: Tensor) -> Tensor:
+        return self._answer("max", value)
+
+    def owned(self, tree_of_any: P) -> P:
+        return tree_of_any if self.counted else tree.zeros_like(tree_of_any)
+
+    def _answer(self, kind: Kind, value: Tensor) -> Tensor:
+        if len(self.asked) == len(self.totals):
+            raise _UnansweredError(kind, value)
+        self.asked.append((kind, value))
+        return self.totals[len(self.asked) - 1]
+
+
+def _step_together(
+    optimizer: Optimizer[Any], ranks: list[_Rank], what: str
+) -> tuple[list[_Total], list[tuple[Any, OptimizerState[Any]]]]:
+    """What each rank gets, and the reductions on the way. An update is pure: it is made again with each further answer."""
+    totals: list[_Total] = []
+    while True:
+        stepped, questions = [], []
+        for rank in ranks:
+            ctx = rank.piece.context([total.value for total in totals])
+            try:
+                stepped.append(optimizer.step(rank.params, rank.grads, rank.state, ctx))
+            except _UnansweredError as question:
+                questions.append(question)
+        if not questions:
+            return totals, stepped
+        asked = {(one.kind, one.value.shape, one.value.dtype) for one in questions}
+        if stepped or len(asked) > 1:
+            raise AssertionError(
+                f"{what}: {len(questions)} of {len(ranks)} ranks ask for reduction {len(totals) + 1}, of"
+                f" {sorted(map(str, asked))}; promised is that all ranks ask for the same, also one that has no elements."
+            )
+        totals.append(_reduced(questions))
+
+
+def _reduced(questions: list[_UnansweredError]) -> _Total:
+    kind, dtype = questions[0].kind, questions[0].value.dtype
+    values = torch.stack([one.value.double() for one in questions])
+    value = values.sum(0) if kind == "sum" else values.amax(0)
+    return _Total(kind, value.to(dtype), values.abs().sum(0))
+
+
+def _require_agreement(asked: list[tuple[Kind, Tensor]], totals: list[_Total], what: str) -> None:
+    if len(asked) != len(totals):
+        raise AssertionError(f"{what}: the whole asks for {len(asked)} reductions, its shards for {len(totals)}.")
+    for number, ((kind, value), total) in enumerate(zip(asked, totals, strict=True), start=1):
+        bound = AGREEMENT * total.magnitude if kind == "sum" else 0.0
+        # Shapes that differ would be broadcast.
+        alike = (kind, value.shape, value.dtype) == (total.kind, total.value.shape, total.value.dtype)
+        same = alike and bool(((value.double() - total.value.double()).abs() <= bound).all())
+        if not same and not (alike and torch.equal(value, total.value)):
+            raise AssertionError(
+                f"{what}: reduction {number}: the {total.kind} over the shards is {total.value}, and the {kind} of the whole {value}."
+                " Promised is that each element contributes once: reduce through ctx.axis what ctx.axis.owned leaves."
+            )

@@ -19,7 +19,7 @@ from everybit.dtypes import FLOAT_DTYPES, dtype_name, torch_dtype
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe, state_bytes, with_policy
 from everybit.policies import describe, native
-from everybit.policy import LOW, AnyPolicy, for_dtype, resolve_tree
+from everybit.policy import LOW, AnyPolicy, draws_bits, for_dtype, resolve_tree
 from everybit_torch import loading, state_dicts
 from everybit_torch.arguments import (
     as_python,
@@ -39,7 +39,7 @@ from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.placement import Placement, Run, is_settled, moves, plan_placement
 from everybit_torch.probing import Factory
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
-from everybit_torch.stepping import Group, Part, draws_bits, find_totals, write
+from everybit_torch.stepping import Group, Part, find_totals, write
 from everybit_torch.units import Unit, flatten, init_state
 
 Layout = Literal["auto", "flat", "tree"]

@@ -254,7 +254,7 @@ def _require_writable(runs: list[Run], params: Sequence[list[Tensor]]) -> None:
                     " are parameters with memory of their own. To tie two weights let them be one Parameter."
                 )
             (resolved,) = resolve_tree(run.optimizer.policy, [parameter.detach()])  # of a run of one
-            if len(resolved.params.dtypes()) > 1:
+            if len(resolved.params.parts()) > 1:
                 raise ValueError(
                     f"{both}: share memory, and {resolved.params} keeps the rest of each of them apart, which would be two answers to what"
                     " the weights are; accepted are parameters with memory of their own. To tie two weights let them be one Parameter."

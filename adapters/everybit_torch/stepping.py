@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.formats import Kahan, Split, Stochastic
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
-from everybit.policy import AnyPolicy, ByLabel
+from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
 from everybit_torch.probing import Factory, fits, is_number
@@ -308,16 +307,6 @@ def write(into: object, values: object) -> None:
     """Copy the tensors of one tree over those of another."""
     for old, new in zip(eb.tree.leaves(into), eb.tree.leaves(values), strict=True):
         old.copy_(new)
-
-
-def draws_bits(policy: AnyPolicy) -> bool:
-    """Whether a policy rounds anything stochastically."""
-    policies = policy.policies.values() if isinstance(policy, ByLabel) else [policy]
-    formats = [f for one in policies for f in (one.params, one.momentum, one.variance, one.state, *one.slots.values())]
-    return any(
-        isinstance(one, Stochastic) or (isinstance(one, (Kahan, Split)) and one.rounding == "stochastic")
-        for one in formats
-    )
 
 
 def _as_vectors(inputs: Inputs) -> Inputs:

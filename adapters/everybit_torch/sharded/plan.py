@@ -39,7 +39,7 @@ from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms
 from everybit_torch.sharded.reduction import Wire, accumulate_bytes, chunk_size, install_bytes
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
-from everybit_torch.stepping import PIECE, Part, draws_bits, find_totals, piece_size, step_in_place
+from everybit_torch.stepping import PIECE, Part, find_totals, piece_size, step_in_place
 from everybit_torch.units import Unit
 
 AGREED = 4
@@ -304,7 +304,7 @@ class _GroupPlan:
         if self.given_runs is not None:
             return list(self.given_runs)
         slices = list(self.group.slices(self.low, self.high))
-        runs = contiguous_runs(slices, by_index=draws_bits(labelled[self.group.label].policy))
+        runs = contiguous_runs(slices, by_index=labelled[self.group.label].policy.draws_bits)
         return [sum(slices[number].high - slices[number].low for number in run) for run in runs]
 
     def persistent(self, labelled: Mapping[str, LabelledTransform]) -> Counter[str]:
@@ -321,7 +321,9 @@ class _GroupPlan:
             return found
         found["gradients"] = self.main_numel * self.main.itemsize
         optimizer = eb.Optimizer(labelled[self.group.label].transform, labelled[self.group.label].policy)
-        beside = "main parameters" if type(self.resolved.params).__name__ == "Master" else "compensation"
+        beside = (
+            "main parameters" if any(part.name == "main" for part in self.resolved.params.parts()) else "compensation"
+        )
         for numel in self.runs(labelled):
             state = optimizer.init([torch.empty(numel, dtype=self.group.dtype, device="meta")])
             found[beside] += nbytes(state.extra)

@@ -24,7 +24,7 @@ from everybit_torch.sharded.offload import HostCopies, on_host, step_streamed
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.state_dicts import RoundingLoss
-from everybit_torch.stepping import Group, Part, draws_bits, find_totals
+from everybit_torch.stepping import Group, Part, find_totals
 from everybit_torch.units import Member, Unit, init_state, named_fields
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class ShardOptimizer(TorchOptimizer):
 
     def _place_shard(self, group: Any, shard: Shard) -> None:
         own = shard.weights.own
-        random = draws_bits(self._labelled[shard.weights.group.label].policy)
+        random = self._labelled[shard.weights.group.label].policy.draws_bits
         runs = contiguous_runs(shard.slices, by_index=random)
         for run in runs:
             low = shard.slices[run[0]].offset if run else 0

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit.dtypes import FLOAT_DTYPES, dtype_name, torch_dtype
+from everybit.entries import VERSION, VERSION_KEY
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe, state_bytes, with_policy
 from everybit.policies import describe, native
@@ -393,6 +394,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             flat=run.flat,
             gradients=gradients,
             decision=run.decision,
+            stored=optimizer.formats(tensors),
         )
         self._units.append(unit)
         self._publish(unit)
@@ -951,7 +953,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             before(self)
         self._settle()
         numbers = self._numbers()
-        packed: dict[str, Any] = {"state": {}, "param_groups": self._packed_groups(numbers)}
+        packed: dict[str, Any] = {"state": {}, "param_groups": self._packed_groups(numbers), VERSION_KEY: VERSION}
         for key, value in self.state.items():
             if not isinstance(key, Tensor):
                 packed["state"][key] = dict(value) if isinstance(value, ParameterState) else value
@@ -1037,7 +1039,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             number = _number(numbers, key)
             if entry := full.get(id(key), {}) | loading.copied(kept, f"state[{number}]"):
                 state[number] = entry
-        return {"state": state, "param_groups": self._packed_groups(numbers)}
+        return {"state": state, "param_groups": self._packed_groups(numbers), VERSION_KEY: VERSION}
 
     @outside_inference
     @torch.no_grad()

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.entries import fields as named_fields
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
 from everybit_torch.probing import Factory, fits, is_number
-from everybit_torch.units import Unit, map_state, named_fields
+from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import Inputs, Variants
 
 P = TypeVar("P")
@@ -205,10 +206,10 @@ def contributions(
     Nothing comes if the transform asks for no more. ``counted`` is False where another process counts this unit.
     """
     (tensor,) = unit.tensors
-    in_pieces, size = tensor.ndim == 1, piece_size(tensor.device)
+    in_pieces, size = tensor.ndim == 1, unit.piece_size(piece_size(tensor.device))
     for start in range(0, max(tensor.numel(), 1) if in_pieces else 1, size):
         part = slice(start, start + size if in_pieces else None)
-        state = map_state(unit.state, lambda x, part=part: x[part] if x.ndim else x, lambda x: x)  # type: ignore[misc]
+        state = unit.cut_state(start, min(start + size, tensor.numel()), lambda x: x) if in_pieces else unit.state
         ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals, counted=counted))
         try:
             given = (tensor[part], grad[part]) if tensor.ndim else (tensor, grad)
@@ -268,7 +269,7 @@ def _next_question(part: Part, totals: Sequence[Tensor]) -> UnansweredError | No
         return None
     tensor = part.unit.tensors[0].reshape(-1)[:0]
     state = map_state(part.unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
-    empty = Unit(part.unit.group, [tensor], [], state, part.unit.first, flat=True)
+    empty = Unit(part.unit.group, [tensor], [], state, part.unit.first, flat=True, stored=part.unit.stored)
     return next(contributions(part.optimizer, empty, torch.empty_like(tensor, dtype=torch.float32), totals), None)
 
 
@@ -281,11 +282,11 @@ def step_in_pieces(
     """
     total: Metrics | None = None
     counters: list[Tensor] = []
-    size = piece_size(grad.device)
+    size = unit.piece_size(piece_size(grad.device))
     for start in range(0, grad.numel(), size):
         stop = start + size
         # Counters are copied in, so that every piece counts from the same step; the last one's are kept.
-        state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], torch.clone)  # type: ignore[misc]
+        state = unit.cut_state(start, min(stop, grad.numel()), torch.clone)
         measured = step_in_place(
             optimizer,
             [unit.tensors[0][start:stop]],

@@ -97,6 +97,16 @@ class PartSpec:
         """The part's shape, for a value of this shape."""
         return tuple(value) if self.block == 1 else (self.count(math.prod(value)),)
 
+    def range(self, start: int, stop: int) -> tuple[int, int]:
+        """Which of its numbers cover the elements ``start`` to ``stop``.
+
+        Raises:
+            ValueError: One of them covers elements before ``start``, too.
+        """
+        if start % self.block:
+            raise ValueError(f"cannot be cut before element {start}; accepted is a multiple of {self.block}.")
+        return start // self.block, self.count(stop)
+
     @property
     def bytes_per_element(self) -> float:
         """Bytes for each element of a long value."""
@@ -614,11 +624,6 @@ BUILT_IN: tuple[type[Nearest] | type[Stochastic] | type[Kahan] | type[Split] | t
 def bytes_of(format: Format, elements: int) -> list[tuple[str, int]]:
     """(part name, bytes) of a value of so many elements, under a format with every dtype named."""
     return [(part.name, part.count(elements) * part.dtype.itemsize) for part in format.parts()]
-
-
-def block_of(*formats: Format) -> int:
-    """The least number of elements of which every part has whole numbers: a value may be cut at its multiples."""
-    return math.lcm(*(part.block for format in formats for part in format.parts()))
 
 
 def _dither(dtype: LowDType, like: Tensor, key: Key) -> Tensor:

@@ -6,6 +6,7 @@ in which dtypes gradients are kept and sent. What a policy leaves open (``None``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -33,7 +34,6 @@ from everybit.formats import (
     PartSpec,
     SlotKind,
     StateFormat,
-    block_of,
 )
 
 LOW = tuple(map(torch_dtype, LOW_DTYPES))
@@ -160,7 +160,8 @@ class Policy:
         What is kept of a parameter may be cut at multiples of it, counted from the parameter's first element.
         """
         slots = [format.for_slot("signed", self.compute) for _, format in self._state_formats()]
-        return block_of(self.params.for_params(self.model_dtype), *slots)
+        formats = [self.params.for_params(self.model_dtype), *slots]
+        return math.lcm(*(part.block for format in formats for part in format.parts()))
 
     def field_of(self, slot: str) -> str:
         """The field that decides the format of a slot, for messages: ``Policy.variance``."""
@@ -171,7 +172,13 @@ class Policy:
     @property
     def model_dtype(self) -> FloatDType:
         """Dtype of the model's own tensors that this policy is meant for: the one it names, or bfloat16."""
-        return dtype_name(self.params.for_params("bfloat16").parts()[0].dtype, field="Policy.params")
+        refusal: ValueError | None = None
+        for model in ("bfloat16", *FLOAT_DTYPES):
+            try:
+                return dtype_name(self.params.for_params(model).parts()[0].dtype, field="Policy.params")
+            except ValueError as error:
+                refusal = refusal or error
+        raise ValueError(f"Policy.params: {refusal}")
 
     def bytes_table(self, *, model: FloatDType | None = None, slots: tuple[str, ...] = ADAM_SLOTS) -> dict[str, float]:
         """Bytes per parameter, by use: parameter, its compensation (or main copy), gradient, and each slot.
@@ -368,6 +375,11 @@ def policies_of(policy: AnyPolicy) -> list[Policy]:
 def draws_bits(policy: AnyPolicy) -> bool:
     """Whether anything is rounded at random."""
     return any(one.draws_bits for one in policies_of(policy))
+
+
+def block_of(policy: AnyPolicy) -> int:
+    """The least number of elements at whose multiples, counted from a parameter's first, everything that is stored may be cut."""
+    return math.lcm(*(one.block for one in policies_of(policy)))
 
 
 def for_dtype(policy: AnyPolicy, model: FloatDType, *, mixed: bool) -> AnyPolicy:

@@ -473,7 +473,8 @@ def _step_peak(groups: list[_GroupPlan], labelled: Mapping[str, LabelledTransfor
         if one.resolved is None:
             continue
         for numel in one.runs(labelled):
-            size = min(numel, piece)
+            block = one.resolved.policy.block
+            size = min(numel, max(piece // block, 1) * block)
             key = (one.group.label, one.group.dtype, size)
             if size and key not in known:
                 known[key] = max(_norm_bytes(size, one.main), 0 if compile else _piece_bytes(one, labelled, size))
@@ -487,9 +488,11 @@ def _norm_bytes(size: int, main: torch.dtype) -> int:
 
 def _piece_bytes(one: _GroupPlan, labelled: Mapping[str, LabelledTransform], size: int) -> int:
     assert one.resolved is not None
-    if size > PIECE:
+    block = one.resolved.policy.block
+    known = max(PIECE // block, 1) * block
+    if size > known:
         # What is computed on the way grows with the piece, element by element.
-        return _piece_bytes(one, labelled, PIECE) * size // PIECE
+        return _piece_bytes(one, labelled, known) * size // known
     transform, policy = labelled[one.group.label].transform, labelled[one.group.label].policy
     optimizer = eb.Optimizer(transform, policy)
     tensor = torch.zeros(size, dtype=one.group.dtype)
@@ -514,7 +517,7 @@ def _asked(one: LabelledTransform) -> list[Tensor]:
         return []
     optimizer = eb.Optimizer(one.transform, one.policy)
     empty = torch.zeros(0, dtype=torch_dtype(one.policy.model_dtype))
-    unit = Unit(0, [empty], [], optimizer.init([empty]), 0, flat=True)
+    unit = Unit(0, [empty], [], optimizer.init([empty]), 0, flat=True, stored=optimizer.formats([empty]))
     return find_totals([Part(optimizer, unit, None)], eb.Local)
 
 

@@ -62,7 +62,7 @@ def policy(momentum: eb.StateFormat) -> eb.Policy:
 
 def bias(rate: float, rounding: str, start: float, noise: float) -> dict[str, float]:
     """Relative error of an average of gradients around 1024 means, after 40 time constants, from ``start`` times the mean."""
-    format = ROUNDINGS[rounding].resolved("bfloat16")
+    format = ROUNDINGS[rounding].for_slot("signed", "float32")
     mean = 1 + torch.arange(1024) / 1024
     generator = torch.Generator().manual_seed(1)
     momentum, wide = mean * start, (mean * start).double()
@@ -70,7 +70,7 @@ def bias(rate: float, rounding: str, start: float, noise: float) -> dict[str, fl
     steps = int(40 / (1 - rate))
     for step in range(steps):
         gradient = mean * (1 + noise * torch.randn(1024, generator=generator))
-        kept = format.decode(format.encode(momentum, eb.Key(0, torch.tensor(step), 1)), "float32")
+        kept = format.decode(format.encode(momentum, eb.Key(0, torch.tensor(step), 1)), momentum.shape, "float32")
         momentum = rate * kept + (1 - rate) * gradient
         wide = rate * wide + (1 - rate) * gradient.double()
         if step >= steps // 2:

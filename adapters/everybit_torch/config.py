@@ -22,20 +22,24 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import everybit as eb
-from everybit.formats import Format
+from everybit.formats import BUILT_IN, Format
 
-_FORMATS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (*get_args(eb.ParamFormat), *get_args(eb.StateFormat))
-}
+_FORMATS: dict[str, type[Any]] = {kind.__name__: kind for kind in BUILT_IN}
 
 
 def policy_to_dict(policy: eb.Policy) -> dict[str, Any]:
-    """A policy as nested dicts of strings and numbers; fields that hold None are left out, as TOML has no word for it."""
+    """A policy as nested dicts of strings and numbers; fields that hold None are left out, as TOML has no word for it.
+
+    Raises:
+        ValueError: A field holds a format of the user's own, which no file can name.
+    """
     data: dict[str, Any] = {"compute": policy.compute}
     for name in ("params", "momentum", "variance", "state"):
-        data[name] = _format_to_dict(getattr(policy, name))
+        data[name] = _format_to_dict(f"Policy.{name}", getattr(policy, name))
     if policy.slots:
-        data["slots"] = {name: _format_to_dict(format) for name, format in policy.slots.items()}
+        data["slots"] = {
+            name: _format_to_dict(f"Policy.slots[{name!r}]", format) for name, format in policy.slots.items()
+        }
     data["grads"] = {
         field.name: value for field in fields(policy.grads) if (value := getattr(policy.grads, field.name)) is not None
     }
@@ -112,7 +116,7 @@ def save_policy(policy: eb.Policy, path: str | Path) -> None:
     """Write a policy as JSON, to be read by :func:`load_policy`.
 
     Raises:
-        ValueError: ``path`` does not end in ``.json``.
+        ValueError: ``path`` does not end in ``.json``, or the policy has a format of the user's own, which no file can name.
     """
     path = Path(path)
     if path.suffix != ".json":
@@ -122,7 +126,12 @@ def save_policy(policy: eb.Policy, path: str | Path) -> None:
     path.write_text(json.dumps(policy_to_dict(policy), indent=2) + "\n", encoding="utf-8")
 
 
-def _format_to_dict(format: Any) -> dict[str, Any]:
+def _format_to_dict(name: str, format: Any) -> dict[str, Any]:
+    if type(format) not in BUILT_IN:
+        raise ValueError(
+            f"{name}: got {format!r}, a format of your own, which a file cannot name; accepted are {', '.join(_FORMATS)}. Keep a policy"
+            " with formats of your own in code."
+        )
     data = {"format": type(format).__name__}
     data |= {field.name: value for field in fields(format) if (value := getattr(format, field.name)) is not None}
     return data

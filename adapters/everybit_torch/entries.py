@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.entries import INNER, STEP, WEIGHTS
 from everybit_torch.dtensors import local
-from everybit_torch.units import INNER, STEP, WEIGHTS
 
 UNUSED = "unused."
 """Before the name of an entry that the present hyperparameters do not need, such as SGD's momentum after ``momentum`` became 0."""
@@ -103,7 +103,9 @@ class ParameterState(dict[Any, Any]):
         own = self.own
         for slot in slots:
             parts = [name for name in own if name.split(".")[0] == slot]
-            for source in ([UNUSED + name for name in parts], [torch_names.get(slot)]):
+            # State dicts of version 1 called parts by their numbers.
+            numbered = [f"{UNUSED}{slot}" + (f".{number}" if number else "") for number in range(len(parts))]
+            for source in ([UNUSED + name for name in parts], numbered, [torch_names.get(slot)]):
                 values = [super(ParameterState, self).get(key) for key in source]
                 if len(values) != len(parts) or not all(map(_alike, values, [own[name] for name in parts])):
                     continue
@@ -195,8 +197,8 @@ class ParameterState(dict[Any, Any]):
 
     def _in_parts(self, name: str) -> bool:
         """Whether an entry is one of several tensors that stand for one number each."""
-        stem, _, number = name.rpartition(".")
-        return f"{name}.1" in self._own or (number.isdigit() and stem in self._own)
+        stem = name.rpartition(".")[0]
+        return stem in self._own or any(other.startswith(f"{name}.") for other in self._own)
 
     @staticmethod
     def _parts_message(name: str) -> str:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from everybit.entries import map_parts
 from everybit.policy import resolve_tree
 from everybit_torch.dtensors import local
 from everybit_torch.gradients import piece
 from everybit_torch.memory import has_repeated_elements, sharing
 from everybit_torch.stepping import Group
-from everybit_torch.units import Unit, is_shared, map_state
+from everybit_torch.units import Unit, is_shared
 
 
 def require_followable(
@@ -62,7 +63,7 @@ def require_followable(
                     " step cannot write; clone it."
                 )
             resolved = resolve_tree(groups[unit.group].optimizer_of(unit).policy, unit.tensors)[member.position]
-            if id(member.parameter) in tied and (len(unit.tensors) > 1 or len(resolved.params.dtypes()) > 1):
+            if id(member.parameter) in tied and (len(unit.tensors) > 1 or len(resolved.params.parts()) > 1):
                 raise RuntimeError(
                     f"{where} was given memory of another parameter since the optimizer first stepped, and what is kept for it was kept"
                     " for weights of its own. To tie two weights let them be one Parameter, before the first step."
@@ -141,5 +142,11 @@ def _step_where_it_lies(unit: Unit, position: int, tensor: Tensor) -> None:
         return
     if held.ndim == 1 and tensor.ndim != 1:
         shape = tensor.shape
-        unit.state = map_state(unit.state, lambda x: piece(x, 0, x.numel(), shape), lambda x: x)
+        unit.state = map_parts(
+            unit.state,
+            unit.tensors,
+            unit.stored,
+            lambda x, part: piece(x, 0, x.numel(), shape) if part is None or part.block == 1 else x,
+            lambda x: x,
+        )
     unit.tensors[position] = tensor

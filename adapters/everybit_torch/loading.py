@@ -17,6 +17,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.dtypes import torch_dtype
+from everybit.entries import STEP, VERSION, VERSION_KEY, WEIGHTS, former_names
 from everybit.policy import resolve_tree
 from everybit_torch.arguments import as_python
 from everybit_torch.choosing import applied
@@ -26,7 +27,7 @@ from everybit_torch.memory import has_memory
 from everybit_torch.migration import shadow_state, skeleton
 from everybit_torch.placement import Placement
 from everybit_torch.stepping import Group
-from everybit_torch.units import STEP, WEIGHTS, Member, Unit, named_fields
+from everybit_torch.units import Member, Unit
 
 LARGEST_COUNT = 2**53
 """Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here
@@ -52,12 +53,14 @@ class Kind:
         shape: Of the whole tensor, if it is sharded.
         count: Whether it is a count of steps.
         positive: Whether it holds running squares, none of which is negative.
+        former: What state dicts of version 1 called it, if it was something else.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     count: bool = False
     positive: bool = False
+    former: str | None = None
 
     def __str__(self) -> str:
         return "a count of steps" if self.count else f"{self.dtype} of shape {self.shape}"
@@ -133,6 +136,11 @@ def read(state_dict: object, sizes: Sequence[int]) -> Saved:
             f"state_dict: has no {' and no '.join(map(repr, absent))}; accepted is what state_dict() returns."
         )
     state, groups = state_dict["state"], state_dict["param_groups"]
+    version = state_dict.get(VERSION_KEY, VERSION)
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= VERSION:
+        raise ValueError(
+            f"state_dict[{VERSION_KEY!r}]: got {shown(version)}; accepted by this version of everybit are 1 to {VERSION}."
+        )
     if not isinstance(state, Mapping):
         raise ValueError(f"state_dict['state']: got {shown(state)}; accepted is a mapping from parameter numbers.")
     if not isinstance(groups, (list, tuple)):
@@ -378,33 +386,40 @@ def expectations(
         new = applied(settings.optimizers[unit.group][dtype], unit.decision)
         same = skeleton(old.transform) == skeleton(new.transform)
         state = unit.state if same else shadow_state(unit.tensors, new, unit.first)
-        units.append((Unit(unit.group, unit.tensors, unit.members, state, unit.first, unit.flat), new))
+        one = Unit(unit.group, unit.tensors, unit.members, state, unit.first, unit.flat, stored=unit.stored)
+        units.append((one, new))
     for run in placement.runs if placement is not None else []:
         tensors = run.shadow(sharded=sharded)
         state = run.optimizer.init(tensors, eb.Context(first_element=run.first))
-        units.append((Unit(run.group.number, tensors, run.members(), state, run.first, run.flat), run.optimizer))
+        stored = run.optimizer.formats(tensors)
+        one = Unit(run.group.number, tensors, run.members(), state, run.first, run.flat, stored=stored)
+        units.append((one, run.optimizer))
     return {
         id(member.parameter): _kinds(unit, member, new, full=full) for unit, new in units for member in unit.members
     }
 
 
 def _kinds(unit: Unit, member: Member, optimizer: eb.Optimizer[Any], *, full: bool) -> dict[str, Kind]:
-    slots = {name for name, _, is_slot in named_fields(unit.state) if is_slot}
     resolved = resolve_tree(optimizer.policy, unit.tensors)[member.position]
     wide = torch_dtype(resolved.policy.compute)
     kinds: dict[str, Kind] = {}
-    for name, value in unit.named_state(member).items():
-        slot = name.split(".")[0]
+    found = unit.entries(member)
+    former = {new: old for old, new in former_names([entry for entry, _ in found]).items()}
+    for entry, value in found:
         shape = _whole_shape(member.parameter, value)
-        is_slot = slot in slots
-        # Of several parts the first is the number, rounded.
-        positive = name.split("#")[0] == "variance"
-        if not is_slot:
-            kinds[name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
+        # Of several parts the first is the number, rounded; codes of it may be anything.
+        positive = entry.field.split("#")[0] == "variance" and entry.name == entry.field
+        if entry.role == "shared":
+            kinds[entry.name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
         elif not full:
-            kinds[name] = Kind(value.dtype, shape, positive=positive)
-        elif name == slot and slot != WEIGHTS:
-            kinds[name] = Kind(wide, shape, positive=positive)
+            kinds[entry.name] = Kind(
+                value.dtype,
+                shape,
+                positive=positive and value.is_floating_point(),
+                former=former.get(entry.name),
+            )
+        elif entry.role == "slot" and entry.name == entry.field:
+            kinds[entry.name] = Kind(wide, tuple(member.parameter.shape), positive=positive)
     if full:
         kinds[WEIGHTS] = Kind(wide, tuple(member.parameter.shape))
     return kinds
@@ -445,6 +460,7 @@ def judge(
     for position, given in saved.entries.items():
         parameter = parameters[position]
         kinds = expected.get(id(parameter), {})
+        given = _renamed(given, kinds)
         if from_torch and STEP in given:
             given = {name: given[STEP] for name, kind in kinds.items() if kind.count} | dict(given)
         mine = {name for name in given if name in kinds}
@@ -474,6 +490,12 @@ def judge(
             )
         elsewhere[key] = copied(value, f"state_dict['state'][{shown(key)}]")
     return Loaded(settings, placement, own, kept, elsewhere)
+
+
+def _renamed(given: Mapping[Any, Any], kinds: Mapping[str, Kind]) -> Mapping[Any, Any]:
+    """Entries by their present names, of a state dict in which parts of a value go by their numbers."""
+    former = {kind.former: name for name, kind in kinds.items() if kind.former is not None and name not in given}
+    return {former.get(name, name) if isinstance(name, str) else name: value for name, value in given.items()}
 
 
 def _require_names(position: int, given: Mapping[Any, Any], kinds: Mapping[str, Kind], *, full: bool) -> None:

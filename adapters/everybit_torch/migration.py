@@ -9,7 +9,7 @@ them are, and a count that begins at zero next to moments that have gone on woul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.entries import STEP, WEIGHTS, Field
+from everybit.entries import fields as named_fields
 from everybit.optimizer import OptimizerState
 from everybit_torch.transform_parts import is_transform
-from everybit_torch.units import STEP, WEIGHTS, Unit, init_state, named_fields
+from everybit_torch.units import Unit, init_state
 
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -102,9 +104,7 @@ def _key(name: str, is_slot: bool) -> tuple[str, bool]:
     return (name.split("#")[0] if is_slot else _INDEX.sub("", name)), is_slot
 
 
-def _assemble(
-    shadow: OptimizerState[Any], named: list[tuple[str, Any, bool]], values: Mapping[str, Any]
-) -> OptimizerState[Any]:
+def _assemble(shadow: OptimizerState[Any], named: Sequence[Field], values: Mapping[str, Any]) -> OptimizerState[Any]:
     """A state nested as ``shadow`` is, with these entries."""
     slots = iter([values[name] for name, _, is_slot in named if is_slot and name != WEIGHTS])
     counts = [values[name] for name, _, is_slot in named if not is_slot and name != STEP]

@@ -16,10 +16,11 @@ from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit.dtypes import FLOAT_DTYPES, dtype_name, torch_dtype
+from everybit.entries import VERSION, VERSION_KEY
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe, state_bytes, with_policy
 from everybit.policies import describe, native
-from everybit.policy import LOW, AnyPolicy, for_dtype, resolve_tree
+from everybit.policy import LOW, AnyPolicy, draws_bits, for_dtype, resolve_tree
 from everybit_torch import loading, state_dicts, stepping
 from everybit_torch.arguments import (
     as_python,
@@ -41,7 +42,7 @@ from everybit_torch.placement import Placement, Run, is_settled, moves, plan_pla
 from everybit_torch.probing import Factory
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
-from everybit_torch.stepping import Compile, Group, draws_bits, require_compile, write
+from everybit_torch.stepping import Compile, Group, require_compile, write
 from everybit_torch.torch_internals import optimizers as torch_optimizers
 from everybit_torch.transform_parts import needs_whole_tensors, reduces
 from everybit_torch.units import Unit, flatten, init_state
@@ -375,6 +376,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             flat=run.flat,
             gradients=gradients,
             decision=run.decision,
+            stored=optimizer.formats(tensors),
         )
         self._units.append(unit)
         self._publish(unit)
@@ -953,7 +955,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             before(self)
         self._settle()
         numbers = self._numbers()
-        packed: dict[str, Any] = {"state": {}, "param_groups": self._packed_groups(numbers)}
+        packed: dict[str, Any] = {"state": {}, "param_groups": self._packed_groups(numbers), VERSION_KEY: VERSION}
         for key, value in self.state.items():
             if not isinstance(key, Tensor):
                 packed["state"][key] = dict(value) if isinstance(value, ParameterState) else value
@@ -1039,7 +1041,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             number = _number(numbers, key)
             if entry := full.get(id(key), {}) | loading.copied(kept, f"state[{number}]"):
                 state[number] = entry
-        return {"state": state, "param_groups": self._packed_groups(numbers)}
+        return {"state": state, "param_groups": self._packed_groups(numbers), VERSION_KEY: VERSION}
 
     @outside_inference
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.policy import resolve_tree
+from everybit.policy import block_of, resolve_tree
 from everybit_torch.choosing import Decision, Tree, applied, decide, tree_of
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
@@ -195,13 +195,21 @@ def _runs(
             f"param group {group.number}: {optimizer.transform!r} must see whole tensors (scope 'tensor'); ranks hold parts of them."
             " Accepted for sharded parameters are transforms of scope 'element' and 'tree'."
         )
+    block = block_of(optimizer.policy)
+    if sharded and block > 1:
+        raise ValueError(
+            f"param group {group.number}: the policy stores one number for {block} elements, counted from a parameter's first, and FSDP2"
+            " cuts parameters anywhere. Accepted for sharded parameters are formats without blocks; FlatStepper shards at blocks."
+        )
     runs: list[tuple[list[Tensor], int, bool, Decision | None]] = []
     end = -1
     decisions = decide(optimizer, tree, [parameter for parameter, _ in parameters])
     for (parameter, first), decision in zip(parameters, decisions, strict=True):
         whole = needs_whole_tensors(applied(optimizer, decision).transform)
         flat = allow_flat and not whole and id(parameter) not in apart and can_be_flat(parameter)
-        if runs and flat and runs[-1][2] and first == end and decision == runs[-1][3]:
+        # Blocks are counted from each parameter's first element, so that a parameter in a run begins at a multiple of the block.
+        at_block = runs and (first - runs[-1][1]) % block == 0
+        if runs and flat and runs[-1][2] and first == end and at_block and decision == runs[-1][3]:
             runs[-1][0].append(parameter)
         else:
             runs.append(([parameter], first, flat, decision))
@@ -242,7 +250,7 @@ def _require_writable(runs: list[Run], params: Sequence[list[Tensor]]) -> None:
                 continue
             both = " and ".join(names[id(one)] for one in found)
             (resolved,) = resolve_tree(run.optimizer.policy, [parameter.detach()])  # of a run of one
-            if len(resolved.params.dtypes()) > 1:
+            if len(resolved.params.parts()) > 1:
                 raise ValueError(
                     f"{both}: share memory, and {resolved.params} keeps the rest of each of them apart, which would be two answers to what"
                     " the weights are; accepted are parameters with memory of their own. To tie two weights let them be one Parameter."

@@ -182,10 +182,11 @@ def _contributions(part: Part, totals: Sequence[Tensor], reads: Reads) -> Iterat
     (tensor,) = unit.tensors
     whole = tensor.ndim != 1 or needs_whole_tensors(optimizer.transform)
     names = None if whole else reads.of(optimizer, unit, totals)
-    size = PIECE if tensor.device.type in ("cpu", "meta") else DEVICE_PIECE
+    size = unit.piece_size(PIECE if tensor.device.type in ("cpu", "meta") else DEVICE_PIECE)
     for start in range(0, 1 if whole else max(tensor.numel(), 1), size):
-        cut = slice(None) if whole else slice(start, start + size)
-        state = unit.state if whole else map_state(unit.state, lambda x, cut=cut: x[cut], lambda x: x)  # type: ignore[misc]
+        stop = min(start + size, tensor.numel())
+        cut = slice(None) if whole else slice(start, stop)
+        state = unit.state if whole else unit.cut_state(start, stop, lambda x: x)
         ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals, counted=counted))
         given, gradient = (tensor, grad) if whole else (tensor[cut], grad[cut])
         try:
@@ -217,4 +218,4 @@ class _Everything(Reads):
 def _without_elements(unit: Unit) -> Unit:
     tensor = unit.tensors[0].reshape(-1)[:0]
     state = map_state(unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
-    return Unit(unit.group, [tensor], [], state, unit.first, flat=True)
+    return Unit(unit.group, [tensor], [], state, unit.first, flat=True, stored=unit.stored)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.formats import Kahan, Split, Stochastic
+from everybit.entries import fields as named_fields
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
-from everybit.policy import AnyPolicy, ByLabel
+from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
 from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.reductions import Reads, Replay
 from everybit_torch.transform_parts import needs_whole_tensors
-from everybit_torch.units import Unit, map_state, named_fields
+from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import Inputs, Variants
 
 # Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
@@ -201,11 +201,11 @@ def step_in_pieces(
     """
     total: Metrics | None = None
     counters: list[Tensor] = []
-    size = piece_size(grad.device)
+    size = unit.piece_size(piece_size(grad.device))
     for start in range(0, grad.numel(), size):
         stop = start + size
         # Counters are copied in, so that every piece counts from the same step; the last one's are kept.
-        state = map_state(unit.state, lambda x, a=start, b=stop: x[a:b], torch.clone)  # type: ignore[misc]
+        state = unit.cut_state(start, min(stop, grad.numel()), torch.clone)
         measured = step_in_place(
             optimizer,
             [unit.tensors[0][start:stop]],
@@ -227,16 +227,6 @@ def write(into: object, values: object) -> None:
     """Copy the tensors of one tree over those of another."""
     for old, new in zip(eb.tree.leaves(into), eb.tree.leaves(values), strict=True):
         old.copy_(new)
-
-
-def draws_bits(policy: AnyPolicy) -> bool:
-    """Whether a policy rounds anything stochastically."""
-    policies = policy.policies.values() if isinstance(policy, ByLabel) else [policy]
-    formats = [f for one in policies for f in (one.params, one.momentum, one.variance, one.state, *one.slots.values())]
-    return any(
-        isinstance(one, Stochastic) or (isinstance(one, (Kahan, Split)) and one.rounding == "stochastic")
-        for one in formats
-    )
 
 
 def _as_vectors(inputs: Inputs) -> Inputs:

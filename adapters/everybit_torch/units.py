@@ -8,6 +8,7 @@ a unit, except for optimizers that must see the whole tree, where a group is one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.entries import Entry, cut, entries, map_parts
+from everybit.formats import PartSpec
 from everybit.optimizer import OptimizerState
+from everybit.policy import Resolved
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.gradients import UnitGradients, piece
@@ -26,9 +30,6 @@ from everybit_torch.transform_parts import needs_whole_tensors
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
-
-STEP, WEIGHTS, INNER = "step", "param", "inner"
-"""Names of entries that are no slots: the optimizer's count, what the model does not hold of the weights, a transform's counts."""
 
 _shape = attrgetter("shape")
 
@@ -60,6 +61,8 @@ class Unit:
         flat: Whether the parameters are views of ``tensors[0]``.
         gradients: Where autograd accumulates their gradients; None if it does as it likes.
         decision: What the optimizer's masks and labels said of the parameters; None if it has none.
+        stored: How each of the tensors and its state are stored; None: in the compute dtype.
+        block: The least number of elements at whose multiples a flat unit may be cut.
     """
 
     group: int
@@ -70,6 +73,8 @@ class Unit:
     flat: bool
     gradients: UnitGradients | None = None
     decision: Decision | None = None
+    stored: list[Resolved] | None = None
+    block: int = field(init=False)
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
     _places: Places = field(init=False)
@@ -77,6 +82,7 @@ class Unit:
     _sharded: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.block = math.lcm(*(one.policy.block for one in self.stored or ()))
         self.parameters = [member.parameter for member in self.members]
         self.first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensors[0].device)
         self._sharded = any(map(is_dtensor, self.parameters))
@@ -125,30 +131,41 @@ class Unit:
                 self.group,
                 [self.tensors[0][start:stop]],
                 [Member(m.parameter, 0, m.start - start, m.stop - start) for m in members],
-                map_state(self.state, lambda x, a=start, b=stop: x[a:b], torch.clone),  # type: ignore[misc]
+                self.cut_state(start, stop, torch.clone),
                 self.first + start,
                 flat=True,
                 gradients=None if self.gradients is None else self.gradients.part(low, high, start, stop),
                 decision=self.decision,
+                stored=self.stored,
             )
 
+    def cut_state(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor]) -> OptimizerState[Any]:
+        """The state of a flat unit's elements ``start`` to ``stop``, as views; ``on_shared`` makes what is not cut."""
+        return cut(self.state, self.tensors, self.stored, start, stop, on_shared)
+
+    def piece_size(self, elements: int) -> int:
+        """The most elements, of so many at a time, at whose multiples a flat unit may be cut."""
+        return max(elements // self.block, 1) * self.block
+
+    def entries(self, member: Member) -> list[tuple[Entry, Tensor]]:
+        """What is kept for one parameter: views, those of one number for each element in its shape; what members share, as it is."""
+        found = entries(
+            self.state, self.tensors, member.position, None if self.stored is None else self.stored[member.position]
+        )
+        flat = self.tensors[member.position].ndim == 1
+        return [(entry, self._shaped(entry, x, member) if flat else x) for entry, x in found]
+
     def named_state(self, member: Member) -> dict[str, Tensor]:
-        """Views of one parameter's state, in its shape, by name; counters are shared by the unit's members."""
-        named: dict[str, Tensor] = {}
+        """As :meth:`entries`, by name."""
+        return {entry.name: value for entry, value in self.entries(member)}
 
-        def shaped(x: Tensor) -> Tensor:
-            flat_views = x.ndim == 1 and self.tensors[member.position].ndim == 1
-            return piece(x, member.start, member.stop, local(member.parameter).shape) if flat_views else x
-
-        for name, value, is_slot in named_fields(self.state):
-            if is_slot:
-                stored = value[member.position]
-                parts = stored if isinstance(stored, tuple) else (stored,)
-                for number, part in enumerate(part for part in parts if part is not None):
-                    named[name if number == 0 else f"{name}.{number}"] = shaped(part)
-            else:
-                named[name] = value
-        return named
+    @staticmethod
+    def _shaped(entry: Entry, x: Tensor, member: Member) -> Tensor:
+        if entry.cut == "copy" or x.ndim != 1:
+            return x
+        low, high = entry.range(member.start, member.stop)
+        shape = local(member.parameter).shape
+        return piece(x, low, high, shape if entry.cut == "element" else torch.Size([high - low]))
 
 
 def map_state(
@@ -166,32 +183,6 @@ def map_state(
     slots = iter(held)
     inner = eb.tree.map_slots(lambda name, _: next(slots), counters)
     return OptimizerState(on_counter(state.step), eb.tree.map(on_slot, state.extra), inner)
-
-
-def named_fields(state: OptimizerState[Any]) -> list[tuple[str, Any, bool]]:
-    """(name, value, whether it holds one tensor per parameter) for everything in a state, names unique.
-
-    Slots go by their own names, ``param`` by that of the parts of parameters that the model does not hold; counters by their path. A slot
-    whose name is taken, by a slot before it or by what is no slot, is numbered: ``momentum#2``, ``param#2``. Whether ``param`` is taken
-    does not depend on whether this policy has such parts, so that a slot's name is the same under every policy.
-    """
-    fields: list[tuple[str, Any, bool]] = [(STEP, state.step, False)]
-    if eb.tree.leaves(state.extra):
-        fields.append((WEIGHTS, state.extra, True))
-    seen: dict[str, int] = dict.fromkeys((STEP, WEIGHTS, INNER), 1)
-
-    def slot(name: str, subtree: Any) -> Any:
-        count = seen[name] = seen.get(name, 0) + 1
-        if eb.tree.leaves(subtree):
-            fields.append((name if count == 1 else f"{name}#{count}", subtree, True))
-        return None
-
-    counters = eb.tree.map_slots(slot, state.inner)
-    fields += [
-        (f"{INNER}{path}", leaf, False)
-        for path, leaf in zip(eb.tree.paths(counters), eb.tree.leaves(counters), strict=True)
-    ]
-    return fields
 
 
 def init_state(
@@ -213,13 +204,21 @@ def init_state(
     ):
         return optimizer.init(tensors, eb.Context(first_element=first))
     (buffer,) = tensors
+    stored = optimizer.formats(tensors)
+    block = stored[0].policy.block
+    size = max(CHUNK // block, 1) * block
     make = allocate or (lambda x, numel: x.new_empty(numel))
+
+    def room(x: Tensor, part: PartSpec | None) -> Tensor:
+        return make(x, buffer.numel() if part is None else part.count(buffer.numel()))
+
     whole: OptimizerState[Any] | None = None
-    for start in range(0, max(buffer.numel(), 1), CHUNK):
-        piece = optimizer.init([buffer[start : start + CHUNK]], eb.Context(first_element=first + start))
+    for start in range(0, max(buffer.numel(), 1), size):
+        here = [buffer[start : start + size]]
+        piece = optimizer.init(here, eb.Context(first_element=first + start))
         if whole is None:
-            whole = map_state(piece, lambda x: make(x, buffer.numel()), torch.clone)
-        part = map_state(whole, lambda x, a=start: x[a : a + CHUNK], lambda x: x)  # type: ignore[misc]
+            whole = map_parts(piece, here, stored, room, torch.clone)
+        part = cut(whole, tensors, stored, start, start + here[0].numel(), lambda x: x)
         for into, value in zip(eb.tree.leaves(part), eb.tree.leaves(piece), strict=True):
             into.copy_(value)
     assert whole is not None

@@ -14,7 +14,18 @@ from everybit.combinators.accumulate import accumulate
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.masked import masked, partition
-from everybit.formats import Format, Kahan, Master, Nearest, ParamFormat, Split, StateFormat, Stochastic
+from everybit.formats import (
+    Format,
+    Kahan,
+    Master,
+    Nearest,
+    ParamFormat,
+    PartSpec,
+    SlotKind,
+    Split,
+    StateFormat,
+    Stochastic,
+)
 from everybit.metrics import Metrics, with_metrics
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
@@ -51,7 +62,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Axis", "ByLabel", "Context", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Metrics", "Nearest",
-    "Optimizer", "OptimizerState", "ParamFormat", "Policy", "Schedule", "Scope", "Slot", "SlotDecay", "Split", "StateFormat",
+    "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Scope", "Slot", "SlotDecay", "SlotKind", "Split",
+    "StateFormat",
     "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite", "apply_updates", "by_dtype",
     "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules",
     "linear_schedule", "lion", "load_state_dict", "masked", "named_chain", "partition", "policies", "rmsprop", "scale", "scale_by_adam",

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from everybit.formats import Format, Kahan, Nearest, Split, Stochastic
+from everybit.formats import Format, Kahan, Nearest, Split, StateFormat, Stochastic
 from everybit.policy import Policy
 from everybit.transform import SlotDecay
 
@@ -20,10 +20,16 @@ MARGIN = 8.0
 """How many times the resolution of its format a step of a slot has to be able to change."""
 
 # What is suggested, from few bytes to many.
-_CANDIDATES: tuple[Format, ...] = (
-    Stochastic("bfloat16"), Split(8, rounding="stochastic"), Split(8), Kahan(rounding="stochastic"), Kahan(), Split(16),
-    Nearest("float32"), Nearest("float64"),
-)  # fmt: skip
+_CANDIDATES: tuple[tuple[str, StateFormat], ...] = (
+    ("Stochastic('bfloat16')", Stochastic("bfloat16")),
+    ("Split(8, rounding='stochastic')", Split(8, rounding="stochastic")),
+    ("Split(8)", Split(8)),
+    ("Kahan(rounding='stochastic')", Kahan(rounding="stochastic")),
+    ("Kahan()", Kahan()),
+    ("Split(16)", Split(16)),
+    ("Nearest('float32')", Nearest("float32")),
+    ("Nearest('float64')", Nearest("float64")),
+)
 
 
 def problems(policy: Policy, declared: Iterable[SlotDecay]) -> list[str]:
@@ -46,9 +52,9 @@ def undeclared(policy: Policy, slots: Iterable[str], declared: Iterable[SlotDeca
 
 
 def _problem(policy: Policy, one: SlotDecay) -> str | None:
-    format = policy.resolved_slot(one.slot)
+    format = policy.resolved_slot(one.slot, "non-negative" if one.squares else "signed")
     who = f"{policy.field_of(one.slot)}: got {format}"
-    if one.squares and _loses_small_numbers(format):
+    if one.squares and format.loses_small_numbers:
         return (
             f"{who} for {one.slot!r}, which holds squares of gradients; of a gradient below 2.4e-4 a float16 keeps no square, and a step"
             f" divides by its root. Accepted here are {_accepted(policy, one)}."
@@ -78,29 +84,13 @@ def _number(one: SlotDecay) -> float | None:
     return float(one.rate) if isinstance(one.rate, (int, float)) else None
 
 
-def _loses_small_numbers(format: Format) -> bool:
-    """Whether a part of a format has the few exponents of a float16."""
-    return torch.float16 in format.dtypes()
-
-
 def _accepted(policy: Policy, one: SlotDecay) -> str:
+    too_wide = Nearest("float64" if policy.compute == "float32" else "float32")
     fitting = [
-        format
-        for candidate in _CANDIDATES
-        for format in [candidate.resolved("bfloat16")]
-        if (policy.compute == "float32" or isinstance(format, Nearest))
-        and format != Nearest("float64" if policy.compute == "float32" else "float32")
-        and _follows(format, policy, one)
+        written
+        for written, candidate in _CANDIDATES
+        if candidate.objection(policy.compute) is None
+        and candidate != too_wide
+        and _follows(candidate.for_slot("signed", policy.compute), policy, one)
     ]
-    return ", ".join(_written(format) for format in fitting[:4])
-
-
-def _written(format: Format) -> str:
-    if isinstance(format, Split):
-        return (
-            f"Split({format.bits})" if format.rounding == "nearest" else f"Split({format.bits}, rounding='stochastic')"
-        )
-    if isinstance(format, Kahan):
-        return "Kahan()" if format.rounding == "nearest" else "Kahan(rounding='stochastic')"
-    dtype = format.dtypes()[0]
-    return f"{type(format).__name__}('{str(dtype).removeprefix('torch.')}')"
+    return ", ".join(fitting[:4])

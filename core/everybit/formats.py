@@ -18,6 +18,8 @@ format                 parts                 error of one encode, relative to ``
 
 ``Kahan`` and ``Split(8)`` with stochastic rounding are off by up to twice as much, and by nothing on average.
 
+A format of your own subclasses :class:`Format`: see docs/formats.md.
+
 Parameters are public: anyone may zero or overwrite the model's tensor between two steps. Each two-part format therefore decides on
 ``decode`` whether the second part can belong to the first, and drops it if not. The result is never NaN unless the value is, and is within
 half a unit in the last place of what was written; ``Split`` cannot tell a stale remainder from its own, and adds it.
@@ -25,10 +27,11 @@ half a unit in the last place of what was written; ``Split`` cannot tell a stale
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -54,66 +57,180 @@ HALF_UNITS: Mapping[FloatDType, float] = MappingProxyType(
 """Half a unit in the last place of 1: the largest relative error of rounding to nearest."""
 
 Parts = tuple[Tensor, ...]
-F = TypeVar("F", bound="Format")
+
+
+SlotKind = Literal["signed", "non-negative"]
+"""What the numbers of a slot are like: of either sign, or never below zero (running means of squares)."""
+
+SLOT_KINDS: tuple[SlotKind, ...] = get_args(SlotKind)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """One of the tensors that a format stores.
+
+    Attributes:
+        name: By which it goes in state dicts and checkpoints: ``"residual"``, ``"scale"``.
+        dtype: Of its numbers.
+        block: How many elements of the value one number of it covers. With 1 the part has the value's shape. With more it is 1-d:
+            number ``i`` covers the elements ``i * block`` to ``(i + 1) * block`` of the value, in the order of their indices, and the last
+            one those that are left.
+    """
+
+    name: str
+    dtype: torch.dtype
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ValueError(f"PartSpec.name: got {self.name!r}; accepted is an identifier, such as 'scale'.")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"PartSpec.dtype: got {self.dtype!r}; accepted is a torch.dtype.")
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"PartSpec.block: got {self.block!r}; accepted is a number of elements, 1 or more.")
+
+    def count(self, elements: int) -> int:
+        """How many numbers cover so many elements of the value."""
+        return -(-elements // self.block)
+
+    def shape(self, value: Sequence[int]) -> tuple[int, ...]:
+        """The part's shape, for a value of this shape."""
+        return tuple(value) if self.block == 1 else (self.count(math.prod(value)),)
+
+    def range(self, start: int, stop: int) -> tuple[int, int]:
+        """Which of its numbers cover the elements ``start`` to ``stop``.
+
+        Raises:
+            ValueError: One of them covers elements before ``start``, too.
+        """
+        if start % self.block:
+            raise ValueError(f"cannot be cut before element {start}; accepted is a multiple of {self.block}.")
+        return start // self.block, self.count(stop)
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes for each element of a long value."""
+        return self.dtype.itemsize / self.block
 
 
 class Format(Protocol):
-    """A pair of pure functions between the computed value and what is stored of it."""
+    """A pair of pure functions between the computed value and what is stored of it, and what a policy needs to know of them.
 
-    part_names: ClassVar[tuple[str, ...]]
+    Formats are values: frozen dataclasses, which can be compared and hashed. A format that can store a slot of the state is a
+    :class:`StateFormat` too, one that can store parameters a :class:`ParamFormat`. Classes that subclass them have the defaults that are
+    given here.
 
-    def resolved(self, model: FloatDType) -> Format:
-        """This format with every dtype named; ``model`` stands in where the dtype was left to the context."""
-        ...
+    A value may be encoded as a whole or in runs of elements, which begin at multiples of every part's ``block``; the parts of the runs are
+    those of the whole. So a number of a part may depend on the elements that it covers and on nothing else.
+    """
 
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtype of each part; needs a resolved format."""
+    __slots__ = ()
+
+    @property
+    def draws_bits(self) -> bool:
+        """Whether ``encode`` draws random bits from its key. By default it does not."""
+        return False
+
+    @property
+    def loses_small_numbers(self) -> bool:
+        """Whether small numbers that float32 holds are stored as zero, so that squares of gradients would be lost. By default no."""
+        return False
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """What is stored, in order; every dtype is known, as after ``for_slot`` or ``for_params``."""
         ...
 
     def encode(self, x: Tensor, key: Key) -> Parts:
-        """The parts that keep ``x``, in its shape. ``key`` names the random bits, for formats that draw any."""
+        """The parts that keep ``x``, in the shapes of :meth:`PartSpec.shape`. ``key`` names the random bits, for formats that draw any."""
         ...
 
-    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
-        """The number that the parts keep, in the compute dtype."""
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
+        """The number that the parts keep, of this shape, in the compute dtype."""
         ...
 
     def resolution(self, compute: ComputeDType) -> float:
         """The largest change, relative to the number that is kept, that ``encode`` may undo every time: half a unit in the last place.
 
-        0 if nothing is undone on average, or if everything is kept that the compute dtype holds. Needs a resolved format.
+        0 if nothing is undone on average, or if everything is kept that the compute dtype holds.
+        """
+        ...
+
+    def objection(self, compute: ComputeDType) -> str | None:
+        """Why the format cannot store what is computed in this dtype, and what can; None if it can, which is the default."""
+        return None
+
+
+class StateFormat(Format, Protocol):
+    """A format that can store a slot of an optimizer's state: all of its parts lie there."""
+
+    __slots__ = ()
+
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Format:
+        """This format for a slot whose numbers are of this kind, with every dtype named.
+
+        The names and blocks of its parts are the same for every kind.
+        """
+        ...
+
+
+class ParamFormat(Format, Protocol):
+    """A format that can store parameters: its first part is the model's own tensor, the others lie in the optimizer's state."""
+
+    __slots__ = ()
+
+    def for_params(self, model: FloatDType) -> Format:
+        """This format for parameters that the model holds in this dtype, with every dtype named.
+
+        Raises:
+            ValueError: It cannot store them; the message says what is accepted.
         """
         ...
 
 
 def _chosen(dtype: FloatDType | None, who: Format) -> FloatDType:
     if dtype is None:
-        raise ValueError(f"{who}: its dtype was left to the context; call .resolved(dtype) first.")
+        raise ValueError(
+            f"{who}: its dtype was left to the context; call .for_params(dtype) or .for_slot(kind, compute) first."
+        )
     return dtype
 
 
+_SPLITS_FLOAT32 = (
+    "the two-part and stochastic formats split a float32. Accepted with float64 are Nearest, and Master('float64')"
+    " for parameters."
+)
+
+
 @dataclass(frozen=True, slots=True)
-class Nearest:
+class Nearest(StateFormat, ParamFormat):
     """One tensor, rounded to the nearest value, ties to even.
 
     Args:
         dtype: What it is stored in. None: the model's own dtype for parameters, the compute dtype for state.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("value",)
     dtype: FloatDType | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             require_member(self.dtype, FLOAT_DTYPES, field="Nearest.dtype")
 
-    def resolved(self, model: FloatDType) -> Nearest:
+    def for_params(self, model: FloatDType) -> Nearest:
         """With ``dtype`` named."""
         return self if self.dtype is not None else Nearest(model)
 
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the value."""
-        return (torch_dtype(_chosen(self.dtype, self)),)
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Nearest:
+        """With ``dtype`` named: the compute dtype, if none was chosen."""
+        return self if self.dtype is not None else Nearest(compute)
+
+    @property
+    def loses_small_numbers(self) -> bool:
+        """Of a float16."""
+        return self.dtype == "float16"
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """The value."""
+        return (PartSpec("value", torch_dtype(_chosen(self.dtype, self))),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round once."""
@@ -122,7 +239,7 @@ class Nearest:
             return (straight_through(rounding.to_nearest(x.detach().float(), dtype), x),)
         return (x.to(torch_dtype(dtype)),)
 
-    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Exactly."""
         return rounding.widen(parts[0]).to(torch_dtype(compute))
 
@@ -133,7 +250,7 @@ class Nearest:
 
 
 @dataclass(frozen=True, slots=True)
-class Stochastic:
+class Stochastic(StateFormat, ParamFormat):
     """One 16-bit tensor, rounded up or down at random so that the expectation is right (Gupta et al. 2015, arXiv:1502.02551).
 
     Nothing that float32 holds is lost on average; the price is noise of up to one unit in the last place a step. An update is added in
@@ -144,20 +261,37 @@ class Stochastic:
         dtype: What it is stored in. None: the model's own dtype for parameters, bfloat16 for state.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("value",)
     dtype: LowDType | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             require_member(self.dtype, LOW_DTYPES, field="Stochastic.dtype")
 
-    def resolved(self, model: FloatDType) -> Stochastic:
+    def for_params(self, model: FloatDType) -> Stochastic:
         """With ``dtype`` named."""
         return self if self.dtype is not None else Stochastic(_low(model, "Stochastic"))
 
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the value."""
-        return (torch_dtype(_chosen(self.dtype, self)),)
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Stochastic:
+        """With ``dtype`` named: bfloat16, if none was chosen."""
+        return self.for_params("bfloat16")
+
+    @property
+    def draws_bits(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def loses_small_numbers(self) -> bool:
+        """Of a float16."""
+        return self.dtype == "float16"
+
+    def objection(self, compute: ComputeDType) -> str | None:
+        """To float64."""
+        return _SPLITS_FLOAT32 if compute == "float64" else None
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """The value."""
+        return (PartSpec("value", torch_dtype(_chosen(self.dtype, self))),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Round once, at random."""
@@ -165,7 +299,7 @@ class Stochastic:
         exact = x.detach()
         return (straight_through(rounding.to_stochastic(exact, dtype, _dither(dtype, exact, key)), x),)
 
-    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Exactly."""
         return rounding.widen(parts[0]).to(torch_dtype(compute))
 
@@ -175,7 +309,7 @@ class Stochastic:
 
 
 @dataclass(frozen=True, slots=True)
-class Kahan:
+class Kahan(StateFormat, ParamFormat):
     """A 16-bit value and the residual it could not hold (Kahan 1965, https://doi.org/10.1145/363707.363723).
 
     ``value`` is ``x`` rounded to nearest, ``residual`` is ``x - value`` rounded to its own dtype. A bfloat16 residual keeps about 16
@@ -189,7 +323,6 @@ class Kahan:
         value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("value", "residual")
     residual: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     rounding: Rounding = "nearest"
     value: LowDType | None = None
@@ -200,13 +333,33 @@ class Kahan:
         if self.value is not None:
             require_member(self.value, LOW_DTYPES, field="Kahan.value")
 
-    def resolved(self, model: FloatDType) -> Kahan:
+    def for_params(self, model: FloatDType) -> Kahan:
         """With ``value`` named."""
         return self if self.value is not None else replace(self, value=_low(model, "Kahan"))
 
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the value and the residual."""
-        return torch_dtype(_chosen(self.value, self)), torch_dtype(self.residual)
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Kahan:
+        """With ``value`` named: bfloat16, if none was chosen."""
+        return self.for_params("bfloat16")
+
+    @property
+    def draws_bits(self) -> bool:
+        """If the residual is rounded stochastically."""
+        return self.rounding == "stochastic"
+
+    @property
+    def loses_small_numbers(self) -> bool:
+        """Of a float16, in either part."""
+        return "float16" in (self.value, self.residual)
+
+    def objection(self, compute: ComputeDType) -> str | None:
+        """To float64."""
+        return _SPLITS_FLOAT32 if compute == "float64" else None
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """The value and the residual."""
+        return PartSpec("value", torch_dtype(_chosen(self.value, self))), PartSpec(
+            "residual", torch_dtype(self.residual)
+        )
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Split into what the value holds and what is left."""
@@ -232,7 +385,7 @@ class Kahan:
             return rounding.stochastic(residual, dtype, _dither(dtype, residual, key), finite=True)
         return rounding.nearest(residual, dtype, finite=True)
 
-    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """The sum, unless the residual is more than half a unit in the last place: then somebody wrote to the value since."""
         value, residual = rounding.widen(parts[0]), rounding.widen(parts[1])
         reach = rounding.half_ulp(value, _low(_chosen(self.value, self), "Kahan"))
@@ -273,7 +426,7 @@ def _canonical(value: Tensor, residual: Tensor, dtype: LowDType, kept_in: LowDTy
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(StateFormat, ParamFormat):
     """A 16-bit value and the low bits that it left out, as an integer.
 
     The float32 bits are rounded to the value's (nearest, ties away from zero); the remainder is the signed difference of the two bit
@@ -286,7 +439,6 @@ class Split:
         value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("value", "remainder")
     bits: Literal[8, 16] = 16
     rounding: Rounding = "nearest"
     value: LowDType | None = None
@@ -298,13 +450,32 @@ class Split:
         if self.value is not None:
             require_member(self.value, LOW_DTYPES, field="Split.value")
 
-    def resolved(self, model: FloatDType) -> Split:
+    def for_params(self, model: FloatDType) -> Split:
         """With ``value`` named."""
         return self if self.value is not None else replace(self, value=_low(model, "Split"))
 
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the value and the remainder."""
-        return torch_dtype(_chosen(self.value, self)), torch.int16 if self.bits == 16 else torch.int8
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Split:
+        """With ``value`` named: bfloat16, if none was chosen."""
+        return self.for_params("bfloat16")
+
+    @property
+    def draws_bits(self) -> bool:
+        """If what does not fit is dropped stochastically."""
+        return self.rounding == "stochastic"
+
+    @property
+    def loses_small_numbers(self) -> bool:
+        """Of a float16."""
+        return self.value == "float16"
+
+    def objection(self, compute: ComputeDType) -> str | None:
+        """To float64."""
+        return _SPLITS_FLOAT32 if compute == "float64" else None
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """The value and the remainder."""
+        value = PartSpec("value", torch_dtype(_chosen(self.value, self)))
+        return value, PartSpec("remainder", torch.int16 if self.bits == 16 else torch.int8)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """Cut the bits in two."""
@@ -321,7 +492,7 @@ class Split:
         # Infinity leaves no remainder. That of NaN means nothing, and whatever it is, does not turn the quiet NaN into a number.
         return rounding.upper_half(x, upper), self._as_integer(remainder)
 
-    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """Put the bits together; where that gives NaN and the value is not, the remainder belongs to another value."""
         value = rounding.widen(parts[0])
         return straight_through(self._whole(value.detach(), parts[1].to(torch.int32)), value)
@@ -384,7 +555,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Master:
+class Master(ParamFormat):
     """For parameters: the model's tensor in its own dtype, and a main copy that the optimizer works on.
 
     The main copy is followed as long as it rounds to the model's tensor; if it does not, somebody wrote to the model since, and what
@@ -395,7 +566,6 @@ class Master:
         value: dtype of the model's tensor, of fewer bits than the main copy. None: whatever it is.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("value", "main")
     dtype: Literal["float32", "float64"] = "float32"
     value: Literal["bfloat16", "float16", "float32"] | None = None
 
@@ -405,15 +575,23 @@ class Master:
             accepted = LOW_DTYPES if self.dtype == "float32" else (*LOW_DTYPES, "float32")
             require_member(self.value, accepted, field="Master.value")
 
-    def resolved(self, model: FloatDType) -> Master:
+    def for_params(self, model: FloatDType) -> Master:
         """With ``value`` named."""
         if self.value is not None:
             return self
         return replace(self, value="float32" if self._narrows_float64(model) else _low(model, "Master"))
 
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the model's tensor and the main copy."""
-        return torch_dtype(_chosen(self.value, self)), torch_dtype(self.dtype)
+    def objection(self, compute: ComputeDType) -> str | None:
+        """To a compute dtype that is not the main copy's."""
+        if self.dtype == compute:
+            return None
+        if compute == "float64":
+            return _SPLITS_FLOAT32
+        return "in which a step would round its main copy. Accepted with it is compute='float64'."
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """The model's tensor and the main copy."""
+        return PartSpec("value", torch_dtype(_chosen(self.value, self))), PartSpec("main", torch_dtype(self.dtype))
 
     def encode(self, x: Tensor, key: Key) -> Parts:
         """The main copy is ``x``; the model's tensor is ``x`` rounded to nearest (from float64 by way of float32)."""
@@ -422,7 +600,7 @@ class Master:
             return x.float(), x.clone()
         return straight_through(rounding.to_nearest(x.detach().float(), _low(value, "Master")), x), x.clone()
 
-    def decode(self, parts: Parts, compute: ComputeDType) -> Tensor:
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """The main copy, where it still rounds to the value."""
         value, main = rounding.widen(parts[0]), parts[1]
         dtype = _chosen(self.value, self)
@@ -437,16 +615,15 @@ class Master:
         return self.dtype == "float64" and model == "float32"
 
 
-StateFormat = Nearest | Stochastic | Kahan | Split
-"""What a slot of the optimizer's state may be stored in."""
+BUILT_IN: tuple[type[Nearest] | type[Stochastic] | type[Kahan] | type[Split] | type[Master], ...] = (
+    Nearest, Stochastic, Kahan, Split, Master,
+)  # fmt: skip
+"""The formats of this module, which can be written to a file."""
 
-ParamFormat = Nearest | Stochastic | Kahan | Split | Master
-"""What a parameter may be stored in."""
 
-
-def bytes_of(format: Format) -> list[tuple[str, int]]:
-    """(part name, bytes of one element) of a resolved format."""
-    return [(name, dtype.itemsize) for name, dtype in zip(format.part_names, format.dtypes(), strict=True)]
+def bytes_of(format: Format, elements: int) -> list[tuple[str, int]]:
+    """(part name, bytes) of a value of so many elements, under a format with every dtype named."""
+    return [(part.name, part.count(elements) * part.dtype.itemsize) for part in format.parts()]
 
 
 def _dither(dtype: LowDType, like: Tensor, key: Key) -> Tensor:

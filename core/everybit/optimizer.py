@@ -15,10 +15,10 @@ from everybit.checks import problems, undeclared
 from everybit.combinators.chain import zero_step
 from everybit.contracts import Unwritten, require_state, separated, updated
 from everybit.dtypes import FLOAT_DTYPES, torch_dtype
-from everybit.formats import Format, Parts
-from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, resolve_tree
+from everybit.formats import BUILT_IN, Format, Parts, PartSpec
+from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, policies_of, resolve_tree
 from everybit.random_bits import Key, Lane, require_seed, stream
-from everybit.transform import Context, Scope, Transform, decays, require_transform
+from everybit.transform import Context, Scope, Transform, decays, require_transform, squares
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -78,6 +78,15 @@ class Optimizer(Generic[S]):
             return "tensor"
         return self.transform.scope
 
+    def formats(self, params: object) -> list[Resolved]:
+        """How each leaf of ``params`` and its state are stored, in order.
+
+        Raises:
+            TypeError: A leaf that is no floating-point tensor.
+            ValueError: A leaf that the policy cannot store. Messages name the path.
+        """
+        return resolve_tree(self.policy, params, squares(self.transform))
+
     def init(self, params: P, ctx: Context | None = None) -> OptimizerState[S]:
         """The state before the first step. Works on meta tensors, for planning.
 
@@ -87,13 +96,11 @@ class Optimizer(Generic[S]):
             ValueError: A parameter that the policy cannot store, or a slot of which the transform does not say how slowly it moves though
                 the policy needs to know. All messages name the path.
         """
-        formats = resolve_tree(self.policy, params)
+        formats = self.formats(params)
         step = zero_step(params)
         layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
         values = [_widened_param(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
-        extra = [
-            one.params.encode(x, key)[1:] for x, one, key in zip(values, formats, layout.keys("params"), strict=True)
-        ]
+        extra = [parts[1:] for parts in layout.encode_params(values)]
         inner = self.transform.init(tree.replace(params, values))
         require_state(self.transform, inner, params)
         self._require_declared(inner)
@@ -105,7 +112,7 @@ class Optimizer(Generic[S]):
             return
         slots: list[str] = []
         tree.map_slots(lambda name, slot: slots.append(name), inner)
-        for policy in _policies(self.policy):
+        for policy in policies_of(self.policy):
             for name in undeclared(policy, slots, decays(self.transform)):
                 _object(
                     f"state.{name}: {type(self.transform).__name__} does not say how slowly it moves, and"
@@ -141,7 +148,7 @@ class Optimizer(Generic[S]):
     def advance(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> Advance:
         """As :meth:`step`, keeping what was computed on the way."""
         _warn_of_growing_graphs(params)
-        formats = resolve_tree(self.policy, params)
+        formats = self.formats(params)
         step = state.step + 1
         layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
         values = layout.decode_params(state.extra)
@@ -157,7 +164,7 @@ class Optimizer(Generic[S]):
             tree.require_same_structure(updates, params, name="updates", reference_name="params")
 
         after = [x + u for x, u in zip(values, moves, strict=True)]
-        parts = [one.params.encode(x, key) for x, one, key in zip(after, formats, layout.keys("params"), strict=True)]
+        parts = layout.encode_params(after)
         new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), layout.encode_state(inner))
         return Advance(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
 
@@ -196,7 +203,7 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        layout = _Layout.of(params, resolve_tree(self.policy, params), self.seed, state.step, 0)
+        layout = _Layout.of(params, self.formats(params), self.seed, state.step, 0)
         return tree.replace(params, [value.clone() for value in layout.decode_params(state.extra)])
 
     def import_fp32(self, weights: P, params: P, state: OptimizerState[S] | None = None) -> tuple[P, OptimizerState[S]]:
@@ -214,14 +221,11 @@ class Optimizer(Generic[S]):
             ValueError: Structures or shapes differ; the message names the path.
         """
         tree.require_same_structure(weights, params, name="weights", reference_name="params")
-        formats = resolve_tree(self.policy, params)
+        formats = self.formats(params)
         fresh = self.init(params) if state is None else state
         layout = _Layout.of(params, formats, self.seed, fresh.step, 0)
         wide = _widened(weights, params, formats, name="weights")
-        parts = [
-            one.params.encode(x, key)
-            for x, one, key in zip(tree.leaves(wide), formats, layout.keys("params"), strict=True)
-        ]
+        parts = layout.encode_params(tree.leaves(wide))
         stored = OptimizerState(fresh.step, tree.replace(params, [p[1:] for p in parts]), fresh.inner)
         return tree.replace(params, [p[0] for p in parts]), stored
 
@@ -233,7 +237,7 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        layout = _Layout.of(params, resolve_tree(self.policy, params), self.seed, state.step, 0)
+        layout = _Layout.of(params, self.formats(params), self.seed, state.step, 0)
         weights = [value.clone() for value in layout.decode_params(state.extra)]
         inner = tree.map(torch.clone, layout.decode_state(state.inner))
         nothing = tree.replace(params, [()] * len(weights))
@@ -256,13 +260,10 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: Structures, shapes or dtypes differ; the message names the path.
         """
-        formats = resolve_tree(self.policy, params)
+        formats = self.formats(params)
         layout = _Layout.of(params, formats, self.seed, state.step, _first(ctx))
         wide = _widened(weights, params, formats, name="weights")
-        parts = [
-            one.params.encode(x, key)
-            for x, one, key in zip(tree.leaves(wide), formats, layout.keys("params"), strict=True)
-        ]
+        parts = layout.encode_params(tree.leaves(wide))
         inner = tree.map(torch.clone, layout.encode_state(state.inner))
         stored = OptimizerState(state.step.clone(), tree.replace(params, [p[1:] for p in parts]), inner)
         return tree.replace(params, [p[0] for p in parts]), stored
@@ -273,7 +274,7 @@ class Optimizer(Generic[S]):
         Keys: ``parameter``, ``compensation`` (parts of parameters beside the model's tensor), ``gradient``, each slot by name, and
         ``counters``.
         """
-        formats = resolve_tree(self.policy, params)
+        formats = self.formats(params)
         shadow = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
         state = self.init(shadow)
         table = {"parameter": nbytes(shadow)}
@@ -325,13 +326,11 @@ def with_policy(
     if unsafe not in ("refuse", "warn", "allow"):
         raise ValueError(f"unsafe: got {unsafe!r}; accepted are 'refuse', 'warn', 'allow'.")
     if unsafe != "allow":
-        for problem in dict.fromkeys(found for one in _policies(policy) for found in problems(one, decays(transform))):
+        for problem in dict.fromkeys(
+            found for one in policies_of(policy) for found in problems(one, decays(transform))
+        ):
             _object(problem, unsafe, stacklevel=3)
     return Optimizer(transform, policy, seed, unsafe)
-
-
-def _policies(policy: AnyPolicy) -> list[Policy]:
-    return list(policy.policies.values()) if isinstance(policy, ByLabel) else [policy]
 
 
 def _object(problem: str, unsafe: Unsafe, *, stacklevel: int) -> None:
@@ -384,8 +383,14 @@ class _Layout:
         for index, (leaf, rest, one) in enumerate(zip(leaves, extras, self.formats, strict=True)):
             parts = (leaf, *rest) if isinstance(rest, tuple) else (leaf, rest)
             _require_parts(parts, one.params, leaf, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
-            values.append(one.params.decode(parts, one.policy.compute))
+            values.append(one.params.decode(parts, leaf.shape, one.policy.compute))
         return values
+
+    def encode_params(self, values: Sequence[Tensor]) -> list[Parts]:
+        return [
+            _encoded(one.params, x, key, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
+            for index, (x, one, key) in enumerate(zip(values, self.formats, self.keys("params"), strict=True))
+        ]
 
     def decode_state(self, inner: S, wanted: Collection[str] | None = None) -> S:
         def decode(leaf: Tensor, name: str, one: Resolved, key: None, stored: Any, where: Callable[[], str]) -> Tensor:
@@ -394,7 +399,7 @@ class _Layout:
             format = one.slot(name)
             parts: Parts = stored if isinstance(stored, tuple) else (stored,)
             _require_parts(parts, format, leaf, where)
-            return format.decode(parts, one.policy.compute)
+            return format.decode(parts, leaf.shape, one.policy.compute)
 
         return self._map_slots(decode, inner, keys=lambda name: [None] * len(self.formats))
 
@@ -406,7 +411,7 @@ class _Layout:
                 )
             if value.dtype is not torch_dtype(one.policy.compute):
                 raise ValueError(f"{where()}: got {value.dtype}; accepted before encoding is {one.policy.compute}.")
-            parts = one.slot(name).encode(value, key)
+            parts = _encoded(one.slot(name), value, key, where)
             return parts if len(parts) > 1 else parts[0]
 
         return self._map_slots(encode, inner, keys=self.keys)
@@ -524,17 +529,41 @@ def _as_stored(grad: Tensor) -> Tensor:
     return grad if grad.dtype.itemsize >= 4 else grad.float()
 
 
+def _encoded(format: Format, x: Tensor, key: Key, where: Callable[[], str]) -> Parts:
+    """The parts that a format made; of one of the user's own, after a look at whether they are what it says of them."""
+    parts = format.encode(x, key)
+    if type(format) in BUILT_IN:
+        return parts
+    specs = format.parts()
+    if not isinstance(parts, tuple) or not _fits(parts, specs, x.shape):
+        raise ValueError(
+            f"{where()}: {format}.encode returned [{_listed(parts)}] for a value of shape {tuple(x.shape)}; accepted is what its parts()"
+            f" say, [{_named(specs, x.shape)}]."
+        )
+    return parts
+
+
+def _fits(parts: Sequence[object], specs: Sequence[PartSpec], shape: torch.Size) -> bool:
+    return len(parts) == len(specs) and all(
+        isinstance(part, Tensor) and part.dtype is spec.dtype and part.shape == spec.shape(shape)
+        for part, spec in zip(parts, specs, strict=True)
+    )
+
+
+def _listed(parts: object) -> str:
+    listed = parts if isinstance(parts, tuple) else (parts,)
+    return ", ".join(f"{p.dtype} {tuple(p.shape)}" if isinstance(p, Tensor) else repr(p) for p in listed)
+
+
+def _named(specs: Sequence[PartSpec], shape: torch.Size) -> str:
+    return ", ".join(f"{spec.name} ({spec.dtype} {spec.shape(shape)})" for spec in specs)
+
+
 def _require_parts(parts: Parts, format: Format, leaf: Tensor, where: Callable[[], str]) -> None:
     """Refuse stored parts that another format made, or that belong to a tensor of another shape."""
-    dtypes = format.dtypes()
-    ok = len(parts) == len(dtypes) and all(
-        isinstance(part, Tensor) and part.dtype is dtype and part.shape == leaf.shape
-        for part, dtype in zip(parts, dtypes, strict=True)
-    )
-    if not ok:
-        got = ", ".join(f"{p.dtype} {tuple(p.shape)}" if isinstance(p, Tensor) else repr(p) for p in parts)
-        accepted = ", ".join(f"{name} ({dtype})" for name, dtype in zip(format.part_names, dtypes, strict=True))
+    specs = format.parts()
+    if not _fits(parts, specs, leaf.shape):
         raise ValueError(
-            f"{where()}: stored as [{got}], but {format} stores {accepted}: this state was made under another policy, or for"
-            " other parameters. export_fp32 and import_fp32 carry weights from one policy to another."
+            f"{where()}: stored as [{_listed(parts)}], but {format} stores {_named(specs, leaf.shape)}: this state was made under another"
+            " policy, or for other parameters. export_fp32 and import_fp32 carry weights from one policy to another."
         )

@@ -6,9 +6,10 @@ in which dtypes gradients are kept and sent. What a policy leaves open (``None``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -24,7 +25,16 @@ from everybit.dtypes import (
     require_member,
     torch_dtype,
 )
-from everybit.formats import Format, Master, Nearest, ParamFormat, StateFormat, Stochastic, bytes_of
+from everybit.formats import (
+    BUILT_IN,
+    SLOT_KINDS,
+    Format,
+    Nearest,
+    ParamFormat,
+    PartSpec,
+    SlotKind,
+    StateFormat,
+)
 
 LOW = tuple(map(torch_dtype, LOW_DTYPES))
 ADAM_SLOTS = ("momentum", "variance")
@@ -109,28 +119,28 @@ class Policy:
 
     def __post_init__(self) -> None:
         require_member(self.compute, COMPUTE_DTYPES, field="Policy.compute")
-        _require_format("Policy.params", self.params, get_args(ParamFormat))
+        _require_format("Policy.params", self.params, "for_params")
         for name in ("momentum", "variance", "state"):
-            _require_format(f"Policy.{name}", getattr(self, name), get_args(StateFormat))
+            _require_format(f"Policy.{name}", getattr(self, name), "for_slot")
         if not isinstance(self.slots, Mapping):
             raise TypeError(f"Policy.slots: got {self.slots!r}; accepted is a mapping from slot names to formats.")
         object.__setattr__(self, "slots", FrozenMapping(self.slots))
         for name, slot in self.slots.items():
-            _require_format(f"Policy.slots[{name!r}]", slot, get_args(StateFormat))
+            _require_format(f"Policy.slots[{name!r}]", slot, "for_slot")
         if not isinstance(self.grads, Grads):
             raise TypeError(f"Policy.grads: got {self.grads!r}; accepted is a Grads, e.g. Grads(main='float32').")
-        if self.compute == "float64":
-            for name, format in self._named_formats():
-                if not isinstance(format, Nearest) and format != Master("float64"):
-                    raise ValueError(
-                        f"Policy.{name}: got {format} with compute='float64'; the two-part and stochastic formats split a"
-                        " float32. Accepted with float64 are Nearest, and Master('float64') for parameters."
-                    )
-        elif isinstance(self.params, Master) and self.params.dtype == "float64":
-            raise ValueError(
-                f"Policy.params: got {self.params} with compute='float32', which would round its main copy; accepted with it is"
-                " compute='float64'."
-            )
+        for name, format in [("params", self.params), *self._state_formats()]:
+            if (objection := format.objection(self.compute)) is not None:
+                raise ValueError(f"Policy.{name}: got {format} with compute={self.compute!r}; {objection}")
+        for name, format in self._state_formats():
+            kinds = [format.for_slot(kind, self.compute).parts() for kind in SLOT_KINDS]
+            for parts in kinds:
+                _require_parts(f"Policy.{name}", format, parts)
+            if len({tuple((part.name, part.block) for part in parts) for parts in kinds}) > 1:
+                raise ValueError(
+                    f"Policy.{name}: {format} has parts of other names or blocks for slots of another kind; accepted is a format whose"
+                    " parts differ in their dtypes at most."
+                )
 
     def slot(self, name: str) -> StateFormat:
         """The format of the slot called ``name``."""
@@ -139,10 +149,19 @@ class Policy:
         by_kind = {"momentum": self.momentum, "variance": self.variance}
         return by_kind.get(name, self.state)
 
-    def resolved_slot(self, name: str) -> Format:
-        """The format of the slot called ``name``, every dtype named."""
-        format = self.slot(name)
-        return format.resolved(self.compute if isinstance(format, Nearest) else "bfloat16")
+    def resolved_slot(self, name: str, kind: SlotKind = "signed") -> Format:
+        """The format of the slot called ``name``, whose numbers are of this kind, every dtype named."""
+        return self.slot(name).for_slot(kind, self.compute)
+
+    @property
+    def block(self) -> int:
+        """The least number of elements of which every format that is named here stores whole numbers; 1 unless one has blocks.
+
+        What is kept of a parameter may be cut at multiples of it, counted from the parameter's first element.
+        """
+        slots = [format.for_slot("signed", self.compute) for _, format in self._state_formats()]
+        formats = [self.params.for_params(self.model_dtype), *slots]
+        return math.lcm(*(part.block for format in formats for part in format.parts()))
 
     def field_of(self, slot: str) -> str:
         """The field that decides the format of a slot, for messages: ``Policy.variance``."""
@@ -153,8 +172,13 @@ class Policy:
     @property
     def model_dtype(self) -> FloatDType:
         """Dtype of the model's own tensors that this policy is meant for: the one it names, or bfloat16."""
-        named = self.params.dtype if isinstance(self.params, (Nearest, Stochastic)) else self.params.value
-        return named or "bfloat16"
+        refusal: ValueError | None = None
+        for model in ("bfloat16", *FLOAT_DTYPES):
+            try:
+                return dtype_name(self.params.for_params(model).parts()[0].dtype, field="Policy.params")
+            except ValueError as error:
+                refusal = refusal or error
+        raise ValueError(f"Policy.params: {refusal}")
 
     def bytes_table(self, *, model: FloatDType | None = None, slots: tuple[str, ...] = ADAM_SLOTS) -> dict[str, float]:
         """Bytes per parameter, by use: parameter, its compensation (or main copy), gradient, and each slot.
@@ -165,29 +189,44 @@ class Policy:
         """
         dtype = self.model_dtype if model is None else model
         formats = resolve(self, dtype)
-        (_, value), *rest = bytes_of(formats.params)
-        table: dict[str, float] = {"parameter": value}
+        value, *rest = formats.params.parts()
+        table: dict[str, float] = {"parameter": value.bytes_per_element}
         if rest:
-            table["compensation"] = sum(size for _, size in rest)
+            table["compensation"] = sum(part.bytes_per_element for part in rest)
         table["gradient"] = itemsize(formats.grads_main)
         for name in slots:
-            table[name] = sum(size for _, size in bytes_of(formats.slot(name)))
+            table[name] = sum(part.bytes_per_element for part in formats.slot(name).parts())
         return table
 
     def bytes_per_param(self, *, model: FloatDType | None = None, slots: tuple[str, ...] = ADAM_SLOTS) -> float:
         """Bytes per parameter that persist between steps, gradient included: the sum of :meth:`bytes_table`."""
         return sum(self.bytes_table(model=model, slots=slots).values())
 
-    def _named_formats(self) -> list[tuple[str, Format]]:
-        named: list[tuple[str, Format]] = [
-            (name, getattr(self, name)) for name in ("params", "momentum", "variance", "state")
+    def _state_formats(self) -> list[tuple[str, StateFormat]]:
+        named: list[tuple[str, StateFormat]] = [
+            (name, getattr(self, name)) for name in ("momentum", "variance", "state")
         ]
         return named + [(f"slots[{name!r}]", format) for name, format in self.slots.items()]
+
+    @property
+    def draws_bits(self) -> bool:
+        """Whether anything is rounded at random."""
+        return self.params.draws_bits or any(format.draws_bits for _, format in self._state_formats())
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A policy for tensors of one dtype, with nothing left open."""
+    """A policy for tensors of one dtype, with nothing left open.
+
+    Attributes:
+        policy: It.
+        model: dtype of the model's tensors.
+        params: Format of the parameters.
+        grads_main: dtype in which gradients are accumulated.
+        grads_comm: dtype in which they are sent.
+        reduce: How what was sent is summed.
+        squares: Names of the slots whose numbers are never negative.
+    """
 
     policy: Policy
     model: FloatDType
@@ -195,20 +234,26 @@ class Resolved:
     grads_main: FloatDType
     grads_comm: FloatDType
     reduce: Literal["native", "fp32"]
+    squares: frozenset[str] = frozenset()
 
     def slot(self, name: str) -> Format:
         """The format of the slot called ``name``, every dtype named."""
-        return self.policy.resolved_slot(name)
+        return self.policy.resolved_slot(name, "non-negative" if name in self.squares else "signed")
 
 
-def resolve(policy: Policy, model: FloatDType) -> Resolved:
+def resolve(policy: Policy, model: FloatDType, squares: frozenset[str] = frozenset()) -> Resolved:
     """Fill in what ``policy`` leaves open, for parameters stored as ``model``. The only place where None means something.
+
+    Args:
+        policy: What is to be filled in.
+        model: dtype of the model's tensors.
+        squares: Names of the slots whose numbers are never negative.
 
     Raises:
         ValueError: The policy cannot be applied to parameters of this dtype; the message says why and what is accepted.
     """
     try:
-        params = policy.params.resolved(model)
+        params = policy.params.for_params(model)
     except ValueError as error:
         hint = (
             _advice(model)
@@ -216,9 +261,16 @@ def resolve(policy: Policy, model: FloatDType) -> Resolved:
             else "Give those parameters a policy of their own: by_label, or a param group's."
         )
         raise ValueError(f"Policy.params: {error} {hint}") from None
-    if params.dtypes()[0] != (torch_name := getattr(torch, model)):
+    _require_parts("Policy.params", policy.params, params.parts())
+    own, *_ = params.parts()
+    if own.block > 1:
         raise ValueError(
-            f"Policy.params: {policy.params} stores parameters as {params.dtypes()[0]}, but the parameter is {torch_name}. "
+            f"Policy.params: got {policy.params}, whose first part has one number for {own.block} elements; accepted is a format"
+            " whose first part is the model's own tensor, with block=1."
+        )
+    if own.dtype != (torch_name := getattr(torch, model)):
+        raise ValueError(
+            f"Policy.params: {policy.params} stores parameters as {own.dtype}, but the parameter is {torch_name}. "
             + _advice(model)
         )
     if model == "float64" and policy.compute != "float64":
@@ -232,7 +284,7 @@ def resolve(policy: Policy, model: FloatDType) -> Resolved:
             f"Grads.main: got 'float64' with Policy.compute={policy.compute!r}, in which a step would have to round them first. Accepted"
             " are Grads(main='float32'), or Policy(compute='float64')."
         )
-    return Resolved(policy, model, params, main, policy.grads.comm or main, policy.grads.reduce)
+    return Resolved(policy, model, params, main, policy.grads.comm or main, policy.grads.reduce, squares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +367,21 @@ def _dtype_of(path: str, parameter: torch.Tensor) -> str:
 AnyPolicy = Policy | ByLabel
 
 
+def policies_of(policy: AnyPolicy) -> list[Policy]:
+    """The policies that there are for some parameter or other."""
+    return list(policy.policies.values()) if isinstance(policy, ByLabel) else [policy]
+
+
+def draws_bits(policy: AnyPolicy) -> bool:
+    """Whether anything is rounded at random."""
+    return any(one.draws_bits for one in policies_of(policy))
+
+
+def block_of(policy: AnyPolicy) -> int:
+    """The least number of elements at whose multiples, counted from a parameter's first, everything that is stored may be cut."""
+    return math.lcm(*(one.block for one in policies_of(policy)))
+
+
 def for_dtype(policy: AnyPolicy, model: FloatDType, *, mixed: bool) -> AnyPolicy:
     """The policy for parameters of one dtype, among those of a model.
 
@@ -339,14 +406,14 @@ def _kept(policy: Policy, model: FloatDType) -> Policy:
     if model != "float32" or policy.model_dtype not in LOW_DTYPES:
         return policy
     try:
-        if policy.params.resolved(model).dtypes()[0] is torch.float32:
+        if policy.params.for_params(model).parts()[0].dtype is torch.float32:
             return policy
     except ValueError:
         pass  # a format of two parts, the first of which has 16 bits
     return replace(policy, params=Nearest("float32"))
 
 
-def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
+def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = frozenset()) -> list[Resolved]:
     """The resolved policy of each leaf of ``params``, in order. In a tree that has 16-bit leaves, float32 ones stay so: :func:`for_dtype`.
 
     Raises:
@@ -371,7 +438,7 @@ def resolve_tree(policy: AnyPolicy, params: object) -> list[Resolved]:
             try:
                 model = dtype_name(leaf.dtype, field="parameter")
                 chosen = policy.policy_for(label) if isinstance(policy, ByLabel) else policy
-                one = resolve(_kept(chosen, model) if mixed else chosen, model)
+                one = resolve(_kept(chosen, model) if mixed else chosen, model, squares)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{path}: {error}") from None
             known[label, leaf.dtype] = one
@@ -386,12 +453,36 @@ def _hint(leaf: object) -> str:
     return ""
 
 
-def _require_format(name: str, value: object, accepted: tuple[type[Any], ...]) -> None:
-    if not isinstance(value, accepted):
-        listed = ", ".join(kind.__name__ for kind in accepted)
-        hint = " Master keeps a copy of parameters only." if isinstance(value, Master) else ""
-        hint = f" Did you mean Nearest({value!r})?" if value in FLOAT_DTYPES else hint
-        raise TypeError(f"{name}: got {value!r}; accepted are {listed}.{hint}")
+_METHODS = ("parts", "encode", "decode", "resolution", "objection", "draws_bits", "loses_small_numbers")
+
+
+def _require_format(name: str, value: object, method: Literal["for_params", "for_slot"]) -> None:
+    """Refuse what cannot store a parameter (``for_params``) or a slot of the state (``for_slot``)."""
+    listed = ", ".join(kind.__name__ for kind in BUILT_IN if hasattr(kind, method))
+    base = "ParamFormat" if method == "for_params" else "StateFormat"
+    refusal = f"{name}: got {value!r}; accepted are {listed}, and formats of your own, which subclass everybit.{base}."
+    if isinstance(value, type) or not (hasattr(value, "encode") and hasattr(value, "decode")):
+        hint = f" Did you mean Nearest({value!r})?" if isinstance(value, str) and value in FLOAT_DTYPES else ""
+        hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) and hasattr(value, "parts") else hint
+        raise TypeError(refusal + hint)
+    if missing := [one for one in _METHODS if not hasattr(value, one)]:
+        raise TypeError(f"{refusal} It has no {', '.join(missing)}.")
+    if not hasattr(value, method):
+        other = "for slots of the state" if method == "for_params" else "for parameters"
+        raise TypeError(f"{refusal} It has no {method}: it is {other} only.")
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"{refusal} It cannot be hashed ({error}); a format is a frozen dataclass.") from None
+
+
+def _require_parts(name: str, format: object, parts: object) -> None:
+    """Refuse what a format says of its parts, if it is not parts with names of their own."""
+    fits = isinstance(parts, tuple) and bool(parts) and all(isinstance(part, PartSpec) for part in parts)
+    if not fits or len({part.name for part in parts}) < len(parts):  # type: ignore[attr-defined, arg-type]
+        raise ValueError(
+            f"{name}: {format}.parts() returned {parts!r}; accepted is a tuple of one PartSpec or more, each of a name of its own."
+        )
 
 
 def _advice(model: FloatDType) -> str:

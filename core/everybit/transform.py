@@ -139,6 +139,12 @@ def decays(*transforms: object) -> tuple[SlotDecay, ...]:
     return tuple(one for transform in transforms if isinstance(transform, DeclaresDecays) for one in transform.decays())
 
 
+def squares(*transforms: object) -> frozenset[str]:
+    """The names of the slots of which all declarations say that they hold squares, which are never negative."""
+    declared = decays(*transforms)
+    return frozenset(one.slot for one in declared if one.squares) - {one.slot for one in declared if not one.squares}
+
+
 def strictest(transforms: tuple[Transform[Any], ...]) -> Scope:
     """The scope of several transforms applied together."""
     scopes = [transform.scope for transform in transforms]

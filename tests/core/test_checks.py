@@ -32,14 +32,14 @@ FOLLOW_EVERY_RATE: list[eb.StateFormat] = [
 
 
 def stored(format: eb.StateFormat) -> eb.Format:
-    return format.resolved("float32" if isinstance(format, eb.Nearest) else "bfloat16")
+    return format.for_slot("signed", "float32")
 
 
 def stuck(format: eb.Format, rate: float, target: Tensor, distance: Tensor, reach: float) -> bool:
     """Whether some mean of ``target`` that is stored farther from it than ``reach``, relative to it, comes no closer by a step."""
 
     def kept(x: Tensor) -> Tensor:
-        return format.decode(format.encode(x, eb.Key(0, torch.tensor(1), 1)), "float32")
+        return format.decode(format.encode(x, eb.Key(0, torch.tensor(1), 1)), x.shape, "float32")
 
     target = target[:, None]
     before = kept(target * (1 + distance))

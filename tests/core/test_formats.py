@@ -48,7 +48,7 @@ def formats_for(value: LowDType) -> list[Format]:
 
 
 FORMATS = [format for value in LOW_DTYPES for format in formats_for(value)]
-TWO_PART = [format for format in FORMATS if len(format.part_names) == 2]
+TWO_PART = [format for format in FORMATS if len(format.parts()) == 2]
 each_format = pytest.mark.parametrize("format", FORMATS, ids=repr)
 
 # Exponent of the smallest normal; fraction bits, the leading one included; log2 of the smallest subnormal.
@@ -60,7 +60,7 @@ FIVE_SIGMA = 5.0
 
 def value_dtype(format: Format) -> LowDType:
     """What part 0 is stored in."""
-    return "bfloat16" if format.dtypes()[0] is torch.bfloat16 else "float16"
+    return "bfloat16" if format.parts()[0].dtype is torch.bfloat16 else "float16"
 
 
 def is_stochastic(format: Format) -> bool:
@@ -137,7 +137,7 @@ def overflow(format: Format) -> float:
 
 def round_trip(format: Format, x: Tensor, *, step: int = 1) -> Tensor:
     """What is left of ``x``."""
-    return format.decode(format.encode(x, key(step=step)), "float32")
+    return format.decode(format.encode(x, key(step=step)), x.shape, "float32")
 
 
 def assert_kept(format: Format, x: Tensor) -> None:
@@ -224,7 +224,7 @@ def test_every_value_of_its_dtype_is_kept_as_it_is(format: Format) -> None:
     x = values.float()
     first, *rest = format.encode(x, key())
     assert_same_numbers(first, values)
-    assert_same_numbers(format.decode((first, *rest), "float32"), x)
+    assert_same_numbers(format.decode((first, *rest), x.shape, "float32"), x)
     for part in rest:
         if isinstance(format, eb.Master):
             assert_same_numbers(part, x)
@@ -252,7 +252,7 @@ def test_parts_of_what_was_decoded_are_the_same_parts(format: Format) -> None:
     """
     first = format.encode(samples(), key(step=1))
     for step in (2, 3):
-        kept = format.decode(first, "float32")
+        kept = format.decode(first, first[0].shape, "float32")
         value, *rest = format.encode(kept, key(step=step))
         assert_same_numbers(value, first[0])
         matters = kept.abs() < 2.0**40
@@ -266,7 +266,7 @@ def test_the_first_part_is_what_is_kept_rounded(format: Format) -> None:
     if isinstance(format, eb.Stochastic):
         return
     parts = format.encode(samples(), key())
-    kept = format.decode(parts, "float32")
+    kept = format.decode(parts, parts[0].shape, "float32")
     value = value_dtype(format)
     distance = (parts[0].double() - kept.double()).abs()
     nearest = (kept.to(torch_dtype(value)).double() - kept.double()).abs()
@@ -285,11 +285,11 @@ def test_numbers_just_below_a_tie_of_subnormals_are_not_rounded_up_twice() -> No
 def test_parts_have_the_promised_dtypes_and_shapes(format: Format) -> None:
     for shape in ((), (0,), (1,), (2, 3)):
         parts = format.encode(torch.full(shape, 1.2345), key())
-        assert tuple(part.dtype for part in parts) == format.dtypes()
+        assert tuple(part.dtype for part in parts) == tuple(part.dtype for part in format.parts())
         assert all(part.shape == shape for part in parts)
-        assert len(parts) == len(format.part_names) == len(bytes_of(format))
-        assert [size for _, size in bytes_of(format)] == [part.itemsize for part in parts]
-        assert format.decode(parts, "float32").shape == shape
+        assert len(parts) == len(format.parts()) == len(bytes_of(format, parts[0].numel()))
+        assert [size for _, size in bytes_of(format, parts[0].numel())] == [part.nbytes for part in parts]
+        assert format.decode(parts, torch.Size(shape), "float32").shape == shape
 
 
 @pytest.mark.parametrize("rows", range(8))
@@ -303,7 +303,7 @@ def test_split_16_keeps_every_float32_in_a_bfloat16_and_an_int16(rows: int) -> N
     format = eb.Split(16, value="bfloat16")
     parts = format.encode(x, key())
     assert parts[1].dtype is torch.int16
-    assert_same_numbers(format.decode(parts, "float32"), x)
+    assert_same_numbers(format.decode(parts, parts[0].shape, "float32"), x)
     assert parts[0].isnan().equal(x.isnan())
 
 
@@ -390,7 +390,7 @@ def test_what_somebody_wrote_to_the_weights_counts(format: Format) -> None:
     for written in torch.tensor([*numbers, *(-number for number in numbers)]).to(torch_dtype(value)):
         if written.isinf():
             continue  # float16 of 3.3e38: infinities have a test of their own
-        decoded = format.decode((written.expand_as(stale), stale), "float32")
+        decoded = format.decode((written.expand_as(stale), stale), stale.shape, "float32")
         wide = written.float()
         error = (decoded.double() - wide.double()).abs()
         assert not decoded.isnan().any(), written
@@ -404,11 +404,11 @@ def test_infinity_and_nan_written_to_the_weights_stay(format: Format) -> None:
     exact_beyond = isinstance(format, eb.Master) or (isinstance(format, eb.Split) and format.value == "bfloat16")
     least = overflow(eb.Nearest(value_dtype(format))) if exact_beyond else math.inf
     for written in (math.inf, -math.inf):
-        first = torch.full(stale.shape, written, dtype=format.dtypes()[0])
-        decoded = format.decode((first, stale), "float32")
+        first = torch.full(stale.shape, written, dtype=format.parts()[0].dtype)
+        decoded = format.decode((first, stale), stale.shape, "float32")
         assert (decoded * math.copysign(1.0, written) >= least).all()
-    first = torch.full(stale.shape, math.nan, dtype=format.dtypes()[0])
-    assert format.decode((first, stale), "float32").isnan().all()
+    first = torch.full(stale.shape, math.nan, dtype=format.parts()[0].dtype)
+    assert format.decode((first, stale), stale.shape, "float32").isnan().all()
 
 
 @pytest.mark.parametrize("format", TWO_PART, ids=repr)
@@ -417,7 +417,7 @@ def test_negating_masking_or_doubling_weights_does_what_it_says(format: Format) 
     torch.manual_seed(0)
     first, second = format.encode(torch.randn(4096), key())
     for edited in (-first, first * 0, first * 2, first.flip(0), torch.zeros_like(first), first.clamp(-0.5, 0.5)):
-        decoded = format.decode((edited, second), "float32")
+        decoded = format.decode((edited, second), edited.shape, "float32")
         reach = half_ulp(edited.float(), value_dtype(format))
         assert ((decoded.double() - edited.double()).abs() <= reach.double()).all()
 
@@ -476,18 +476,18 @@ def test_wide_nearest_stores_everything_as_it_is() -> None:
     x = torch.cat([borders(), spread(1000)])
     assert_same_numbers(round_trip(eb.Nearest("float32"), x), x)
     (stored,) = eb.Nearest("float64").encode(x.double() / 3, key())
-    assert_same_numbers(eb.Nearest("float64").decode((stored,), "float64"), x.double() / 3)
+    assert_same_numbers(eb.Nearest("float64").decode((stored,), stored.shape, "float64"), x.double() / 3)
 
 
 @each_format
 def test_formats_work_on_meta_tensors_and_change_nothing(format: Format) -> None:
     shadow = format.encode(torch.empty(3, device="meta"), replace(key(), step=torch.tensor(1, device="meta")))
-    assert format.decode(shadow, "float32").shape == (3,)
+    assert format.decode(shadow, torch.Size([3]), "float32").shape == (3,)
     x = spread(257)
     parts = format.encode(x, key())
     versions = [part._version for part in (x, *parts)]
     before = [part.clone() for part in (x, *parts)]
-    format.decode(parts, "float32")
+    format.decode(parts, parts[0].shape, "float32")
     format.encode(x, key())
     assert [part._version for part in (x, *parts)] == versions
     assert all(part.data_ptr() != x.data_ptr() for part in parts)
@@ -499,7 +499,7 @@ def test_formats_work_on_meta_tensors_and_change_nothing(format: Format) -> None
 def test_vmap_over_a_population_stores_each_member_alike(format: Format) -> None:
     population = spread(3 * 65).view(3, 65)
     stacked = torch.func.vmap(lambda x: format.encode(x, key()))(population)
-    decoded = torch.func.vmap(lambda *parts: format.decode(parts, "float32"))(*stacked)
+    decoded = torch.func.vmap(lambda *parts: format.decode(parts, parts[0].shape, "float32"))(*stacked)
     for index, member in enumerate(population):
         for part, alone in zip(stacked, format.encode(member, key()), strict=True):
             assert_same_numbers(part[index], alone)
@@ -516,7 +516,7 @@ def test_compiled_code_stores_the_same_bits(value: LowDType) -> None:
         found: list[Tensor] = []
         for format in formats:
             parts = format.encode(x, eb.Key(0, step, 1))
-            found += [*parts, format.decode(parts, "float32")]
+            found += [*parts, format.decode(parts, parts[0].shape, "float32")]
         return found
 
     x = torch.cat([borders(), spread(70), 0.02 * torch.randn(257, generator=torch.Generator().manual_seed(0))])[:257]
@@ -532,18 +532,19 @@ def test_compiled_code_stores_the_same_bits(value: LowDType) -> None:
 @pytest.mark.parametrize("model", ["float32", "float64"])
 def test_two_part_and_stochastic_formats_refuse_wide_tensors(kind: Any, model: Any) -> None:
     with pytest.raises(ValueError, match=rf"{kind.__name__}.*got a {model} tensor.*bfloat16 and float16.*Nearest\(\)"):
-        kind().resolved(model)
+        kind().for_params(model)
 
 
 @pytest.mark.parametrize("format", [eb.Nearest(), eb.Stochastic(), eb.Kahan(), eb.Split(), eb.Master()], ids=repr)
-def test_an_open_dtype_is_filled_in_and_never_guessed(format: Format) -> None:
-    with pytest.raises(ValueError, match=r"left to the context.*resolved"):
+def test_an_open_dtype_is_filled_in_and_never_guessed(format: eb.ParamFormat) -> None:
+    with pytest.raises(ValueError, match=r"left to the context.*for_params.*for_slot"):
         format.encode(torch.ones(1), key())
     with pytest.raises(ValueError, match=r"left to the context"):
-        format.dtypes()
-    resolved = format.resolved("float16")
-    assert resolved.dtypes()[0] is torch.float16
-    assert resolved.resolved("bfloat16") == resolved
+        format.parts()
+    resolved = format.for_params("float16")
+    assert resolved.parts()[0].dtype is torch.float16
+    assert isinstance(resolved, type(format))
+    assert resolved.for_params("bfloat16") == resolved
 
 
 @pytest.mark.parametrize(

@@ -302,9 +302,9 @@ def test_the_three_dtypes_mean_what_the_table_says(row: int, strategy: Strategy)
         assert {buffer.wire.dtype for buffer in stepper.gradients} == {wire}
         state = [entries for entries in stepper.as_optimizer().state.values() if entries]
         assert all(
-            ("param" in entries) == (main is not None) for entries in state
+            ("param.main" in entries) == (main is not None) for entries in state
         )  # no second copy of what is the same
-        assert main is None or {entries["param"].dtype for entries in state} == {main}
+        assert main is None or {entries["param.main"].dtype for entries in state} == {main}
 
 
 def test_the_defaults_are_the_seeds() -> None:

@@ -361,8 +361,8 @@ def test_a_group_that_is_added_later_may_still_change_its_policy() -> None:
     optimizer.add_param_group({"params": [model.vector]})
     optimizer.param_groups[1]["policy"] = eb.policies.KAHAN_BF16
     train(model, optimizer, 1, start=1)
-    assert optimizer.state[model.vector]["param"].dtype is torch.bfloat16
-    assert optimizer.state[model.matrix]["param"].dtype is torch.int16
+    assert optimizer.state[model.vector]["param.residual"].dtype is torch.bfloat16
+    assert optimizer.state[model.matrix]["param.remainder"].dtype is torch.int16
 
 
 def test_messages_call_policies_by_their_presets() -> None:

@@ -55,8 +55,8 @@ def test_state_is_per_parameter_and_in_its_shape() -> None:
     train(model, optimizer, 2)
     state = optimizer.state_dict()["state"]
     for index, parameter in enumerate(model.parameters()):
-        assert set(state[index]) == {"step", "param", "momentum", "variance", "inner.step"}
-        assert all(state[index][name].shape == parameter.shape for name in ("param", "momentum", "variance"))
+        assert set(state[index]) == {"step", "param.residual", "momentum", "variance", "inner.step"}
+        assert all(state[index][name].shape == parameter.shape for name in ("param.residual", "momentum", "variance"))
         assert int(state[index]["step"]) == 2
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_formats import Int8Blocks, Int8Residual
 
 import everybit as eb
 from everybit_torch.config import load_policy, policy_from_dict, policy_to_dict, save_policy
@@ -28,6 +29,19 @@ def test_a_policy_survives_dict_and_json(policy: eb.Policy, tmp_path: Path) -> N
     assert policy_from_dict(policy_to_dict(policy)) == policy
     save_policy(policy, tmp_path / "policy.json")
     assert load_policy(tmp_path / "policy.json") == policy
+
+
+def test_a_format_of_ones_own_is_not_written_to_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "policy.json"
+    for policy, field in (
+        (eb.Policy(params=Int8Residual()), "Policy.params"),
+        (eb.Policy(slots={"mean": Int8Blocks()}), r"Policy.slots\['mean'\]"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{field}: got Int8.*a format of your own.*accepted are Nearest, Stochastic"
+        ):
+            save_policy(policy, file)
+    assert not file.exists()
 
 
 def test_toml_is_read_and_what_is_left_out_has_its_default(tmp_path: Path) -> None:
@@ -50,7 +64,7 @@ def test_toml_is_read_and_what_is_left_out_has_its_default(tmp_path: Path) -> No
         ),
         ({"params": {"format": "Kahan", "residul": "bfloat16"}}, r"Policy.params: no field is called 'residul'"),
         ({"params": {"format": "Kahan", "residual": "int8"}}, r"Policy.params: .*got 'int8'; accepted are 'bfloat16'"),
-        ({"variance": "Master"}, r"Policy.variance: got Master.*Master keeps a copy of parameters only"),
+        ({"variance": "Master"}, r"Policy.variance: got Master.*it is for parameters only"),
         ({"params": {"format": "Split", "bits": 12}}, r"Policy.params: .*12"),
         ({"grads": {"main": "float31"}}, r"Policy.grads: .*got 'float31'; accepted are 'float64'"),
         ({"grads": "float32"}, r"Policy.grads: got 'float32'; accepted is a table with main, comm, reduce"),

@@ -7,8 +7,8 @@ import torch
 import everybit as eb
 
 eb.Policy(momentum=eb.Nearest("int8"))  # E: arg-type "Literal['int8']"
-eb.Policy(params="kahan")  # E: arg-type "Nearest | Stochastic | Kahan | Split | Master"
-eb.Policy(variance=eb.Master())  # E: arg-type "Nearest | Stochastic | Kahan | Split"
+eb.Policy(params="kahan")  # E: arg-type "ParamFormat"
+eb.Policy(variance=eb.Master())  # E: arg-type "StateFormat"
 eb.Policy(momentumm=eb.Nearest("float32"))  # E: call-arg "momentumm"
 eb.Policy(compute="bfloat16")  # E: arg-type "Literal['bfloat16']"
 eb.Policy(grads=eb.Grads(main="int32"))  # E: arg-type "Literal['int32']"
@@ -31,3 +31,10 @@ eb.Policy(params=eb.Master("bfloat16"))  # E: arg-type "Literal['float32', 'floa
 eb.by_label("all", {"all": eb.Kahan()})  # E: dict-item "str: Kahan"
 eb.policies.LEAN_BF16.slots["mean"] = eb.Nearest("float32")  # E: index "Unsupported target for indexed assignment"
 eb.by_dtype({"bfloat16": eb.Split(16)})  # E: dict-item "str: Split"
+eb.Policy(momentum=eb.Nearest("float32").parts)  # E: arg-type "StateFormat"
+
+
+def store(for_slots: eb.StateFormat, for_parameters: eb.ParamFormat) -> None:
+    """Formats for the one and for the other."""
+    eb.Policy(params=for_slots)  # E: arg-type "ParamFormat"
+    eb.Policy(momentum=for_parameters)  # E: arg-type "StateFormat"

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from everybit.entries import Entry, former_names
 from everybit_torch.checkpoint_file import replace_file
 from everybit_torch.collectives import groups
 from everybit_torch.dtensors import like, local
@@ -105,12 +106,15 @@ def _state_parts(stepper: FlatStepper) -> Flat:
     found: Flat = {}
     slices = _slices(stepper)
     for unit in stepper.as_optimizer()._units:
-        shared = shared_names(unit)
         for member in unit.members:
             s = slices[id(member.parameter)]
-            for entry, value in unit.named_state(member).items():
-                key = f"optimizer.state.{s.placement.spec.name}.{entry}"
-                found[key] = value if entry in shared else ShardTensor(value, s.placement.spec.shape, s.low)
+            for entry, value in unit.entries(member):
+                key = f"optimizer.state.{s.placement.spec.name}.{entry.name}"
+                if entry.role == "shared":
+                    found[key] = value
+                else:
+                    low, _ = entry.range(s.low, s.high)
+                    found[key] = ShardTensor(value, entry.shape(s.placement.spec.shape, value.shape), low)
     return found
 
 
@@ -216,6 +220,13 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     optimizer._place()
     labels = _labels(stepper)
     own = on_all(lambda: _model_parts(stepper) | _state_parts(stepper), group)
+    found = found.renamed(
+        {
+            f"optimizer.state.{name}.{old}": f"optimizer.state.{name}.{new}"
+            for name, kept in _kept(stepper).items()
+            for old, new in former_names(kept).items()
+        }
+    )
     _require_same(own, found, _expected(stepper, own), group)
     tables: Flat = on_all(lambda: saved_hyperparameters.empty(found, labels), group) if hyperparameters else {}
     aside = on_all(lambda: {key: _room_for(value) for key, value in own.items()}, group)
@@ -270,6 +281,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     own: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
     aside: Flat = {key: torch.empty_like(value) for key, value in own.items()}
     given: dict[int, dict[str, Tensor]] = {}
+    former: dict[str, str] = {}
     for unit in optimizer._units:
         for member in unit.members:
             parameter = member.parameter
@@ -279,10 +291,15 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
                 )
             if parameter.numel():
                 given[id(parameter)] = {}
-                for entry, value in unit.named_state(member).items():
-                    key = f"optimizer.state.{names[id(parameter)]}.{entry}"
+                prefix = f"optimizer.state.{names[id(parameter)]}."
+                kept = unit.entries(member)
+                for entry, value in kept:
+                    key = prefix + entry.name
                     own[key] = like(parameter, value)
-                    aside[key] = given[id(parameter)][entry] = torch.empty_like(own[key])
+                    aside[key] = given[id(parameter)][entry.name] = torch.empty_like(own[key])
+                of_version_1 = former_names([entry for entry, _ in kept])
+                former |= {prefix + old: prefix + new for old, new in of_version_1.items()}
+    found = found.renamed(former)
     _require_same(own, found, set(own), group)
     with torch.no_grad():
         _load(aside, found, group)
@@ -453,18 +470,29 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
 
 def _expected(stepper: FlatStepper, into: Mapping[str, Tensor]) -> set[str]:
     """What a checkpoint of this model, transform and policy holds, on whatever rank."""
-    optimizer = stepper.as_optimizer()
-    entries: dict[str, list[str]] = {}
-    for unit in optimizer._units:
-        label = optimizer.param_groups[unit.group]["label"]
-        entries.setdefault(label, list(optimizer._entries(unit)))
+    kept = _kept(stepper)
     names = {key for key in into if key.startswith("model.")}
     for group in stepper.layout.groups:
         for placement in group.placements:
             names |= {f"model.{name}" for name in placement.spec.names}
-            if group.requires_grad and placement.spec.numel:
-                names |= {f"optimizer.state.{placement.spec.name}.{entry}" for entry in entries.get(group.label, [])}
+            name = placement.spec.name
+            names |= {f"optimizer.state.{name}.{entry.name}" for entry in kept.get(name, [])}
     return names
+
+
+def _kept(stepper: FlatStepper) -> dict[str, list[Entry]]:
+    """What the optimizer keeps for each parameter that is trained, by name, on whatever rank it lies."""
+    optimizer = stepper.as_optimizer()
+    by_label: dict[str, list[Entry]] = {}
+    for unit in optimizer._units:
+        label = optimizer.param_groups[unit.group]["label"]
+        by_label.setdefault(label, optimizer._entries(unit))
+    return {
+        placement.spec.name: by_label.get(group.label, [])
+        for group in stepper.layout.groups
+        for placement in group.placements
+        if group.requires_grad and placement.spec.numel
+    }
 
 
 @contextmanager

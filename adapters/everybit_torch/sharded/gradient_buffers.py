@@ -166,7 +166,8 @@ class GradientBuffer:
         for number, placement in enumerate(self.group.placements):
             if number not in self.arrived:
                 whole[placement.start : placement.stop].zero_()
-        whole[self.group.numel :].zero_()
+        for start, stop in self.group.gaps:
+            whole[start:stop].zero_()
 
     # -- reducing ---------------------------------------------------------------------------------------------------------------
 

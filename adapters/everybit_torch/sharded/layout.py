@@ -4,6 +4,8 @@ A layout is made of names, shapes and dtypes alone, so it can be built from a mo
 reduced together (one unit's), with one dtype, one ``requires_grad`` and one label, form a *group*, and lie one after the other in its
 buffer, element by element: tensors are cut wherever a rank's share ends, and the only padding is at a group's end, at most
 ``shards - 1`` elements. (Padding each tensor to whole rows instead, as row-sharding does, can multiply small odd shapes by thousands.)
+Where a policy stores one number for a block of elements, each parameter begins at a multiple of the block, and so does each rank's share:
+then no share ends inside a block, whose elements are counted from their parameter's first.
 
 What is cut anywhere can still be named as boxes: a range of the elements of an n-dimensional tensor is a union of at most ``2n - 1``
 rectangles, which is what distributed checkpoints are made of (:func:`boxes`).
@@ -32,6 +34,8 @@ class ParameterSpec:
         label: Parameters of different labels have optimizers or policies of their own.
         index: Global index of its first element, counted through all parameters of its dtype in the model's order. Stochastic
             rounding draws bits by it, which is why they do not depend on units or on the number of ranks.
+        block: The least number of elements at whose multiples, counted from the first, it may be cut, because its state has one number
+            for so many.
     """
 
     names: tuple[str, ...]
@@ -41,6 +45,7 @@ class ParameterSpec:
     unit: int = 0
     label: str = ""
     index: int = 0
+    block: int = 1
 
     @property
     def name(self) -> str:
@@ -103,7 +108,7 @@ class Group:
         label: Theirs.
         placements: In the model's order.
         numel: Elements without padding.
-        padded: Elements with padding, a multiple of the layout's ``shards``.
+        padded: Elements with padding, a multiple of the layout's ``shards`` and of the parameters' ``block``.
     """
 
     unit: int
@@ -118,6 +123,17 @@ class Group:
         """The range of the buffer that belongs to ``rank`` of ``shards``."""
         size = self.padded // shards
         return rank * size, (rank + 1) * size
+
+    @property
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The ranges of the buffer that are no parameter's."""
+        end = 0
+        for placement in self.placements:
+            if end < placement.start:
+                yield end, placement.start
+            end = placement.stop
+        if end < self.padded:
+            yield end, self.padded
 
     def slices(self, low: int, high: int) -> Iterator[Slice]:
         """The parts of parameters in a range of the buffer, in order; parameters without an element in it are left out."""
@@ -184,9 +200,18 @@ def build(specs: Sequence[ParameterSpec], *, shards: int = 1, units: Sequence[st
     groups = []
     for key in sorted(members, key=lambda key: key[0]):
         end = 0
-        placements = [Placement(spec, end, end := end + spec.numel) for spec in members[key]]
-        groups.append(Group(*key, tuple(placements), end, -(-end // shards) * shards))
+        placements = []
+        for spec in members[key]:
+            start = _up(end, spec.block)
+            end = start + spec.numel
+            placements.append(Placement(spec, start, end))
+        padded = _up(end, shards * math.lcm(*(spec.block for spec in members[key])))
+        groups.append(Group(*key, tuple(placements), sum(spec.numel for spec in members[key]), padded))
     return Layout(shards, tuple(units), tuple(groups))
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def boxes(shape: Sequence[int], low: int, high: int) -> list[Box]:

@@ -91,6 +91,7 @@ def describe(
                 homes[key],
                 label_of[name] if parameter.requires_grad else "",
                 counted[parameter.dtype],
+                labelled[label_of[name]].policy.block if parameter.requires_grad else 1,
             )
         )
         counted[parameter.dtype] += parameter.numel()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everybit.entries import fields as named_fields
 from everybit.optimizer import OptimizerState
-from everybit_torch.units import Unit, map_state, named_fields
+from everybit_torch.units import Unit, map_state
 
 BUCKET = 1 << 24
 """Elements whose state is on the device at a time; there are two such buckets, one stepped and one on its way."""
@@ -83,17 +84,14 @@ def step_streamed(
     Returns:
         What ``step`` returned, for each bucket.
     """
-    size = BUCKET if bucket is None else bucket
+    size = unit.piece_size(BUCKET if bucket is None else bucket)
     (tensor,) = unit.tensors
     device = tensor.device
 
     def fetch(start: int) -> OptimizerState[Any]:
         with copies.on_stream():
-            return map_state(
-                unit.state,
-                lambda x: x[start : start + size].to(device, non_blocking=True, copy=True),
-                torch.clone,
-            )
+            here = unit.cut_state(start, min(start + size, tensor.numel()), torch.clone)
+            return map_state(here, lambda x: x.to(device, non_blocking=True, copy=True), lambda x: x)
 
     results = []
     starts = list(range(0, max(tensor.numel(), 1), size))
@@ -105,11 +103,14 @@ def step_streamed(
         copies.end(device)
         if number + 1 < len(starts):
             ahead = fetch(starts[number + 1])
-        part = Unit(unit.group, [tensor[start : start + size]], [], state, unit.first + start, flat=True)
+        here = [tensor[start : start + size]]
+        part = Unit(unit.group, here, [], state, unit.first + start, flat=True, stored=unit.stored)
         results.append(step(part, grad[start : start + size]))
         copies.begin(device)
         with copies.on_stream():
-            map_state(unit.state, _store(state, start, size), lambda x: x)
+            into = unit.cut_state(start, min(start + size, tensor.numel()), lambda x: x)
+            for old, new in zip(_elements(into), _elements(state), strict=True):
+                old.copy_(new, non_blocking=True)
         for x in _elements(state):
             copies.keep(x)
         counters = [value for _, value, is_slot in named_fields(state) if not is_slot]
@@ -129,14 +130,3 @@ def _elements(state: OptimizerState[Any]) -> list[Tensor]:
 
     map_state(state, note, lambda x: x)
     return found
-
-
-def _store(state: OptimizerState[Any], start: int, size: int) -> Callable[[Tensor], Tensor]:
-    """Copies the elements of ``state`` back, in the order in which ``map_state`` comes by."""
-    left = iter(_elements(state))
-
-    def store(x: Tensor) -> Tensor:
-        x[start : start + size].copy_(next(left), non_blocking=True)
-        return x
-
-    return store

@@ -40,7 +40,7 @@ from everybit_torch.sharded.layout import Group, Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
-from everybit_torch.stepping import PIECE, draws_bits, piece_size, step_in_place
+from everybit_torch.stepping import PIECE, piece_size, step_in_place
 from everybit_torch.transform_parts import reduces
 from everybit_torch.units import Unit
 
@@ -306,7 +306,7 @@ class _GroupPlan:
         if self.given_runs is not None:
             return list(self.given_runs)
         slices = list(self.group.slices(self.low, self.high))
-        runs = contiguous_runs(slices, by_index=draws_bits(labelled[self.group.label].policy))
+        runs = contiguous_runs(slices, by_index=labelled[self.group.label].policy.draws_bits)
         return [sum(slices[number].high - slices[number].low for number in run) for run in runs]
 
     def persistent(self, labelled: Mapping[str, LabelledTransform]) -> Counter[str]:
@@ -323,7 +323,9 @@ class _GroupPlan:
             return found
         found["gradients"] = self.main_numel * self.main.itemsize
         optimizer = eb.Optimizer(labelled[self.group.label].transform, labelled[self.group.label].policy)
-        beside = "main parameters" if type(self.resolved.params).__name__ == "Master" else "compensation"
+        beside = (
+            "main parameters" if any(part.name == "main" for part in self.resolved.params.parts()) else "compensation"
+        )
         for numel in self.runs(labelled):
             state = optimizer.init([torch.empty(numel, dtype=self.group.dtype, device="meta")])
             found[beside] += nbytes(state.extra)
@@ -473,7 +475,8 @@ def _step_peak(groups: list[_GroupPlan], labelled: Mapping[str, LabelledTransfor
         if one.resolved is None:
             continue
         for numel in one.runs(labelled):
-            size = min(numel, piece)
+            block = one.resolved.policy.block
+            size = min(numel, max(piece // block, 1) * block)
             key = (one.group.label, one.group.dtype, size)
             if size and key not in known:
                 known[key] = max(_norm_bytes(size, one.main), 0 if compile else _piece_bytes(one, labelled, size))
@@ -487,9 +490,11 @@ def _norm_bytes(size: int, main: torch.dtype) -> int:
 
 def _piece_bytes(one: _GroupPlan, labelled: Mapping[str, LabelledTransform], size: int) -> int:
     assert one.resolved is not None
-    if size > PIECE:
+    block = one.resolved.policy.block
+    known = max(PIECE // block, 1) * block
+    if size > known:
         # What is computed on the way grows with the piece, element by element.
-        return _piece_bytes(one, labelled, PIECE) * size // PIECE
+        return _piece_bytes(one, labelled, known) * size // known
     transform, policy = labelled[one.group.label].transform, labelled[one.group.label].policy
     optimizer = eb.Optimizer(transform, policy)
     tensor = torch.zeros(size, dtype=one.group.dtype)
@@ -514,7 +519,7 @@ def _asked(one: LabelledTransform) -> list[Tensor]:
         return []
     optimizer = eb.Optimizer(one.transform, one.policy)
     empty = torch.zeros(0, dtype=torch_dtype(one.policy.model_dtype))
-    unit = Unit(0, [empty], [], optimizer.init([empty]), 0, flat=True)
+    unit = Unit(0, [empty], [], optimizer.init([empty]), 0, flat=True, stored=optimizer.formats([empty]))
     return find_totals([Part(optimizer, unit, None)], eb.Local, Reads())
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit.entries import Entry, entries
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
 from everybit.policy import Policy
@@ -25,8 +26,8 @@ from everybit_torch.sharded.offload import HostCopies, on_host, step_streamed
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.state_dicts import RoundingLoss
-from everybit_torch.stepping import Group, draws_bits
-from everybit_torch.units import Member, Unit, init_state, named_fields
+from everybit_torch.stepping import Group
+from everybit_torch.units import Member, Unit, init_state
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
@@ -218,7 +219,7 @@ class ShardOptimizer(TorchOptimizer):
 
     def _place_shard(self, group: Any, shard: Shard) -> None:
         own = shard.weights.own
-        random = draws_bits(self._labelled[shard.weights.group.label].policy)
+        random = self._labelled[shard.weights.group.label].policy.draws_bits
         runs = contiguous_runs(shard.slices, by_index=random)
         for run in runs:
             low = shard.slices[run[0]].offset if run else 0
@@ -238,6 +239,7 @@ class ShardOptimizer(TorchOptimizer):
                 index,
                 flat=True,
                 gradients=_ShardGradients(shard.gradients, low, high),
+                stored=group.optimizers[tensor.dtype].formats([tensor]),
             )
             self._units.append(unit)
             self._publish(unit)
@@ -423,13 +425,10 @@ class ShardOptimizer(TorchOptimizer):
 
     # -- counts and reductions ------------------------------------------------------------------------------------------------------
 
-    def _entries(self, unit: Unit) -> list[str]:
-        """What is kept for each parameter of a unit, by name."""
-        return [
-            name if number == 0 else f"{name}.{number}"
-            for name, value, is_slot in named_fields(unit.state)
-            for number in range(_parts(value) if is_slot else 1)
-        ]
+    def _entries(self, unit: Unit) -> list[Entry]:
+        """What is kept for each parameter of a unit."""
+        assert unit.stored is not None
+        return [entry for entry, _ in entries(unit.state, unit.tensors, 0, unit.stored[0])]
 
     def _source(self, unit: Unit) -> str:
         return self._labelled[self.param_groups[unit.group]["label"]].source
@@ -447,22 +446,21 @@ class ShardOptimizer(TorchOptimizer):
         return {source: find_totals(members, self._axis, reads) for source, members in parts.items()}
 
 
-def _parts(slot: Any) -> int:
-    """Of how many tensors the values of a slot consist."""
-    return len(slot[0]) if isinstance(slot[0], tuple) else 1
-
-
 def contiguous_runs(slices: Sequence[Slice], *, by_index: bool) -> list[list[int]]:
     """Numbers of the slices that are stepped together: all, or those whose elements have consecutive global indices; one run if none.
+
+    Slices between which the buffer has padding are stepped apart.
 
     Elements that are neighbours in a buffer but not in the model draw bits of indices that are apart. Nobody sees it where no bits
     are drawn.
     """
     runs: list[list[int]] = [[]]
-    expected = None
+    expected = end = None
     for number, s in enumerate(slices):
-        if runs[-1] and by_index and s.placement.spec.index + s.low != expected:
+        apart = s.offset != end or (by_index and s.placement.spec.index + s.low != expected)
+        if runs[-1] and apart:
             runs.append([])
         runs[-1].append(number)
+        end = s.offset + s.high - s.low
         expected = s.placement.spec.index + s.high
     return runs

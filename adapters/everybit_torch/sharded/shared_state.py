@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from everybit.entries import fields as named_fields
 from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.units import Unit, named_fields
+from everybit_torch.units import Unit
 
 Given = Mapping[int, Mapping[str, Tensor]]
 """State entries, by id of the parameter."""

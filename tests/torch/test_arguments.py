@@ -347,7 +347,7 @@ def test_after_the_first_step_it_is_refused_and_what_is_in_force_is_shown() -> N
             use()
     assert same_bits(before, values(model))
     shown = repr(optimizer)
-    assert "param group 0: flat, 5 parameters in 1 run; LEAN_BF16" in shown
+    assert "param group 0: flat, 5 parameters in 1 run, uncompiled; LEAN_BF16" in shown
     assert "KAHAN_BF16" in shown
     assert "not in force" in shown
     optimizer.param_groups[0]["policy"] = eb.policies.LEAN_BF16  # the one that is

@@ -74,7 +74,7 @@ def test_the_layout_is_shown_and_a_clip_is_flat_too() -> None:
     model = Awkward()
     element = AdamW(model.parameters())
     train(model, element, 1)
-    assert "param group 0: flat, 5 parameters in 1 run;" in repr(element)
+    assert "param group 0: flat, 5 parameters in 1 run, uncompiled;" in repr(element)
 
     def clipped(learning_rate: float) -> eb.Transform[Any]:
         return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
@@ -83,7 +83,7 @@ def test_the_layout_is_shown_and_a_clip_is_flat_too() -> None:
     whole = TorchOptimizer(other.parameters(), clipped, lr=0.1)
     assert "param group 0: flat, from the first step on;" in repr(whole)
     train(other, whole, 1)
-    assert "param group 0: flat, 5 parameters in 1 run;" in repr(whole)
+    assert "param group 0: flat, 5 parameters in 1 run, uncompiled;" in repr(whole)
     tree = TorchOptimizer(Awkward().parameters(), clipped, lr=0.1, layout="tree")
     assert "param group 0: tree, from the first step on;" in repr(tree)
 

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 import everybit as eb
+from everybit.transform import PARTS
 from everybit_torch.hyperparameter_names import ARGUMENTS, core_names
 
 
@@ -48,7 +49,7 @@ def require_factory(factory: object) -> None:
     """
     if isinstance(factory, type) or (callable(factory) and not isinstance(factory, eb.Optimizer)):
         return
-    made = all(hasattr(factory, name) for name in ("scope", "init", "update")) or isinstance(factory, eb.Optimizer)
+    made = all(hasattr(factory, name) for name in PARTS) or isinstance(factory, eb.Optimizer)
     got = f"the {type(factory).__name__} that such a function has made" if made else repr(factory)
     raise TypeError(
         f"factory: got {got}; accepted is a function from hyperparameters to a transform, which is called again when a param group's"

@@ -18,9 +18,9 @@ from torch import Tensor
 import everybit as eb
 from everybit.combinators.chain import chain
 from everybit.combinators.masked import Masked, Partition
+from everybit.parts import map_parts, transforms_in
 from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
 from everybit.transform import ALONE
-from everybit_torch.transform_parts import map_parts, nodes, reduces
 
 P = TypeVar("P")
 Tree = Mapping[str | int, Tensor]
@@ -31,7 +31,7 @@ def choices(transform: eb.Transform[Any]) -> list[Any]:
     """The masks and labels in it, by which it treats parameters differently, in order."""
     return [
         node.mask if isinstance(node, Masked) else node.labels
-        for node in nodes(transform)
+        for node in transforms_in(transform)
         if isinstance(node, (Masked, Partition))
     ]
 
@@ -60,7 +60,7 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
                 )
             parts = {name: decide(part) for name, part in node.transforms.items()}
             return chain(*(part if name == label else _elsewhere(part) for name, part in parts.items()))
-        return map_parts(node, decide)
+        return map_parts(decide, node)
 
     return decide(transform)  # type: ignore[no-any-return]
 
@@ -75,9 +75,14 @@ class Elsewhere:
     transform: eb.Transform[Any]
 
     @property
-    def scope(self) -> eb.Scope:
-        """The transform's."""
-        return self.transform.scope
+    def cut(self) -> eb.Cut:
+        """Anywhere: it does nothing to elements."""
+        return "element"
+
+    @property
+    def reduces(self) -> bool:
+        """As the transform."""
+        return self.transform.reduces
 
     def init(self, params: P) -> Any:
         """Nothing."""
@@ -95,7 +100,7 @@ class Elsewhere:
 
 
 def _elsewhere(transform: eb.Transform[Any]) -> eb.Transform[Any]:
-    return Elsewhere(transform) if reduces(transform) else eb.identity()
+    return Elsewhere(transform) if transform.reduces else eb.identity()
 
 
 def tree_of(values: Mapping[str, Any]) -> Tree:

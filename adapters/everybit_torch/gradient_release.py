@@ -294,11 +294,10 @@ def enable_gradient_release(
             "model: got DistributedDataParallel, which averages gradients after they would have been used; accepted are models of one"
             " process."
         )
-    scopes = {one.scope for group in optimizer._groups for one in group.optimizers.values()}
-    if "tree" in scopes:
+    if any(one.reduces for group in optimizer._groups for one in group.optimizers.values()):
         raise ValueError(
-            "optimizer: its transform looks at all gradients at once (scope 'tree', such as clip_by_global_norm); accepted are transforms"
-            " of scope 'element' or 'tensor'. max_norm clips by the previous step's norm."
+            "optimizer: its transform reduces over all gradients (as clip_by_global_norm does), which are never there at once; accepted are"
+            " transforms that do not reduce. max_norm clips by the previous step's norm."
         )
     require_parameters_of(model, optimizer)
     if any(parameter.grad is not None for parameter in model.parameters()):

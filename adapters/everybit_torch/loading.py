@@ -285,7 +285,7 @@ class Loads(Protocol):
 
     def _build(self, group: Group, arguments: dict[str, Any]) -> dict[torch.dtype, eb.Optimizer[Any]]: ...
 
-    def _require_scopes(self, optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]]) -> None: ...
+    def _require_cuts(self, optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]]) -> None: ...
 
     def _require_followable(self) -> None: ...
 
@@ -332,7 +332,7 @@ def judge_settings(optimizer: Loads, saved: Saved) -> Settings:
         settings.groups.append(new)
         settings.arguments.append(arguments)
         settings.optimizers.append(optimizers)
-    optimizer._require_scopes(settings.optimizers)
+    optimizer._require_cuts(settings.optimizers)
     return settings
 
 

@@ -20,7 +20,7 @@ import everybit as eb
 from everybit.entries import STEP, WEIGHTS, Field
 from everybit.entries import fields as named_fields
 from everybit.optimizer import OptimizerState
-from everybit_torch.transform_parts import is_transform
+from everybit.parts import is_transform
 from everybit_torch.units import Unit, init_state
 
 _INDEX = re.compile(r"\[\d+\]")

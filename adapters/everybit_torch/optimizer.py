@@ -19,6 +19,7 @@ from everybit.dtypes import FLOAT_DTYPES, dtype_name, torch_dtype
 from everybit.entries import VERSION, VERSION_KEY
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe, state_bytes, with_policy
+from everybit.parts import needs_whole_tensors
 from everybit.policies import describe, native
 from everybit.policy import LOW, AnyPolicy, draws_bits, for_dtype, resolve_tree
 from everybit_torch import loading, state_dicts, stepping
@@ -44,7 +45,6 @@ from everybit_torch.reductions import Part, find_totals
 from everybit_torch.state_dicts import RoundingLoss, TorchNames
 from everybit_torch.stepping import Compile, Group, require_compile, write
 from everybit_torch.torch_internals import optimizers as torch_optimizers
-from everybit_torch.transform_parts import needs_whole_tensors, reduces
 from everybit_torch.units import Unit, flatten, init_state
 
 Layout = Literal["auto", "flat", "tree"]
@@ -236,10 +236,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _require_layout(self, optimizers: Mapping[torch.dtype, eb.Optimizer[Any]]) -> None:
         if self._layout == "flat" and any(needs_whole_tensors(one.transform) for one in optimizers.values()):
             raise ValueError(
-                "layout: got 'flat' for a transform of scope 'tensor', which must see whole tensors; accepted are 'auto' and 'tree'."
+                "layout: got 'flat' for a transform that must see whole tensors (its cut is 'tensor'); accepted are 'auto' and 'tree'."
             )
 
-    def _require_scopes(self, optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]]) -> None:
+    def _require_cuts(self, optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]]) -> None:
         """Refuse optimizers that have to see whole tensors, where parameters were placed for others, and the other way round.
 
         Raises:
@@ -250,8 +250,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 before, after = needs_whole_tensors(old.transform), needs_whole_tensors(new[dtype].transform)
                 if group.known and before != after:
                     raise ValueError(
-                        f"{type(self).__name__}, param group {group.number}: its transform would be of scope {new[dtype].scope!r}, and its"
-                        f" parameters were placed for scope {old.scope!r} at the first step; make a new optimizer."
+                        f"{type(self).__name__}, param group {group.number}: its transform would {'have' if after else 'not have'} to see"
+                        " whole tensors, and its parameters were placed at the first step for one that"
+                        f" {'has' if before else 'has not'}; make a new optimizer."
                     )
             self._require_layout(new)
 
@@ -458,7 +459,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         }  # fmt: skip
         if not changed:
             return []
-        self._require_scopes([optimizers if one is group else one.optimizers for one in self._groups])
+        self._require_cuts([optimizers if one is group else one.optimizers for one in self._groups])
         plans: list[tuple[Unit, Migration]] = []
         for unit in self._units:
             dtype = unit.tensors[0].dtype
@@ -639,7 +640,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         )
 
     def _reduces(self, unit: Unit) -> bool:
-        return reduces(self._groups[unit.group].optimizer_of(unit).transform)
+        return self._groups[unit.group].optimizer_of(unit).transform.reduces
 
     def _gather_for_totals(self, work: list[tuple[Unit, list[Tensor | None]]]) -> dict[int, Tensor]:
         """The gradients of units, by id, whose transform looks at all of them before it steps any."""

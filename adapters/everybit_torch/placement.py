@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
+from everybit.parts import needs_whole_tensors
 from everybit.policy import block_of, resolve_tree
 from everybit_torch.choosing import Decision, Tree, applied, decide, tree_of
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
 from everybit_torch.stepping import Group
-from everybit_torch.transform_parts import needs_whole_tensors
 from everybit_torch.units import Member, can_be_flat
 
 
@@ -192,8 +192,8 @@ def _runs(
     """
     if sharded and needs_whole_tensors(optimizer.transform):
         raise ValueError(
-            f"param group {group.number}: {optimizer.transform!r} must see whole tensors (scope 'tensor'); ranks hold parts of them."
-            " Accepted for sharded parameters are transforms of scope 'element' and 'tree'."
+            f"param group {group.number}: {optimizer.transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them."
+            " Accepted for sharded parameters are transforms whose parts all have the cut 'element'."
         )
     block = block_of(optimizer.policy)
     if sharded and block > 1:

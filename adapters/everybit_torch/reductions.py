@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import everybit as eb
-from everybit_torch.transform_parts import needs_whole_tensors, reduces
+from everybit.parts import needs_whole_tensors
 from everybit_torch.units import Unit, map_state
 
 P = TypeVar("P")
@@ -200,7 +200,7 @@ def _contributions(part: Part, totals: Sequence[Tensor], reads: Reads) -> Iterat
 
 def _next_question(part: Part, totals: Sequence[Tensor]) -> UnansweredError | None:
     """What a transform asks for next, and what nothing contributes to it."""
-    if not reduces(part.optimizer.transform):
+    if not part.optimizer.transform.reduces:
         return None
     empty = _without_elements(part.unit)
     none = torch.empty_like(empty.tensors[0], dtype=torch.float32)

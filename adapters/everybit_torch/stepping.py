@@ -14,12 +14,12 @@ import everybit as eb
 from everybit.entries import fields as named_fields
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
+from everybit.parts import needs_whole_tensors
 from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
 from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.reductions import Reads, Replay
-from everybit_torch.transform_parts import needs_whole_tensors
 from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import Inputs, Variants
 

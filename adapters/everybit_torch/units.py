@@ -22,11 +22,11 @@ import everybit as eb
 from everybit.entries import Entry, cut, entries, map_parts
 from everybit.formats import PartSpec
 from everybit.optimizer import OptimizerState
+from everybit.parts import needs_whole_tensors
 from everybit.policy import Resolved
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.gradients import UnitGradients, piece
-from everybit_torch.transform_parts import needs_whole_tensors
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22

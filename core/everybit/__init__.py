@@ -40,7 +40,7 @@ from everybit.schedules import (
     warmup_cosine_decay_schedule,
     warmup_stable_decay_schedule,
 )
-from everybit.transform import Axis, Context, Local, Scope, SlotDecay, Transform
+from everybit.transform import Axis, Context, Cut, Local, SlotDecay, Transform
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.rms import scale_by_rms
@@ -61,8 +61,8 @@ from everybit.update import apply_updates
 __version__ = "0.1.0"
 
 __all__ = [
-    "Axis", "ByLabel", "Context", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Metrics", "Nearest",
-    "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Scope", "Slot", "SlotDecay", "SlotKind", "Split",
+    "Axis", "ByLabel", "Context", "Cut", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Metrics", "Nearest",
+    "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split",
     "StateFormat",
     "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite", "apply_updates", "by_dtype",
     "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules",

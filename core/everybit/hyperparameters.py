@@ -6,13 +6,15 @@ compiled step reads it, and a scheduler may change it. A field that accepts numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+
+from everybit.parts import holds_transforms, transforms_in
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ def numbers_only(transform: object) -> list[str]:
     """The fields that hold a float and accept no tensor, written ``Class.field``: for another value a compiler makes other code."""
     return [
         f"{type(node).__name__}.{field.name}"
-        for node in _nodes(transform)
+        for node in transforms_in(transform)
         for field in fields(node)
         if type(getattr(node, field.name)) is float and field.name not in _accepting(type(node))
     ]
@@ -49,7 +51,7 @@ def numbers_only(transform: object) -> list[str]:
 
 def _map(function: Callable[[str, Any], Any], node: Any) -> Any:
     # Objects are never compared by identity: a compiler that traces this cannot tell all of them apart.
-    if not _holds_transforms(node):
+    if not holds_transforms(node):
         return node
     if isinstance(node, (tuple, list)):
         return type(node)([_map(function, part) for part in node])
@@ -61,35 +63,9 @@ def _map(function: Callable[[str, Any], Any], node: Any) -> Any:
         value = getattr(node, field.name)
         if field.init and field.name in accepting and _is_number(value):
             changed[field.name] = function(field.name, value)
-        elif field.init and _holds_transforms(value):
+        elif field.init and holds_transforms(value):
             changed[field.name] = _map(function, value)
     return replace(node, **changed) if changed else node
-
-
-def _holds_transforms(node: Any) -> bool:
-    """Whether it is a transform, or a container of transforms. Trees of labels and masks are none, and are not rebuilt."""
-    if isinstance(node, (tuple, list)):
-        return not hasattr(node, "_fields") and any(_holds_transforms(part) for part in node)
-    if isinstance(node, Mapping):
-        return any(_holds_transforms(part) for part in node.values())
-    return _is_transform(node)
-
-
-def _nodes(node: Any) -> Iterator[Any]:
-    if isinstance(node, (tuple, list)):
-        for part in node:
-            yield from _nodes(part)
-    elif isinstance(node, Mapping):
-        for part in node.values():
-            yield from _nodes(part)
-    elif _is_transform(node):
-        yield node
-        for field in fields(node):
-            yield from _nodes(getattr(node, field.name))
-
-
-def _is_transform(value: object) -> bool:
-    return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "update") and hasattr(value, "init")
 
 
 def _is_number(value: object) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.optimizer import Advance, Optimizer, OptimizerState
-from everybit.transform import Context, Local, Scope
+from everybit.transform import Context, Cut, Local
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -99,9 +99,9 @@ class Measured(Generic[S]):
     optimizer: Optimizer[S]
 
     @property
-    def scope(self) -> Scope:
+    def cut(self) -> Cut:
         """That of the optimizer; sums over elements can be added up afterwards."""
-        return self.optimizer.scope
+        return self.optimizer.cut
 
     def init(self, params: P, ctx: Context | None = None) -> MeasuredState[S]:
         """As the optimizer's."""

@@ -18,7 +18,7 @@ from everybit.dtypes import FLOAT_DTYPES, torch_dtype
 from everybit.formats import BUILT_IN, Format, Parts, PartSpec
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, policies_of, resolve_tree
 from everybit.random_bits import Key, Lane, require_seed, stream
-from everybit.transform import Context, Scope, Transform, decays, require_transform, squares
+from everybit.transform import Context, Cut, Transform, decays, require_transform, squares
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -72,11 +72,14 @@ class Optimizer(Generic[S]):
     unsafe: Unsafe = field(default="allow", compare=False, repr=False)
 
     @property
-    def scope(self) -> Scope:
-        """How much a step must see at once."""
-        if isinstance(self.policy, ByLabel) and self.transform.scope == "element":
-            return "tensor"
-        return self.transform.scope
+    def cut(self) -> Cut:
+        """How finely what is stepped may be cut."""
+        return "tensor" if isinstance(self.policy, ByLabel) else self.transform.cut
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a step asks ``ctx.axis`` for anything."""
+        return self.transform.reduces
 
     def formats(self, params: object) -> list[Resolved]:
         """How each leaf of ``params`` and its state are stored, in order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
@@ -12,8 +13,8 @@ from everybit.scalars import Hyperparameter
 P = TypeVar("P")
 S = TypeVar("S")
 
-Scope = Literal["element", "tensor", "tree"]
-_BY_STRICTNESS: tuple[Scope, ...] = ("tree", "tensor", "element")
+Cut = Literal["element", "tensor"]
+"""How finely the parameters of a transform may be cut: anywhere, or not at all."""
 
 
 class Axis(Protocol):
@@ -81,6 +82,10 @@ ALONE = Context()
 """One process, nothing known but the gradients."""
 
 
+PARTS = ("cut", "reduces", "init", "update")
+"""What a transform has."""
+
+
 class Transform(Protocol[S]):
     """A pure map from gradients to updates that threads its own state.
 
@@ -88,13 +93,19 @@ class Transform(Protocol[S]):
     and batches them, ``torch.compile(fullgraph=True)`` traces them. Mathematics happens in the dtype that comes in; a policy sees to
     it that this is float32 or better. Updates are *added* to the parameters.
 
-    ``scope`` promises how much ``update`` must see at once: single elements (any flat slice of memory will do), whole tensors with
-    their shapes, or the whole tree (reduced through ``ctx.axis``).
+    Two promises say what an engine may do, independently of each other. ``cut``: ``"element"``, any flat slice of memory will do, because
+    what becomes of an element depends on nothing but that element and on what was reduced; or ``"tensor"``, whole tensors with their
+    shapes. ``reduces``: whether ``update`` asks ``ctx.axis`` for sums or maxima over everything that shares the step.
     """
 
     @property
-    def scope(self) -> Scope:
-        """How much ``update`` must see at once."""
+    def cut(self) -> Cut:
+        """How finely parameters, gradients and slots may be cut."""
+        ...
+
+    @property
+    def reduces(self) -> bool:
+        """Whether ``update`` asks ``ctx.axis`` for anything."""
         ...
 
     def init(self, params: P) -> S:
@@ -145,13 +156,14 @@ def squares(*transforms: object) -> frozenset[str]:
     return frozenset(one.slot for one in declared if one.squares) - {one.slot for one in declared if not one.squares}
 
 
-def strictest(transforms: tuple[Transform[Any], ...]) -> Scope:
-    """The scope of several transforms applied together."""
-    scopes = [transform.scope for transform in transforms]
-    for scope in _BY_STRICTNESS:
-        if scope in scopes:
-            return scope
-    return "element"
+def coarsest(transforms: Iterable[Transform[Any]]) -> Cut:
+    """How finely the parameters of several transforms applied together may be cut."""
+    return "tensor" if any(transform.cut == "tensor" for transform in transforms) else "element"
+
+
+def any_reduces(transforms: Iterable[Transform[Any]]) -> bool:
+    """Whether several transforms applied together reduce."""
+    return any(transform.reduces for transform in transforms)
 
 
 def require_transform(value: object, *, who: str) -> None:
@@ -164,15 +176,21 @@ def require_transform(value: object, *, who: str) -> None:
         raise TypeError(
             f"{who}: got the class {value.__name__}; accepted are transforms: call it, {value.__name__}(...)."
         )
-    missing = [name for name in ("scope", "init", "update") if not hasattr(value, name)]
+    missing = [name for name in PARTS if not hasattr(value, name)]
     if missing:
         hint = (
             " An Optimizer is the last word: build it around the whole chain, with_policy(chain(...), policy)."
             if hasattr(value, "step")
+            else " For scope write cut and reduces: 'element' is cut='element', reduces=False; 'tree' is reduces=True."
+            if hasattr(value, "scope")
             else ""
         )
         raise TypeError(f"{who}: got {value!r}, which has no {', '.join(missing)}; accepted are transforms.{hint}")
-    scope: object = value.scope  # type: ignore[attr-defined]
-    if scope not in get_args(Scope):
-        accepted = ", ".join(map(repr, get_args(Scope)))
-        raise TypeError(f"{who}: {type(value).__name__}.scope: got {scope!r}; accepted are {accepted}.")
+    promised: Any = value
+    if promised.cut not in get_args(Cut):
+        accepted = ", ".join(map(repr, get_args(Cut)))
+        raise TypeError(f"{who}: {type(value).__name__}.cut: got {promised.cut!r}; accepted are {accepted}.")
+    if not isinstance(promised.reduces, bool):
+        raise TypeError(
+            f"{who}: {type(value).__name__}.reduces: got {promised.reduces!r}; accepted are True and False."
+        )

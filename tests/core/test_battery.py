@@ -171,7 +171,9 @@ class Memory(Generic[P]):
 class Liar:
     """Does nothing wrong by itself: gradient descent by a fixed step."""
 
-    scope: ClassVar[eb.Scope] = "element"
+    cut: ClassVar[eb.Cut] = "element"
+
+    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Any:
         return Memory(eb.tree.zeros_like(params))
@@ -243,7 +245,7 @@ class LooksAtTheTensor(Liar):
 
 
 class LooksAtTheTree(Liar):
-    scope = "tensor"
+    cut = "tensor"
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         norm = 1 + eb.tree.norm(updates)
@@ -262,9 +264,9 @@ class KnowsItsPlace(Liar):
 
 
 class NeedsWholeTensorsAndReduces(Liar):
-    """Says ``"tree"`` because it reduces; but it divides by each tensor's own magnitude, which a piece of the tensor does not know."""
+    """Says that it may be cut anywhere; but it divides by each tensor's own magnitude, which a piece of the tensor does not know."""
 
-    scope = "tree"
+    reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         norm = 1 + ctx.axis.sum(eb.tree.sum_of_squares(ctx.axis.owned(updates))).sqrt()
@@ -275,7 +277,7 @@ class NeedsWholeTensorsAndReduces(Liar):
 class LooksAtItsShardOnly(Liar):
     """A global norm that is not taken over the axis."""
 
-    scope = "tree"
+    reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         norm = 1 + eb.tree.norm(updates)
@@ -285,7 +287,7 @@ class LooksAtItsShardOnly(Liar):
 class CountsCopiesTwice(Liar):
     """A global norm that counts what several ranks have several times."""
 
-    scope = "tree"
+    reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         norm = 1 + ctx.axis.sum(eb.tree.sum_of_squares(updates)).sqrt()
@@ -295,7 +297,7 @@ class CountsCopiesTwice(Liar):
 class AsksOnlyIfItHasSomething(Liar):
     """A rank without elements does not join the reduction: the others would wait for it."""
 
-    scope = "tree"
+    reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         if not eb.tree.size(updates):
@@ -304,7 +306,7 @@ class AsksOnlyIfItHasSomething(Liar):
 
 
 class AsksForEachTensorItHas(Liar):
-    scope = "tree"
+    reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         norms = [ctx.axis.sum(u.square().sum()) for u in eb.tree.leaves(updates) if u.numel() > 3]
@@ -332,7 +334,7 @@ class EstimatesByItself(Liar):
 class ReducesThreeTimes(Liar):
     """Reduces twice, the second time over what it computed, and beside that works element by element."""
 
-    scope = "tree"
+    reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         owned = ctx.axis.owned(updates)
@@ -345,8 +347,8 @@ class ReducesThreeTimes(Liar):
         return super().update(eb.tree.elementwise(lambda u: u / factor, scaled), state, params)
 
 
-class InventsAScope(Liar):
-    scope: ClassVar[Any] = "galaxy"
+class InventsACut(Liar):
+    cut: ClassVar[Any] = "galaxy"
 
 
 @dataclass(frozen=True)
@@ -453,12 +455,20 @@ LIARS = [
     (
         "shards equal whole",
         LooksAtTheTensor,
-        r"scope 'element': 58 torch\.float32 elements on shards that begin at \(0, 1, 29, .*, step 1: against the whole: parameters",
+        r"cut 'element': 58 torch\.float32 elements on shards that begin at \(0, 1, 29, .*, step 1: against the whole: parameters",
     ),
-    ("shards equal whole", LooksAtTheTree, r"scope 'tensor': 58 torch\.float32 elements .* against the whole"),
-    ("shards equal whole", KnowsItsPlace, r"scope 'element': 58 .* against the whole: parameters"),
-    ("shards equal whole", NeedsWholeTensorsAndReduces, r"scope 'tree': 58 .*, step 1: against the whole: parameters"),
-    ("shards equal whole", LooksAtItsShardOnly, r"scope 'tree': 58 .*, step 1: against the whole: parameters"),
+    ("shards equal whole", LooksAtTheTree, r"cut 'tensor': 58 torch\.float32 elements .* against the whole"),
+    ("shards equal whole", KnowsItsPlace, r"cut 'element': 58 .* against the whole: parameters"),
+    (
+        "shards equal whole",
+        NeedsWholeTensorsAndReduces,
+        r"cut 'element' and reduces: 58 .*, step 1: against the whole: parameters",
+    ),
+    (
+        "shards equal whole",
+        LooksAtItsShardOnly,
+        r"cut 'element' and reduces: 58 .*, step 1: against the whole: parameters",
+    ),
     ("shards equal whole", CountsCopiesTwice, r"reduction 1: the sum over the shards is .* of the whole .*owned"),
     (
         "shards equal whole",
@@ -467,8 +477,8 @@ LIARS = [
     ),
     ("shards equal whole", AsksForEachTensorItHas, r"2 of 7 ranks ask for reduction 1"),
     ("shards equal whole", EstimatesByItself, r"step 1: against the whole: what is no slot: at \[1\]"),
-    ("scope", LooksAtTheTree, r"scope 'tensor': the update at \['w'\] depends on the gradients of other tensors"),
-    ("scope", InventsAScope, r"scope: got 'galaxy'; accepted are 'element', 'tensor', 'tree'"),
+    ("cut", LooksAtTheTree, r"cut 'tensor': the update at \['w'\] depends on the gradients of other tensors"),
+    ("cut", InventsACut, r"cut: got 'galaxy'; accepted are 'element', 'tensor'"),
     ("flat equals tree", LooksAtTheTensor, r"flat buffer, against the tree, after step 1"),
     ("flat equals tree", KnowsItsPlace, r"flat buffer, against the tree, after step 1"),
     ("no recompilation", CountsInPython, r"compiled again at step 2"),
@@ -509,7 +519,7 @@ def test_the_battery_clears_the_honest() -> None:
         "pure",
         "state is a fixed point",
         "vmap",
-        "scope",
+        "cut",
         "flat equals tree",
         "shards equal whole",
         "resume equals continue",
@@ -538,7 +548,7 @@ def test_masks_below_a_reduction_are_asked_of_the_whole_parameters() -> None:
 
 
 class DividesByItsTensor(Liar):
-    scope = "tensor"
+    cut = "tensor"
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         return super().update(eb.tree.map(lambda u: u / (1 + u.abs().sum()), updates), state, params)

@@ -208,7 +208,9 @@ class OwnState(Generic[P]):
 class Undeclared:
     """A transform of somebody's own, that says nothing about its slots."""
 
-    scope: ClassVar[eb.Scope] = "element"
+    cut: ClassVar[eb.Cut] = "element"
+
+    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> OwnState[P]:
         return OwnState(eb.tree.zeros_like(params), eb.tree.zeros_like(params))

@@ -42,18 +42,26 @@ def test_chain_applies_left_to_right_and_counts_once() -> None:
 
 def test_an_empty_chain_passes_updates_on() -> None:
     g = grads(1)
-    assert eb.chain().scope == "element"
+    assert (eb.chain().cut, eb.chain().reduces) == ("element", False)
     testing.assert_same_bits(step(eb.chain(), g)[0], g, "updates")
 
 
-def test_a_chain_has_the_strictest_scope_of_its_parts() -> None:
+def promises(transform: eb.Transform[Any]) -> tuple[str, bool]:
+    return transform.cut, transform.reduces
+
+
+def test_a_chain_is_cut_as_coarsely_as_its_parts_and_reduces_if_one_does() -> None:
     element, tensor, whole = eb.scale_by_adam(), eb.masked(eb.trace(), True), eb.clip_by_global_norm(1.0)
-    assert eb.chain(element, element).scope == "element"
-    assert eb.chain(element, tensor).scope == "tensor"
-    assert eb.named_chain({"a": tensor, "b": whole}).scope == "tree"
-    assert eb.partition({"a": element}, "a").scope == "tensor"
-    assert eb.accumulate(element, 2).scope == "element"
-    assert eb.apply_if_finite(element).scope == "tree"
+    assert promises(eb.chain(element, element)) == ("element", False)
+    assert promises(eb.chain(element, tensor)) == ("tensor", False)
+    assert promises(eb.chain(whole, element)) == ("element", True)
+    assert promises(eb.named_chain({"a": tensor, "b": whole})) == ("tensor", True)
+    assert promises(eb.partition({"a": element}, "a")) == ("tensor", False)
+    assert promises(eb.masked(whole, {"a": True})) == ("tensor", True)
+    assert promises(eb.accumulate(element, 2)) == ("element", False)
+    assert promises(eb.accumulate(whole, 2)) == ("element", True)
+    assert promises(eb.apply_if_finite(element)) == ("element", True)
+    assert promises(eb.apply_if_finite(tensor)) == ("tensor", True)
 
 
 def test_named_chain_is_the_chain_with_states_by_name() -> None:
@@ -92,7 +100,8 @@ def test_an_optimizer_is_the_last_word(combine: Any, who: str) -> None:
 def test_what_is_no_transform_at_all_is_refused_by_name() -> None:
     wrong: Any = 0.1
     with pytest.raises(
-        TypeError, match=r"^chain, argument 0: got 0\.1, which has no scope, init, update; accepted are transforms\.$"
+        TypeError,
+        match=r"^chain, argument 0: got 0\.1, which has no cut, reduces, init, update; accepted are transforms\.$",
     ):
         eb.chain(wrong)
 

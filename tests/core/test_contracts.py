@@ -26,7 +26,9 @@ class TwoSlots(Generic[P]):
 class Right:
     """Adam without its corrections; each mistake below is a change of it."""
 
-    scope: ClassVar[eb.Scope] = "element"
+    cut: ClassVar[eb.Cut] = "element"
+
+    reduces: ClassVar[bool] = False
 
     def decays(self) -> tuple[eb.SlotDecay, ...]:
         return eb.SlotDecay("momentum", 0.9), eb.SlotDecay("variance", 0.9, squares=True)
@@ -168,22 +170,40 @@ def test_a_tree_of_numbers_outside_of_a_slot_is_refused_though_each_is_0_d() -> 
         eb.with_policy(transform, eb.policies.FP32).init(params)
 
 
-# -- scope, updates -----------------------------------------------------------------------------------------------------------
+# -- promises, updates --------------------------------------------------------------------------------------------------------
 
 
-def test_a_scope_that_there_is_not_is_refused_where_the_transform_is_used() -> None:
-    class Elementwise(Right):
-        scope: ClassVar[Any] = "elementwise"
+class Elementwise(Right):
+    cut: ClassVar[Any] = "elementwise"
 
+
+class Perhaps(Right):
+    reduces: ClassVar[Any] = "tree"
+
+
+class Old:
+    """As transforms were written before there were two promises."""
+
+    scope = "tree"
+    init, update = Right.init, Right.update
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (Elementwise, r"Elementwise\.cut: got 'elementwise'; accepted are 'element', 'tensor'\."),
+        (Perhaps, r"Perhaps\.reduces: got 'tree'; accepted are True and False\."),
+        (Old, r"which has no cut, reduces; accepted are transforms\. For scope write cut and reduces"),
+    ],
+)
+def test_a_promise_that_there_is_not_is_refused_where_the_transform_is_used(made: Any, message: str) -> None:
     uses: list[Any] = [
         lambda t: eb.with_policy(t, eb.policies.FP32), eb.chain, lambda t: eb.masked(t, True), lambda t: eb.partition({"x": t}, "x"),
         lambda t: eb.accumulate(t, 2), eb.apply_if_finite, lambda t: eb.named_chain({"x": t}),
     ]  # fmt: skip
     for use in uses:
-        with pytest.raises(
-            TypeError, match=r"Elementwise\.scope: got 'elementwise'; accepted are 'element', 'tensor', 'tree'"
-        ):
-            use(Elementwise())
+        with pytest.raises(TypeError, match=message):
+            use(made())
 
 
 def with_update(update: Any) -> eb.Transform[Any]:

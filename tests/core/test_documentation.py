@@ -48,12 +48,12 @@ def test_the_transform_of_the_guide_keeps_every_promise_that_needs_no_compiler()
         testing.check_pure,
         testing.check_state_is_a_fixed_point,
         testing.check_vmap,
-        testing.check_scope,
+        testing.check_cut,
         testing.check_meta_init,
     ]
     for check in checks:
         check(build)
-    assert names["opt"].scope == "element"
+    assert names["opt"].cut == "element"
 
 
 def test_the_page_about_checkpoints_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

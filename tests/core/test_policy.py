@@ -75,7 +75,7 @@ def test_wider_gradients_and_other_slots_are_counted() -> None:
         ),
         (
             lambda: loose.with_policy("adam", eb.policies.FP32),
-            r"with_policy: got 'adam', which has no scope, init, update",
+            r"with_policy: got 'adam', which has no cut, reduces, init, update",
         ),
         (lambda: loose.with_policy(eb.with_policy(eb.adamw(1e-3), eb.policies.FP32), eb.policies.FP32), r"last word"),
         (lambda: loose.with_policy(eb.adamw(1e-3), eb.policies.FP32, seed=1.5), r"seed: got 1.5"),
@@ -153,7 +153,7 @@ def test_labels_choose_policies_and_a_label_without_one_is_refused() -> None:
     state: Any = opt.init(params)
     variance = state.inner.states[0].variance
     assert (variance["w"].dtype, variance["b"].dtype) == (torch.bfloat16, torch.float32)
-    assert opt.scope == "tensor"
+    assert opt.cut == "tensor"
     partial = eb.with_policy(eb.adamw(1e-3), eb.by_label(labels, {"matrix": eb.policies.LEAN_BF16}))
     with pytest.raises(
         ValueError, match=r"params\['b'\]: labelled 'vector', for which by_label has no policy; it has one for 'matrix'"

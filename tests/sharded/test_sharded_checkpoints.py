@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 from unittest import mock
 
 import pytest
@@ -431,7 +431,8 @@ class FadingState(Generic[P]):
 class Fading:
     """A momentum whose steps become smaller, by numbers that it keeps for all parameters that are stepped together."""
 
-    scope: eb.Scope = "element"
+    reduces: bool = False
+    cut: ClassVar[eb.Cut] = "element"
 
     def init(self, params: P) -> FadingState[P]:
         numbers = torch.ones(()), torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.bool)
@@ -439,7 +440,7 @@ class Fading:
 
     def update(self, updates: P, state: FadingState[P], params: P, ctx: eb.Context = ALONE) -> tuple[P, FadingState[P]]:
         total = state.total + 1
-        if self.scope == "tree":
+        if self.reduces:
             squares = [(g.double() ** 2).sum() for g in eb.tree.leaves(updates) if g is not None]
             total = torch.maximum(state.total, ctx.axis.sum(torch.stack(squares).sum()))
         momentum = eb.tree.map(lambda g, m: 0.5 * m + g, updates, state.momentum)
@@ -449,11 +450,11 @@ class Fading:
 
 
 def fading(
-    path: Path | None, scope: eb.Scope, strategy: Strategy, partly: bool, write: bool
+    path: Path | None, reduces: bool, strategy: Strategy, partly: bool, write: bool
 ) -> tuple[Weights, list[str]]:
     """Train, perhaps at first without some parameters, so that these have other numbers; save or load; train on."""
     model = network(torch.bfloat16, 0 if write else 3)
-    stepper = FlatStepper(model, Fading(scope), policy=eb.policies.KAHAN_BF16, strategy=strategy, units=[Block])
+    stepper = FlatStepper(model, Fading(reduces), policy=eb.policies.KAHAN_BF16, strategy=strategy, units=[Block])
     if write:
         if partly:
             with stepper.microbatch(last=True):
@@ -471,25 +472,25 @@ def fading(
 
 
 @pytest.mark.parametrize("partly", [False, True])
-@pytest.mark.parametrize("scope", ["element", "tree"])
-def test_numbers_of_any_dtype_that_a_transform_keeps_go_on(tmp_path: Path, scope: eb.Scope, partly: bool) -> None:
-    saved = run(2, fading, tmp_path, scope, "optim_grads", partly, True)
+@pytest.mark.parametrize("reduces", [False, True])
+def test_numbers_of_any_dtype_that_a_transform_keeps_go_on(tmp_path: Path, reduces: bool, partly: bool) -> None:
+    saved = run(2, fading, tmp_path, reduces, "optim_grads", partly, True)
     kinds = {number.split()[0] for number in saved[0][1]}
     assert kinds == {"torch.int64", "torch.float32", "torch.float64", "torch.bool"}
     if partly:
         assert sum(number.startswith("torch.float32") for number in saved[0][1]) == 2
     for size, strategy in ((1, "no_shard"), (4, "optim_grads_params")):
-        for weights, _ in run(size, fading, tmp_path, scope, strategy, partly, False):
+        for weights, _ in run(size, fading, tmp_path, reduces, strategy, partly, False):
             assert equal(weights, saved[0][0])
 
 
 @pytest.mark.parametrize("partly", [False, True])
-@pytest.mark.parametrize("scope", ["element", "tree"])
-def test_and_in_a_plain_model(tmp_path: Path, scope: eb.Scope, partly: bool) -> None:
-    run(2, fading, tmp_path, scope, "optim_grads", partly, True)
-    (saved,) = run(1, fading, tmp_path, scope, "no_shard", partly, False)
+@pytest.mark.parametrize("reduces", [False, True])
+def test_and_in_a_plain_model(tmp_path: Path, reduces: bool, partly: bool) -> None:
+    run(2, fading, tmp_path, reduces, "optim_grads", partly, True)
+    (saved,) = run(1, fading, tmp_path, reduces, "no_shard", partly, False)
     model = network(torch.bfloat16, 5)
-    optimizer = TorchOptimizer(model.parameters(), lambda: Fading(scope), policy=eb.policies.KAHAN_BF16)
+    optimizer = TorchOptimizer(model.parameters(), lambda: Fading(reduces), policy=eb.policies.KAHAN_BF16)
     load_sharded_into(model, optimizer, tmp_path)
     for step in range(3, 5):
         optimizer.zero_grad()
@@ -502,7 +503,8 @@ def test_and_in_a_plain_model(tmp_path: Path, scope: eb.Scope, partly: bool) -> 
 class Histogram:
     """Keeps seven numbers for everything together, which no piece of it owns."""
 
-    scope: eb.Scope = "element"
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> FadingState[P]:
         state = Fading().init(params)

@@ -32,8 +32,12 @@ class Descend:
     learning_rate: Hyperparameter = 0.0
 
     @property
-    def scope(self) -> Literal["element"]:
+    def cut(self) -> Literal["element"]:
         return "element"
+
+    @property
+    def reduces(self) -> bool:
+        return False
 
     def init(self, params: P) -> Any:
         return eb.identity().init(params)
@@ -80,8 +84,12 @@ class Scaled:
     alpha: Hyperparameter
 
     @property
-    def scope(self) -> Literal["element"]:
+    def cut(self) -> Literal["element"]:
         return "element"
+
+    @property
+    def reduces(self) -> bool:
+        return False
 
     def init(self, params: P) -> Any:
         return eb.identity().init(params)

@@ -204,7 +204,9 @@ def test_a_group_that_was_refused_leaves_nothing_behind() -> None:
 class Trust:
     """Scales each tensor by its own norm."""
 
-    scope: ClassVar[eb.Scope] = "tensor"
+    cut: ClassVar[eb.Cut] = "tensor"
+
+    reduces: ClassVar[bool] = False
 
     def init(self, params: Any) -> Any:
         return eb.identity().init(params)
@@ -217,7 +219,7 @@ def test_the_flat_layout_is_refused_to_what_must_see_whole_tensors_and_to_nothin
     def trust(learning_rate: float) -> eb.Transform[Any]:
         return eb.chain(Trust(), eb.scale_by_learning_rate(learning_rate))
 
-    with pytest.raises(ValueError, match=r"layout: got 'flat' for a transform of scope 'tensor', which must see whole"):
+    with pytest.raises(ValueError, match=r"layout: got 'flat' for a transform that must see whole tensors"):
         TorchOptimizer(Awkward().parameters(), trust, lr=0.1, layout="flat")
 
 

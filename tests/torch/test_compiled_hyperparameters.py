@@ -138,8 +138,12 @@ class Branching:
     factor: float
 
     @property
-    def scope(self) -> Literal["element"]:
+    def cut(self) -> Literal["element"]:
         return "element"
+
+    @property
+    def reduces(self) -> bool:
+        return False
 
     def init(self, params: Any) -> tuple[()]:
         return ()
@@ -217,8 +221,12 @@ class Opaque:
     function: Callable[[Tensor], Tensor]
 
     @property
-    def scope(self) -> Literal["element"]:
+    def cut(self) -> Literal["element"]:
         return "element"
+
+    @property
+    def reduces(self) -> bool:
+        return False
 
     def init(self, params: Any) -> tuple[()]:
         return ()
@@ -348,7 +356,9 @@ def test_many_shapes_under_policies_by_label_need_few_graphs() -> None:
 class Whole:
     """Wants whole tensors, in their shapes."""
 
-    scope: ClassVar[eb.Scope] = "tensor"
+    cut: ClassVar[eb.Cut] = "tensor"
+
+    reduces: ClassVar[bool] = False
 
     def init(self, params: Any) -> tuple[()]:
         return ()

@@ -250,7 +250,9 @@ class Named(Generic[P]):
 class ThreeTraces:
     """Momentum, three times over."""
 
-    scope: ClassVar[eb.Scope] = "element"
+    cut: ClassVar[eb.Cut] = "element"
+
+    reduces: ClassVar[bool] = False
 
     def init(self, params: Any) -> Named[Any]:
         return Named(*(eb.tree.zeros_like(params) for _ in range(3)))

@@ -55,7 +55,9 @@ class DistanceState:
 class ByDistance:
     """Scales by a number that is estimated from all weights at every step, in two reductions, and kept; as Prodigy's is."""
 
-    scope: ClassVar[eb.Scope] = "tree"
+    cut: ClassVar[eb.Cut] = "element"
+
+    reduces: ClassVar[bool] = True
 
     def init(self, params: Any) -> DistanceState:
         return DistanceState(torch.ones((), dtype=torch.float64))

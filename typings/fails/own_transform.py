@@ -11,7 +11,7 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True)
-class NoScope:
+class NoPromises:
     def init(self, params: P) -> tuple[()]:
         return ()
 
@@ -20,8 +20,9 @@ class NoScope:
 
 
 @dataclass(frozen=True)
-class MisspeltScope:
-    scope: ClassVar[eb.Scope] = "elements"  # E: assignment "type Literal['elements']"
+class MisspeltCut:
+    cut: ClassVar[eb.Cut] = "elements"  # E: assignment "type Literal['elements']"
+    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> tuple[()]:
         return ()
@@ -32,7 +33,8 @@ class MisspeltScope:
 
 @dataclass(frozen=True)
 class ForgetsItsState:
-    scope: ClassVar[eb.Scope] = "element"
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> tuple[()]:
         return ()
@@ -43,7 +45,8 @@ class ForgetsItsState:
 
 @dataclass(frozen=True)
 class OnlyForDicts:
-    scope: ClassVar[eb.Scope] = "element"
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
 
     def init(self, params: dict[str, Tensor]) -> tuple[()]:
         return ()
@@ -54,10 +57,10 @@ class OnlyForDicts:
         return updates, state
 
 
-eb.chain(NoScope())  # E: arg-type "incompatible type NoScope"
+eb.chain(NoPromises())  # E: arg-type "incompatible type NoPromises"
 eb.chain(ForgetsItsState())  # E: arg-type "incompatible type ForgetsItsState"
 eb.chain(OnlyForDicts())  # E: arg-type "incompatible type OnlyForDicts"
-eb.with_policy(NoScope(), eb.policies.FP32)  # E: arg-type "incompatible type NoScope"
+eb.with_policy(NoPromises(), eb.policies.FP32)  # E: arg-type "incompatible type NoPromises"
 eb.masked(ForgetsItsState(), True)  # E: arg-type "incompatible type ForgetsItsState"
 eb.SlotDecay("momentum", "0.9")  # E: arg-type "expected"
 eb.with_policy(eb.adamw(), eb.policies.FP32, seed=0.5)  # E: arg-type "float"

@@ -20,7 +20,8 @@ class SignumState(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class ScaleBySignum:
-    scope: ClassVar[eb.Scope] = "element"
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
     decay: float = 0.9
 
     def init(self, params: P) -> SignumState[P]:

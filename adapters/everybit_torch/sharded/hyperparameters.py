@@ -15,8 +15,8 @@ from torch import Tensor
 import everybit as eb
 from everybit.hyperparameters import hyperparameters as numbers_in
 from everybit.hyperparameters import map_hyperparameters
+from everybit.parts import is_transform, transforms_in
 from everybit_torch.hyperparameter_names import FIELDS, core_names
-from everybit_torch.transform_parts import is_transform, nodes
 
 RESERVED = ("params", "param_names", "label", "policy")
 """Keys of param groups that are no hyperparameters."""
@@ -72,7 +72,7 @@ def _scheduled(transform: Any) -> set[str]:
     """Fields that hold a schedule somewhere: their value is not one to set."""
     return {
         field.name
-        for node in nodes(transform)
+        for node in transforms_in(transform)
         if is_dataclass(node)
         for field in fields(node)
         if callable(value := getattr(node, field.name))

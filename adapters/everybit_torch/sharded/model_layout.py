@@ -10,6 +10,7 @@ from torch import nn
 
 import everybit as eb
 from everybit.dtypes import dtype_name
+from everybit.parts import needs_whole_tensors
 from everybit.policies import native
 from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
 from everybit.transform import require_transform
@@ -18,7 +19,6 @@ from everybit_torch.dtensors import is_dtensor
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
-from everybit_torch.transform_parts import needs_whole_tensors
 
 Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]
 Units = Sequence[type[nn.Module] | nn.Module]
@@ -161,8 +161,8 @@ def _label(
         require_transform(one, who=who)
         if needs_whole_tensors(one):
             raise ValueError(
-                f"{who}: got {one!r}, a part of which must see whole tensors (scope 'tensor'), and ranks hold parts of tensors, cut"
-                " anywhere. Accepted are transforms of scope 'element' and 'tree'."
+                f"{who}: got {one!r}, a part of which must see whole tensors (cut 'tensor'), and ranks hold parts of tensors, cut"
+                " anywhere. Accepted are transforms whose parts all have the cut 'element'."
             )
     source = {name: labels(name, p) if labels else "" for name, p in trained.items()}
     for name, label in source.items():

@@ -41,7 +41,6 @@ from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
 from everybit_torch.stepping import PIECE, piece_size, step_in_place
-from everybit_torch.transform_parts import reduces
 from everybit_torch.units import Unit
 
 AGREED = 4
@@ -515,7 +514,7 @@ def _reductions(labelled: Mapping[str, LabelledTransform]) -> int:
 
 
 def _asked(one: LabelledTransform) -> list[Tensor]:
-    if not reduces(one.transform):
+    if not one.transform.reduces:
         return []
     optimizer = eb.Optimizer(one.transform, one.policy)
     empty = torch.zeros(0, dtype=torch_dtype(one.policy.model_dtype))

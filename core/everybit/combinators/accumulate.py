@@ -10,7 +10,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.contracts import updated
-from everybit.transform import ALONE, Context, Scope, SlotDecay, Transform, decays, require_transform
+from everybit.transform import ALONE, Context, Cut, SlotDecay, Transform, decays, require_transform
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -51,9 +51,14 @@ class Accumulate:
             raise ValueError(f"every: got {self.every!r}; accepted is a whole number of gradients, at least 1.")
 
     @property
-    def scope(self) -> Scope:
+    def cut(self) -> Cut:
         """That of the inner transform."""
-        return self.transform.scope
+        return self.transform.cut
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the inner transform does."""
+        return self.transform.reduces
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the inner transform, and of the mean: its last gradient changes it by ``1 / every``."""

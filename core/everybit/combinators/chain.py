@@ -11,7 +11,17 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.contracts import updated
-from everybit.transform import ALONE, Context, Scope, SlotDecay, Transform, decays, require_transform, strictest
+from everybit.transform import (
+    ALONE,
+    Context,
+    Cut,
+    SlotDecay,
+    Transform,
+    any_reduces,
+    coarsest,
+    decays,
+    require_transform,
+)
 
 P = TypeVar("P")
 
@@ -45,9 +55,14 @@ class Chain:
             require_transform(transform, who=f"chain, argument {index}")
 
     @property
-    def scope(self) -> Scope:
-        """The strictest of the parts."""
-        return strictest(self.transforms)
+    def cut(self) -> Cut:
+        """The coarsest of the parts."""
+        return coarsest(self.transforms)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether one of the parts does."""
+        return any_reduces(self.transforms)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the parts."""
@@ -79,9 +94,14 @@ class NamedChain:
             require_transform(transform, who=f"named_chain, {name!r}")
 
     @property
-    def scope(self) -> Scope:
-        """The strictest of the parts."""
-        return strictest(tuple(self.transforms.values()))
+    def cut(self) -> Cut:
+        """The coarsest of the parts."""
+        return coarsest(self.transforms.values())
+
+    @property
+    def reduces(self) -> bool:
+        """Whether one of the parts does."""
+        return any_reduces(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the parts."""
@@ -110,7 +130,7 @@ def chain(*transforms: Transform[Any]) -> Chain:
 
     Example:
         >>> import everybit as eb
-        >>> eb.chain(eb.scale_by_adam(b2=0.95), eb.scale_by_learning_rate(3e-4)).scope
+        >>> eb.chain(eb.scale_by_adam(b2=0.95), eb.scale_by_learning_rate(3e-4)).cut
         'element'
     """
     return Chain(transforms)

@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.contracts import updated
-from everybit.transform import ALONE, Context, Scope, SlotDecay, Transform, decays, require_transform
+from everybit.transform import ALONE, Context, Cut, SlotDecay, Transform, decays, require_transform
 
 P = TypeVar("P")
 
@@ -50,9 +50,14 @@ class ApplyIfFinite:
             raise ValueError(f"max_consecutive: got {limit!r}; accepted is a whole number, at least 0, or None.")
 
     @property
-    def scope(self) -> Scope:
-        """The whole tree: one bad element stops all."""
-        return "tree"
+    def cut(self) -> Cut:
+        """That of the inner transform."""
+        return self.transform.cut
+
+    @property
+    def reduces(self) -> bool:
+        """It does: one bad element stops all."""
+        return True
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the inner transform."""

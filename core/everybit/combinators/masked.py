@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.contracts import updated
-from everybit.transform import ALONE, Context, Scope, SlotDecay, Transform, decays, require_transform, strictest
+from everybit.transform import ALONE, Context, Cut, SlotDecay, Transform, any_reduces, decays, require_transform
 
 P = TypeVar("P")
 
@@ -42,9 +42,14 @@ class Masked:
         require_transform(self.transform, who="masked")
 
     @property
-    def scope(self) -> Scope:
-        """That of the inner transform, but at least whole tensors: an element does not know its leaf."""
-        return "tensor" if self.transform.scope == "element" else self.transform.scope
+    def cut(self) -> Cut:
+        """Whole tensors: an element does not know its leaf. Who asks the mask before cutting may cut as the inner transform may be."""
+        return "tensor"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the inner transform does."""
+        return self.transform.reduces
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the inner transform."""
@@ -76,10 +81,14 @@ class Partition:
             require_transform(transform, who=f"partition, {name!r}")
 
     @property
-    def scope(self) -> Scope:
-        """The strictest of the parts, but at least whole tensors: an element does not know its label."""
-        scope = strictest(tuple(self.transforms.values()))
-        return "tensor" if scope == "element" else scope
+    def cut(self) -> Cut:
+        """Whole tensors: an element does not know its label. Who asks for labels before cutting may cut as the parts may be."""
+        return "tensor"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether one of the parts does."""
+        return any_reduces(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the parts."""

@@ -15,7 +15,7 @@ from everybit.testing.battery import CHECKS, check_all
 from everybit.testing.checks.checkpoints import check_resume_equals_continue
 from everybit.testing.checks.compiled import check_compiled_equals_eager, check_no_recompilation
 from everybit.testing.checks.conditions import Build
-from everybit.testing.checks.cuts import check_flat_equals_tree, check_scope
+from everybit.testing.checks.cuts import check_cut, check_flat_equals_tree
 from everybit.testing.checks.devices import check_meta_init, check_no_wait
 from everybit.testing.checks.functional import check_differentiable, check_vmap
 from everybit.testing.checks.hyperparameters import check_hyperparameters_are_data
@@ -31,6 +31,7 @@ __all__ = [
     "assert_same_bits",
     "check_all",
     "check_compiled_equals_eager",
+    "check_cut",
     "check_differentiable",
     "check_flat_equals_tree",
     "check_hyperparameters_are_data",
@@ -39,7 +40,6 @@ __all__ = [
     "check_no_wait",
     "check_pure",
     "check_resume_equals_continue",
-    "check_scope",
     "check_shards_equal_whole",
     "check_state_is_a_fixed_point",
     "check_vmap",

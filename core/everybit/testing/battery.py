@@ -8,7 +8,7 @@ from types import MappingProxyType
 from everybit.testing.checks.checkpoints import check_resume_equals_continue
 from everybit.testing.checks.compiled import check_compiled_equals_eager, check_no_recompilation
 from everybit.testing.checks.conditions import Build
-from everybit.testing.checks.cuts import check_flat_equals_tree, check_scope
+from everybit.testing.checks.cuts import check_cut, check_flat_equals_tree
 from everybit.testing.checks.devices import check_meta_init, check_no_wait
 from everybit.testing.checks.functional import check_differentiable, check_vmap
 from everybit.testing.checks.hyperparameters import check_hyperparameters_are_data
@@ -24,7 +24,7 @@ CHECKS: Mapping[str, Callable[[Build], None]] = MappingProxyType(
         "no recompilation": check_no_recompilation,
         "compiled equals eager": check_compiled_equals_eager,
         "flat equals tree": check_flat_equals_tree,
-        "scope": check_scope,
+        "cut": check_cut,
         "shards equal whole": check_shards_equal_whole,
         "resume equals continue": check_resume_equals_continue,
         "hyperparameters are data": check_hyperparameters_are_data,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from everybit import tree
 from everybit.borders import settle, sqrt
 from everybit.scalars import Hyperparameter, at, is_zero, minus_power, require, require_step
-from everybit.transform import ALONE, Context, Scope, SlotDecay
+from everybit.transform import ALONE, Context, Cut, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -45,7 +45,8 @@ class ScaleByAdam:
         Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 1.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8

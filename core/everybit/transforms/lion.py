@@ -9,7 +9,7 @@ import torch
 
 from everybit import tree
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import ALONE, Context, Scope, SlotDecay
+from everybit.transform import ALONE, Context, Cut, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -42,7 +42,8 @@ class ScaleByLion:
         Chen et al. 2023, https://arxiv.org/abs/2302.06675, Algorithm 2.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.99
 

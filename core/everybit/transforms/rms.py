@@ -10,7 +10,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.borders import sqrt
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import ALONE, Context, Scope, SlotDecay
+from everybit.transform import ALONE, Context, Cut, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -55,7 +55,8 @@ class ScaleByRms:
         Hinton 2012, lecture 6e; Graves 2013, https://arxiv.org/abs/1308.0850, eq. 38-45; ``torch.optim.RMSprop``.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     decay: Hyperparameter = 0.99
     eps: Hyperparameter = 1e-8
     centered: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.borders import settle, sqrt
 from everybit.scalars import Hyperparameter, Scalar, at, require
-from everybit.transform import ALONE, Context, Scope
+from everybit.transform import ALONE, Context, Cut
 
 P = TypeVar("P")
 
@@ -26,7 +26,8 @@ class Empty:
 class Identity:
     """Pass updates on as they are."""
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Nothing."""
@@ -41,7 +42,8 @@ class Identity:
 class SetToZero:
     """Replace updates by zero: what is frozen does not move, nor decay."""
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Nothing."""
@@ -56,7 +58,8 @@ class SetToZero:
 class ScaleBySign:
     """Keep only the sign: -1, 0 or 1 (signSGD, Bernstein et al. 2018, https://arxiv.org/abs/1802.04434)."""
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Nothing."""
@@ -75,7 +78,8 @@ class Scale:
         factor: The number; any sign.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     factor: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
@@ -99,7 +103,8 @@ class ScaleByLearningRate:
         learning_rate: At least zero. Zero is safe: nothing is divided by it.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     learning_rate: Hyperparameter = 1e-3
 
     def __post_init__(self) -> None:
@@ -123,7 +128,8 @@ class Clip:
         limit: At least zero; same unit as the updates.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     limit: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
@@ -150,7 +156,8 @@ class ClipByGlobalNorm:
         limit: At least zero; same unit as the updates.
     """
 
-    scope: ClassVar[Scope] = "tree"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = True
     limit: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:

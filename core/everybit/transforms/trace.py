@@ -10,7 +10,7 @@ import torch
 from everybit import tree
 from everybit.borders import settle
 from everybit.scalars import Hyperparameter, at, is_zero, require, require_step
-from everybit.transform import ALONE, Context, Scope, SlotDecay
+from everybit.transform import ALONE, Context, Cut, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -44,7 +44,8 @@ class Trace:
         Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html, as in ``torch.optim.SGD``.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     decay: Hyperparameter = 0.9
     dampening: Hyperparameter = 0.0
     nesterov: bool = False

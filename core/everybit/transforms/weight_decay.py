@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
-from everybit.transform import ALONE, Context, Scope
+from everybit.transform import ALONE, Context, Cut
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -29,7 +29,8 @@ class AddDecayedWeights:
         weight_decay: :math:`\lambda`, at least zero.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     weight_decay: Hyperparameter = 1e-2
 
     def __post_init__(self) -> None:
@@ -63,7 +64,8 @@ class SubtractDecayedWeights:
         ValueError: One of ``learning_rate`` and ``max_learning_rate`` without the other, or out of range.
     """
 
-    scope: ClassVar[Scope] = "element"
+    cut: ClassVar[Cut] = "element"
+    reduces: ClassVar[bool] = False
     weight_decay: Hyperparameter = 1e-4
     learning_rate: Hyperparameter | None = None
     max_learning_rate: Scalar | None = None

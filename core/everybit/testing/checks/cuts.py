@@ -11,13 +11,14 @@ from everybit import tree
 from everybit.optimizer import OptimizerState, with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, at_step
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
+from everybit.transform import Transform
 
 
 def check_flat_equals_tree(build: Build) -> None:
-    """An element-scope transform gives the same bits on one flat buffer as on the tree of tensors laid end to end in it."""
+    """A transform that may be cut anywhere and does not reduce gives the same bits on one flat buffer as on the tree of tensors."""
     for dtype, policy in STORED:
         optimizer = with_policy(build(LEARNING_RATE), policy)
-        if optimizer.scope != "element":
+        if optimizer.cut != "element" or optimizer.reduces:
             return
         params = example_params(dtype)
         flat = flattened(params)
@@ -32,16 +33,23 @@ def check_flat_equals_tree(build: Build) -> None:
                 assert_same_bits(stored_slots(flat, flat_state)[name], parts, what)
 
 
-def check_scope(build: Build) -> None:
-    """The transform's ``scope`` is one of the three, and unless it is ``"tree"``, no tensor's update depends on another tensor's gradient.
+def check_cut(build: Build) -> None:
+    """``cut`` and ``reduces`` are what they may be, and if the transform does not reduce, no tensor's update depends on another's gradient.
 
-    That what a scope promises about cuts is true is :func:`everybit.testing.check_shards_equal_whole`.
+    That what they promise about cuts is true is :func:`everybit.testing.check_shards_equal_whole`.
     """
-    scope = build(LEARNING_RATE).scope
-    if scope not in ("element", "tensor", "tree"):
-        raise AssertionError(f"scope: got {scope!r}; accepted are 'element', 'tensor', 'tree'.")
-    if scope != "tree":
+    promised: Any = build(LEARNING_RATE)
+    if promised.cut not in ("element", "tensor"):
+        raise AssertionError(f"cut: got {promised.cut!r}; accepted are 'element', 'tensor'.")
+    if not isinstance(promised.reduces, bool):
+        raise AssertionError(f"reduces: got {promised.reduces!r}; accepted are True and False.")
+    if not promised.reduces:
         _check_tensors_are_independent(build)
+
+
+def promises(transform: Transform[Any]) -> str:
+    """What a transform says of itself, for messages."""
+    return f"cut {transform.cut!r}{' and reduces' if transform.reduces else ''}"
 
 
 def _check_tensors_are_independent(build: Build) -> None:
@@ -53,7 +61,7 @@ def _check_tensors_are_independent(build: Build) -> None:
     for index, path in enumerate(tree.paths(params)):
         others = [g if i == index else 3 * g + 1 for i, g in enumerate(tree.leaves(grads))]
         got = tree.leaves(transform.update(tree.replace(grads, others), state, params, at_step(2))[0])
-        what = f"scope {transform.scope!r}: the update at {path} depends on the gradients of other tensors"
+        what = f"{promises(transform)}: the update at {path} depends on the gradients of other tensors"
         assert_same_bits(got[index], expected[index], what)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
+from everybit.parts import needs_whole_tensors
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
-from everybit.testing.checks.cuts import flattened, stored_slots
-from everybit.testing.checks.parts import decided, needs_whole_tensors
+from everybit.testing.checks.cuts import flattened, promises, stored_slots
+from everybit.testing.checks.parts import decided
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 from everybit.transform import Context
 
@@ -29,8 +30,8 @@ The 58 elements of the examples, added up in float32 in another order, differ by
 def check_shards_equal_whole(build: Build) -> None:
     """The pieces of a model, stepped on the ranks of a sharded run, get the bits that the whole model gets.
 
-    The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors. A transform of scope ``"tensor"``, or
-    with a part of that scope, gets whole tensors, each on a rank of its own. One rank has nothing, and one has a copy of what another rank
+    The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors. A transform whose cut is ``"tensor"``,
+    or that of a part of it, gets whole tensors, each on a rank of its own. One rank has nothing, and one has a copy of what another rank
     counts. Masks and labels that are functions are asked of the whole parameters.
 
     Ranks share what a transform asks of ``ctx.axis``, and nothing else: all have to ask for the same reductions, in the same order. What
@@ -48,7 +49,7 @@ def check_shards_equal_whole(build: Build) -> None:
             edges = [0, *itertools.accumulate(sizes)]
         pieces = [_Piece(a, b, flat) for a, b in itertools.pairwise(edges)]
         pieces.append(pieces[0]._replace(counted=False))
-        what = f"scope {transform.scope!r}: {size} {dtype} elements on shards that begin at {tuple(edges[:-1])}"
+        what = f"{promises(transform)}: {size} {dtype} elements on shards that begin at {tuple(edges[:-1])}"
         _check_pieces(with_policy(transform, policy), params, pieces, what)
 
 

@@ -548,7 +548,7 @@ def require_tensor(
             " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes of a whole state dict."
         )
     elif is_dtensor(value) and (
-        value.placements != parameter.placements or value._local_tensor.shape != parameter._local_tensor.shape
+        value.placements != parameter.placements or local(value).shape != local(parameter).shape
     ):
         raise ValueError(
             f"{where}: got a DTensor placed as {value.placements}; accepted is {parameter.placements}, as its parameter is."

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.ways import Agreement, Comparer, Comparison, Nesting, UseKey, Ways
 from everybit_torch.sharded.weights import WeightBuffer
+from everybit_torch.torch_internals.autograd import in_a_backward_pass
 
 
 class Unit:
@@ -230,10 +231,10 @@ class Gathering:
 
     # -- forward ------------------------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, number: int, arguments: Any) -> None:
+    def _before_forward(self, number: int, _arguments: Any) -> None:
         self.ran.add(number)
         if self.in_backward:
-            if torch._C._current_graph_task_id() == -1:
+            if not in_a_backward_pass():
                 raise RuntimeError(
                     f"{self.units[number]}: the backward pass before ended in an error, and its gradients are in part; accepted is"
                     " zero_grad(), on every rank."
@@ -259,7 +260,7 @@ class Gathering:
         self._forwards += 1
         self.begin_forward()
 
-    def _after_forward(self, number: int, arguments: Any, outputs: Any) -> None:
+    def _after_forward(self, number: int, _arguments: Any, outputs: Any) -> None:
         gradients_wanted = torch.is_grad_enabled()
         if self.in_backward:
             if gradients_wanted and number in self._running_again:
@@ -390,7 +391,7 @@ class Gathering:
         self.entered.add(number)
         self.ways.came_to(number, use)
         if number > 0:
-            self._come_to(number)
+            self._come_to()
             self.take_part(number)
         self._need(number)
 
@@ -400,11 +401,11 @@ class Gathering:
             self._running_again.add(number)
             self.ways.runs_again(number)
             if number > 0:
-                self._come_to(number)
+                self._come_to()
         self.take_part(number + 1)
         self._need(number)
 
-    def _come_to(self, number: int) -> None:
+    def _come_to(self) -> None:
         tell = self._on_unit()
         if tell is not None:
             tell()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from everybit_torch.sharded.gathering import Gathering, no_hook
+from everybit_torch.sharded.gathering import Gathering
+from everybit_torch.sharded.module_hooks import no_hook
 
 INSIDE = "`with stepper.full_parameters():`, on every rank"
 

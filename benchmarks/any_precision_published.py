@@ -28,7 +28,7 @@ class PublishedAnyPrecisionAdamW(torch.optim.Optimizer):
         super().__init__(list(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """One update of all parameters."""
         for group in self.param_groups:
             (b1, b2), lr = group["betas"], group["lr"]

@@ -98,7 +98,7 @@ def decay(contestant: Contestant) -> float:
     """Share of the decay that arrived."""
     steps, rate = 2000, 1e-5
     start = weights(torch.float64)[0].detach()
-    optimizer, params = run(contestant, lambda step: 0.0, steps, lr=1e-4, weight_decay=0.1)
+    optimizer, params = run(contestant, lambda _: 0.0, steps, lr=1e-4, weight_decay=0.1)
     lost = start - full_precision(optimizer, params)[0]
     return float(lost.sum() / (start * (1 - (1 - rate) ** steps)).sum())
 
@@ -107,7 +107,7 @@ def updates(contestant: Contestant) -> float:
     """Share of small updates that arrived: a constant gradient makes Adam step by the learning rate."""
     steps, rate = 1000, 1e-5
     start = weights(torch.float64)[0].detach()
-    optimizer, params = run(contestant, lambda step: 1.0, steps, lr=rate, weight_decay=0.0)
+    optimizer, params = run(contestant, lambda _: 1.0, steps, lr=rate, weight_decay=0.0)
     return float((start - full_precision(optimizer, params)[0]).mean() / (steps * rate))
 
 

@@ -130,7 +130,7 @@ def load_checkpoint(
 def replace_file(
     path: str | os.PathLike[str],
     write: Callable[[Path], None],
-    check: Callable[[Path], None] = lambda partial: None,
+    check: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Write a file atomically: ``write`` into a new one, bring it to the disk, ``check`` it, and put it into the old one's place.
 

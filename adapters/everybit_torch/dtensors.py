@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from torch import Tensor
 
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
+from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,12 +29,12 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 
 def local(x: Tensor) -> Tensor:
     """What this rank has of a tensor: a plain tensor over the same memory."""
-    return x._local_tensor if is_dtensor(x) else x
+    return local_part(x) if is_dtensor(x) else x
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
     """``part``, of the shape of this rank's part of ``parameter``, as a tensor of the whole's shape, sharded as it is."""
-    if not is_dtensor(parameter) or part.shape != parameter._local_tensor.shape:
+    if not is_dtensor(parameter) or part.shape != local_part(parameter).shape:
         return part
     from torch.distributed.tensor import DTensor
 
@@ -56,7 +57,6 @@ def first_element(parameter: Tensor) -> int:
     if not is_dtensor(parameter):
         return 0
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for placement in parameter.placements:
         if isinstance(placement, Shard) and placement.dim != 0 and parameter.ndim > 1:
@@ -65,8 +65,7 @@ def first_element(parameter: Tensor) -> int:
                 " bits by an element's place in the whole, which only parts along dimension 0 have in a row. Accepted are Shard(0) and"
                 " Replicate, or a policy without stochastic rounding."
             )
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0]) * math.prod(parameter.shape[1:]) if parameter.ndim else 0
+    return int(offset_of_local_part(parameter)[0]) * math.prod(parameter.shape[1:]) if parameter.ndim else 0
 
 
 def is_counted(parameter: Tensor, mesh: DeviceMesh) -> bool:

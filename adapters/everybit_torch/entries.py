@@ -258,7 +258,9 @@ class States(defaultdict[Any, Any]):
     """The state of all parameters, by parameter; and whatever others keep under keys of their own."""
 
     def __init__(
-        self, default_factory: Callable[[], Any] | None = None, entries: Mapping[Any, Any] | Iterable[Any] = ()
+        self,
+        default_factory: Callable[[], Any] | None = None,  # noqa: ARG002  # copies are made with it, as of any defaultdict
+        entries: Mapping[Any, Any] | Iterable[Any] = (),
     ) -> None:
         super().__init__(ParameterState)
         for key, value in dict(entries).items():

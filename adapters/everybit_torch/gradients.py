@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from everybit_torch.torch_internals.tensors import flatten, version
+
 
 def piece(buffer: Tensor, start: int, stop: int, shape: torch.Size) -> Tensor:
     """A tensor over a buffer's elements from ``start`` to ``stop``, which is no view of it to anyone but the memory.
@@ -66,7 +68,7 @@ class GradientSlot:
     def _make_view(self) -> None:
         self.view = piece(self.home.view(-1), 0, self.home.numel(), self.home.shape)
         self.address = self.view.data_ptr()
-        self.version = self.view._version
+        self.version = version(self.view)
 
     def in_place(self, grad: Tensor | None) -> bool:
         """Whether a gradient is the tensor over the buffer. Fast: it is asked at every step."""
@@ -78,7 +80,7 @@ class GradientSlot:
             # A parameter outlives its optimizer, whose buffer should not live as long.
             reference = weakref.ref(self)
 
-            def arrive(parameter: Tensor) -> None:
+            def arrive(_: Tensor) -> None:
                 slot = reference()
                 if slot is not None:
                     slot.arrived = True
@@ -119,9 +121,9 @@ class GradientSlot:
             self.home.copy_(grad)
             self._make_view()
             parameter.grad = self.view
-        elif not self.arrived and self.view._version != self.version:
+        elif not self.arrived and version(self.view) != self.version:
             self.arrived = bool(self.view.count_nonzero())
-            self.version = self.view._version
+            self.version = version(self.view)
         return self.arrived
 
     def is_there(self, parameter: Tensor) -> bool:
@@ -130,7 +132,7 @@ class GradientSlot:
             return False
         if self.arrived or parameter.grad is not self.view:
             return True
-        if self.view._version == self.version and self.in_place(parameter.grad):
+        if version(self.view) == self.version and self.in_place(parameter.grad):
             return False
         return bool(self.view.count_nonzero())
 
@@ -192,7 +194,7 @@ class GradientBuffer:
                 # No pass will write to it, and to the next optimizer of this parameter a zero would be a gradient.
                 parameter.grad = None
             elif parameter.grad is slot.view and address == slot.address:
-                slot.version = slot.view._version
+                slot.version = version(slot.view)
             else:
                 slot.put_back(parameter)
 
@@ -213,4 +215,4 @@ def gather(grads: list[Tensor]) -> Tensor:
         grads = [grad.to(widest) for grad in grads]
     if len(grads) == 1:
         return grads[0].reshape(-1)
-    return torch._C._nn.flatten_dense_tensors(grads)
+    return flatten(grads)

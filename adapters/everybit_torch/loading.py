@@ -7,17 +7,16 @@ copied here, so that what may fail to be copied fails here, and two optimizers n
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 import everybit as eb
 from everybit.dtypes import torch_dtype
-from everybit.entries import STEP, VERSION, VERSION_KEY, WEIGHTS, former_names
+from everybit.entries import STEP, WEIGHTS, former_names
 from everybit.policy import resolve_tree
 from everybit_torch.arguments import as_python
 from everybit_torch.choosing import applied
@@ -26,16 +25,31 @@ from everybit_torch.entries import KEPT, is_own_name
 from everybit_torch.memory import has_memory
 from everybit_torch.migration import shadow_state, skeleton
 from everybit_torch.placement import Placement
+from everybit_torch.saved_structure import Saved, copied, names, read, shown
 from everybit_torch.stepping import Group
 from everybit_torch.units import Member, Unit
+
+__all__ = [
+    "LARGEST_COUNT",
+    "Kind",
+    "Loaded",
+    "Loads",
+    "Saved",
+    "Settings",
+    "as_count",
+    "copied",
+    "expectations",
+    "judge",
+    "judge_settings",
+    "names",
+    "read",
+    "require_tensor",
+    "shown",
+]
 
 LARGEST_COUNT = 2**53
 """Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here
 and not every one beyond; at a million steps a second it takes 285 years to come to it."""
-
-DEEPEST = 32
-"""How deep containers may be nested in what others keep in a state dict. Copying and pickling it recurses, and Python ends a recursion
-after about a thousand calls, of which each level takes several."""
 
 _FROM_ELSEWHERE = (
     "The checkpoint was made under another policy or for another model; nothing is cast, because that would lose bits."
@@ -98,170 +112,6 @@ class Loaded:
     own: dict[int, dict[str, Tensor]]
     kept: dict[int, dict[Any, Any]]
     elsewhere: dict[Hashable, Any]
-
-
-class Saved(NamedTuple):
-    """A state dict whose structure is right.
-
-    Attributes:
-        groups: Its param groups.
-        numbers: What it calls each parameter, in order.
-        entries: By position of the parameter, what is saved for it.
-        elsewhere: What is saved under other keys.
-    """
-
-    groups: Sequence[Mapping[Any, Any]]
-    numbers: list[Any]
-    entries: Mapping[int, Mapping[Any, Any]]
-    elsewhere: dict[Hashable, Any]
-
-
-# -- structure ----------------------------------------------------------------------------------------------------------------
-
-
-def read(state_dict: object, sizes: Sequence[int]) -> Saved:
-    """Look at a state dict's structure.
-
-    Args:
-        state_dict: Anything.
-        sizes: Of the optimizer's param groups.
-
-    Raises:
-        ValueError: It is no state dict of an optimizer with groups of these sizes; the message says where it differs.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"state_dict: got {shown(state_dict)}; accepted is what state_dict() returns.")
-    if absent := [key for key in ("state", "param_groups") if key not in state_dict]:
-        raise ValueError(
-            f"state_dict: has no {' and no '.join(map(repr, absent))}; accepted is what state_dict() returns."
-        )
-    state, groups = state_dict["state"], state_dict["param_groups"]
-    version = state_dict.get(VERSION_KEY, VERSION)
-    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise ValueError(
-            f"state_dict[{VERSION_KEY!r}]: got {shown(version)}; accepted by this version of everybit are 1 to {VERSION}."
-        )
-    if not isinstance(state, Mapping):
-        raise ValueError(f"state_dict['state']: got {shown(state)}; accepted is a mapping from parameter numbers.")
-    if not isinstance(groups, (list, tuple)):
-        raise ValueError(f"state_dict['param_groups']: got {shown(groups)}; accepted is a list of param groups.")
-    numbers: list[Any] = []
-    for index, group in enumerate(groups):
-        where = f"state_dict['param_groups'][{index}]"
-        if not isinstance(group, Mapping):
-            raise ValueError(f"{where}: got {shown(group)}; accepted is a mapping.")
-        if not isinstance(group.get("params"), (list, tuple)):
-            raise ValueError(f"{where}['params']: got {shown(group.get('params'))}; accepted is a list of numbers.")
-        for number in group["params"]:
-            if not _is_hashable(number) or isinstance(number, (Tensor, float)):
-                raise ValueError(f"{where}['params']: got {shown(number)}; accepted are numbers of parameters.")
-        numbers += group["params"]
-    found = [len(group["params"]) for group in groups]
-    if found != list(sizes):
-        raise ValueError(f"state_dict: got param groups of {found} parameters; accepted are {list(sizes)}.")
-    if len(set(numbers)) != len(numbers):
-        twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise ValueError(
-            f"state_dict['param_groups']: parameter {shown(twice)} is in them twice; accepted is each once."
-        )
-    known = set(numbers)
-    entries: dict[int, Mapping[Any, Any]] = {}
-    for position, number in enumerate(numbers):
-        if number not in state:
-            continue
-        if not isinstance(state[number], Mapping):
-            raise ValueError(
-                f"state_dict: parameter {position} has state {shown(state[number])}; accepted is a mapping."
-            )
-        entries[position] = state[number]
-    return Saved(list(groups), numbers, entries, {key: value for key, value in state.items() if key not in known})
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except (TypeError, RecursionError):
-        return False
-    return True
-
-
-def shown(value: object) -> str:
-    """A value in a message: what kind it is, and itself if it is short."""
-    if isinstance(value, Tensor):
-        return _tensor(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        text = repr(value) if not isinstance(value, int) or abs(value) < 10**60 else "a very large number"
-        return text if len(text) <= 60 else f"{text[:60]}..."
-    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
-
-
-def _tensor(value: Tensor) -> str:
-    if value.is_nested:
-        return "a nested tensor"
-    kind = "" if value.layout is torch.strided else f"{value.layout} "
-    place = " on meta" if value.device.type == "meta" else ""
-    return f"a {kind}tensor, {value.dtype} of shape {tuple(value.shape)}{place}"
-
-
-def names(keys: Iterable[object]) -> str:
-    """Keys in a message, in an order, whatever they are."""
-    listed = sorted(map(shown, keys))
-    return f"[{', '.join(listed[:12])}{', ...' if len(listed) > 12 else ''}]"
-
-
-# -- what is copied -----------------------------------------------------------------------------------------------------------
-
-
-def copied(value: Any, where: str, device: torch.device | None = None) -> Any:
-    """A copy that shares nothing; tensors on ``device``, in their own dtypes.
-
-    Raises:
-        ValueError: It cannot be copied; the message begins with ``where``.
-    """
-    return _copied(value, where, device, {}, 0)
-
-
-def _copied(value: Any, where: str, device: torch.device | None, known: dict[int, Any], depth: int) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    # What is referred to twice is copied once, as deepcopy does, so that few containers cannot unfold into many.
-    if id(value) in known:
-        if known[id(value)] is known:
-            raise ValueError(f"{where}: contains itself; accepted are values that do not.")
-        return known[id(value)]
-    if depth > DEEPEST:
-        raise ValueError(f"{where}: is nested more than {DEEPEST} deep; accepted is less.")
-    known[id(value)] = known
-    new: Any
-    if isinstance(value, Tensor):
-        new = _copied_tensor(value, where, device)
-    elif isinstance(value, dict):
-        new = {key: _copied(one, f"{where}[{shown(key)}]", device, known, depth + 1) for key, one in value.items()}
-    elif type(value) in (list, tuple, set, frozenset):
-        new = type(value)(
-            _copied(one, f"{where}[{index}]", device, known, depth + 1) for index, one in enumerate(value)
-        )
-    else:
-        try:
-            new = copy.deepcopy(value)
-        except Exception as error:
-            raise ValueError(f"{where}: got {shown(value)}, which cannot be copied: {type(error).__name__}") from None
-    known[id(value)] = new
-    return new
-
-
-def _copied_tensor(value: Tensor, where: str, device: torch.device | None) -> Tensor:
-    if value.device.type == "meta":
-        raise ValueError(f"{where}: got {_tensor(value)}; accepted are tensors with values.")
-    if not has_memory(value):
-        raise ValueError(f"{where}: got {_tensor(value)} whose memory was freed; accepted are tensors with values.")
-    try:
-        with torch.no_grad():
-            return value.detach().to(device=device or value.device, copy=True)
-    except Exception as error:
-        raise ValueError(f"{where}: got {_tensor(value)}, which cannot be copied: {error}") from None
 
 
 # -- hyperparameters ----------------------------------------------------------------------------------------------------------
@@ -569,7 +419,7 @@ def require_tensor(
             " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes of a whole state dict."
         )
     elif is_dtensor(value) and (
-        value.placements != parameter.placements or value._local_tensor.shape != parameter._local_tensor.shape
+        value.placements != parameter.placements or local(value).shape != local(parameter).shape
     ):
         raise ValueError(
             f"{where}: got a DTensor placed as {value.placements}; accepted is {parameter.placements}, as its parameter is."

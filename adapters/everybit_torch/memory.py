@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from everybit_torch.torch_internals.tensors import count_holders, storage_identity
+
 
 def sharing(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Pairs of tensors (by number, each tensor in one pair at least if it shares) some of whose bytes may be the same.
@@ -49,12 +51,9 @@ def held_elsewhere(tensors: Sequence[Tensor]) -> set[int]:
 
     torch counts who holds a storage. It does not say who does, so a holder that will never look again counts as one that will.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return set()
     storages: dict[int, list[int]] = {}
     # The storage's Python object is one more holder, and has to live until all are counted.
-    objects = []
+    objects: dict[int, torch.UntypedStorage] = {}
     for number, tensor in enumerate(tensors):
         if (
             type(tensor.data) is Tensor
@@ -62,9 +61,16 @@ def held_elsewhere(tensors: Sequence[Tensor]) -> set[int]:
             and tensor.device.type in ("cpu", "cuda", "xpu")
         ):
             storage = tensor.untyped_storage()
-            objects.append(storage)
-            storages.setdefault(storage._cdata, []).append(number)
-    return {number for pointer, numbers in storages.items() if count(pointer) > len(numbers) + 1 for number in numbers}
+            identity = storage_identity(storage)
+            objects[identity] = storage
+            storages.setdefault(identity, []).append(number)
+    holders = {identity: count_holders(storage) for identity, storage in objects.items()}
+    return {
+        number
+        for identity, numbers in storages.items()
+        if (count := holders[identity]) is not None and count > len(numbers) + 1
+        for number in numbers
+    }
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -113,11 +113,11 @@ def _assemble(shadow: OptimizerState[Any], named: Sequence[Field], values: Mappi
         return next(subtrees) if eb.tree.leaves(subtree) else subtree
 
     # As in units.map_state: slots out, counts replaced, slots back in.
-    without = eb.tree.replace(eb.tree.map_slots(lambda name, _: None, shadow.inner), counts)
+    without = eb.tree.replace(eb.tree.map_slots(lambda *_: None, shadow.inner), counts)
     kept: list[Any] = []
-    eb.tree.map_slots(lambda name, subtree: kept.append(held(slots, subtree)), shadow.inner)
+    eb.tree.map_slots(lambda _, subtree: kept.append(held(slots, subtree)), shadow.inner)
     again = iter(kept)
-    inner = eb.tree.map_slots(lambda name, _: next(again), without)
+    inner = eb.tree.map_slots(lambda *_: next(again), without)
     return OptimizerState(values[STEP], values.get(WEIGHTS, shadow.extra), inner)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 import everybit as eb
 from everybit.entries import STEP, WEIGHTS
 from everybit_torch.dtensors import like, local
-from everybit_torch.loading import Saved, names, read, shown
 from everybit_torch.memory import has_memory
+from everybit_torch.saved_structure import Saved, names, read, shown
 from everybit_torch.stepping import write
 from everybit_torch.units import Member, Unit, init_state
 

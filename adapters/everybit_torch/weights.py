@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.checkpoint_file import replace_file, with_message
-from everybit_torch.loading import require_tensor, shown
+from everybit_torch.loading import require_tensor
 from everybit_torch.optimizer import FLOATS, TorchOptimizer
+from everybit_torch.saved_structure import shown
 from everybit_torch.state_dicts import RoundingLoss, rounding_loss
 
 TIED = "everybit.tied"

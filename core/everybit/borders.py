@@ -102,10 +102,10 @@ def _register(
     op.register_fake(lambda x: x.new_empty((), dtype=dtype) if reduces else torch.empty_like(x))
     op.register_autograd(
         lambda ctx, gradient: gradient * derivative(ctx.saved_tensors[0]),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),  # noqa: ARG005  # called by name
     )
 
-    def batched(info: object, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+    def batched(_info: object, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
         if in_dims[0] is None or not reduces:
             return op(x), in_dims[0]
         # Member by member, so that each sum has the order that it has alone.

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.sharded.allocations import AllocationCounter
-from everybit_torch.sharded.plan import SMALLEST, Plan, plan
+from everybit_torch.sharded.plan import Plan, plan
+from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from everybit_torch.stepping import piece_size

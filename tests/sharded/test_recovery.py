@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 Point = tuple[str, int]
 
+WATCHED = re.compile(r"everybit_torch/(sharded|collectives)/")
+
 
 @contextlib.contextmanager
 def watched(calls: Counter[str], point: Point | None = None, error: type[BaseException] = BoomError) -> Iterator[None]:
@@ -76,7 +79,7 @@ def watched(calls: Counter[str], point: Point | None = None, error: type[BaseExc
     def trace(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
         # An error at the entry of a generator would leave it without its own handlers, as no error in it could.
-        if "everybit_torch/sharded/" not in code.co_filename or code.co_flags & inspect.CO_GENERATOR:
+        if not WATCHED.search(code.co_filename) or code.co_flags & inspect.CO_GENERATOR:
             return
         name = code.co_qualname
         calls[name] += 1

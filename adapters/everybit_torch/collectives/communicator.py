@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everybit_torch.collectives import groups
+from everybit_torch.torch_internals.process_groups import timeout_of
 
 Op = Any  # dist.ReduceOp.SUM and the like, whose types torch does not export
 
@@ -144,9 +145,7 @@ class Communicator:
     @property
     def timeout(self) -> timedelta | None:
         """How long the group's collectives wait for a rank; None if its backend does not say."""
-        options = getattr(self._required_group()._get_backend(self._devices()[0]), "options", None)
-        timeout: timedelta | None = getattr(options, "_timeout", None)
-        return timeout
+        return timeout_of(self._required_group(), self._devices()[0])
 
     def clone(self) -> Communicator:
         """The same ranks, backend and timeout, with an order of collectives of their own. Every rank of the group has to call it."""

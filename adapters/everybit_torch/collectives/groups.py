@@ -19,7 +19,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from everybit_torch.torch_internals.process_groups import default_store
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ def _free_everywhere(known: Sequence[_Made], ranks: Sequence[int], timeout: time
     """Which groups are free on all of these ranks."""
     if not known:
         return []
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = default_store()
     kind = hashlib.sha256(repr(known[0].kind).encode()).hexdigest()
     key = f"everybit/groups/{kind}/{_ASKED[kind]}"
     _ASKED[kind] += 1

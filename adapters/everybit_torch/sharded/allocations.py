@@ -10,6 +10,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from everybit_torch.torch_internals.tensors import storage_identity
+
 
 class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, every storage that an operation makes is counted until it is freed.
@@ -41,7 +43,9 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor):
                 storage = output.untyped_storage()
-                if storage not in self._known and not any(storage._cdata == one._cdata for one in given):
+                if storage not in self._known and not any(
+                    storage_identity(storage) == storage_identity(one) for one in given
+                ):
                     self._known.add(storage)
                     if storage.nbytes() >= self._smallest and (self._counts is None or self._counts()):
                         size = self._sizes[storage] = [0]

@@ -171,7 +171,7 @@ class CheckedReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Once for each reader; nothing is kept."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """That of the inventory, which was read and judged already."""
         return self.inventory.metadata()
 

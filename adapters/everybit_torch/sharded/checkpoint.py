@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +31,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit.entries import Entry, former_names
-from everybit_torch.checkpoint_file import replace_file
 from everybit_torch.collectives import groups
 from everybit_torch.dtensors import like, local
 from everybit_torch.optimizer import TorchOptimizer
@@ -43,15 +39,19 @@ from everybit_torch.sharded.agreement import from_first, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, overlaps, read_piece
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.layout import Slice
+from everybit_torch.sharded.save_folders import (
+    MARK,
+    latest_checkpoint,
+    next_name,
+    point_to,
+    remove_old,
+    remove_unless_named,
+)
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.shared_state import adopt, shared_names, split
 from everybit_torch.sharded.stepper import FlatStepper
 
-LATEST = "latest"
-"""The file that names the checkpoint that is whole, with a checksum of the name."""
-
-MARK = ".everybit"
-"""In every folder that a save made. It is empty in those of the first versions, which wrote no checksums."""
+__all__ = ["latest_checkpoint", "load_sharded", "load_sharded_into", "save_sharded", "sharded_state_dict"]
 
 Flat = dict[str, Tensor]
 
@@ -167,18 +167,17 @@ def save_sharded(
     state = on_all(lambda: sharded_state_dict(stepper, clone=asynchronous), group)
 
     def write() -> Path:
-        name = from_first(lambda: _next_name(directory), group)
+        name = from_first(lambda: next_name(directory), group)
         place = directory / name
         try:
             with _in_plain_words(f"{place}: saving failed", "the previous checkpoint is in place", group):
                 save(state, storage_writer=CheckedWriter(place), process_group=group, no_dist=group is None)
-            text = f"{name} {_check(name)}\n"
-            from_first(lambda: replace_file(directory / LATEST, lambda partial: _write_text(partial, text)), group)
+            from_first(lambda: point_to(directory, name), group)
         except BaseException:
             if _is_first(group):
-                _remove_unless_named(place)
+                remove_unless_named(place)
             raise
-        from_first(lambda: _remove_old(directory, name, keep), group)
+        from_first(lambda: remove_old(directory, name, keep), group)
         return place
 
     if asynchronous:
@@ -316,33 +315,6 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
         split(optimizer, given)
         optimizer._take_state(given)
     _warn_if_unverified(found, group)
-
-
-def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The directory of the last whole checkpoint under ``path``, for DCP's own functions.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: The file that names it is damaged.
-    """
-    directory = Path(path)
-    if (directory / dcp_metadata.FILE).is_file():
-        return directory
-    pointer = directory / LATEST
-    if not pointer.is_file():
-        what = "has no whole checkpoint" if directory.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{directory}: {what}; accepted is a directory that save_sharded wrote to.")
-    words = pointer.read_bytes().decode("utf-8", "replace").split()
-    # The first versions wrote the name alone.
-    if len(words) not in (1, 2) or PurePath(words[0]).name != words[0] or words[1:] not in ([], [_check(words[0])]):
-        raise ValueError(
-            f"{pointer}: bits have changed since it was written; accepted is the name of a checkpoint beside it. One of those can be loaded"
-            f" by its own path, such as {directory / '000001'}."
-        )
-    place = directory / words[0]
-    if not (place / dcp_metadata.FILE).is_file():
-        raise FileNotFoundError(f"{place}: is what {pointer} names, and is gone or not whole.")
-    return place
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------------
@@ -516,49 +488,6 @@ def _in_plain_words(what: str, then: str, group: dist.ProcessGroup | None) -> It
         rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
         where = "" if group is None else f" on rank {rank}"
         raise same_kind(cause, f"{what}{where}: {cause} {then[0].upper()}{then[1:]}.") from cause
-
-
-def _next_name(directory: Path) -> str:
-    directory.mkdir(parents=True, exist_ok=True)
-    name = f"{max((int(one.name) for one in _saves(directory)), default=0) + 1:06d}"
-    (directory / name).mkdir()
-    (directory / name / MARK).write_text(f"{inventory.FILE}\n", encoding="utf-8")
-    return name
-
-
-def _saves(directory: Path) -> list[Path]:
-    """The folders that saves made, oldest first."""
-    found = [one for one in directory.iterdir() if re.fullmatch(r"\d{6,}", one.name) and (one / MARK).is_file()]
-    return sorted(found, key=lambda one: int(one.name))
-
-
-def _remove_unless_named(place: Path) -> None:
-    """Remove what a save that failed has written."""
-    try:
-        named = latest_checkpoint(place.parent) == place
-    except (OSError, ValueError):
-        named = False
-    if not named:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _remove_old(directory: Path, latest: str, keep: int) -> None:
-    """What is older than the ``keep`` before the latest; what a killed rank left half-written is among the first to go."""
-    older = [one for one in _saves(directory) if int(one.name) < int(latest)]
-    whole = [one for one in older if (one / ".metadata").is_file()]
-    kept = whole[len(whole) - keep :] if keep else []
-    for one in older:
-        if one not in kept:
-            shutil.rmtree(one, ignore_errors=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "r+", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _check(name: str) -> str:
-    return f"{zlib.crc32(name.encode()):08x}"
 
 
 def _require_same(

@@ -12,11 +12,12 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from everybit_torch.checkpoint_file import read_whole
 from everybit_torch.sharded.inventory import Inventory, Piece, SavedTensor
+from everybit_torch.torch_internals.pickles import StorageInfo, dcp_classes
 
 FILE = ".metadata"
 
@@ -29,9 +30,8 @@ _PLAIN: dict[tuple[str, str], Any] = {
             "StorageMeta", "_MEM_FORMAT_ENCODING",
         )
     },
-    (f"{_DCP}.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **dcp_classes(),
     ("collections", "OrderedDict"): dict,
     # Where it was saved. Only the pure ones: they touch nothing.
     **{(module, kind): PurePosixPath for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")},
@@ -97,7 +97,7 @@ def _tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any]) -> 
     pieces = []
     for chunk in entry.chunks:
         place = places.get(MetadataIndex(name, chunk.offsets))
-        if not isinstance(place, filesystem._StorageInfo):
+        if not isinstance(place, StorageInfo):
             raise ValueError(f"of its piece at {tuple(chunk.offsets)} it is not said where it lies")
         if getattr(place, "transform_descriptors", None):
             raise ValueError("it was written through an extension of DCP's; accepted are plain files")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from everybit.dtypes import LowDType, require_member, torch_dtype
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import Wire, cast, reduce_scatter_into
+from everybit_torch.torch_internals.fsdp import ReduceScatter
 
 
 class ExactReduceScatter(ReduceScatter):
@@ -53,7 +53,7 @@ class ExactReduceScatter(ReduceScatter):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
+        async_op: bool = False,  # noqa: ARG002
     ) -> dist.Work | None:
         """Sum, or average, ``input_tensor`` over the ranks, and put this rank's part into ``output_tensor``.
 

@@ -26,8 +26,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.ways import Agreement, Comparer, Comparison, Nesting, UseKey, Ways
 from everybit_torch.sharded.weights import WeightBuffer
+from everybit_torch.torch_internals.autograd import in_a_backward_pass
 
 
 class Unit:
@@ -79,50 +81,6 @@ def each(functions: Sequence[Callable[[], None]]) -> None:
             first = first or error
     if first is not None:
         raise first
-
-
-class ModuleHook:
-    """A hook on one module that does not keep its owner alive, and does nothing on a copy of the module.
-
-    Args:
-        owner: Whose method it calls.
-        method: The method's name; it takes ``number`` and the hook's arguments.
-        module: The module it is for.
-        number: Of the unit.
-        compiled: Whether it has to run in compiled models, too, where it divides what is compiled in two.
-    """
-
-    def __init__(self, owner: object, method: str, module: nn.Module, number: int, *, compiled: bool = True) -> None:
-        self._compiled = compiled
-        self._owner, self._module = weakref.ref(owner), weakref.ref(module)
-        self._method, self._number = method, number
-
-    def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        """Torch calls it."""
-        if not self._compiled and torch.compiler.is_compiling():
-            return
-        owner = self._owner()
-        if owner is not None and module is self._module():
-            _untraced(getattr(owner, self._method), self._number, *arguments)
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        """In copies of the model there is nothing to gather."""
-        return no_hook, ()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _untraced(function: Callable[..., None], *arguments: Any) -> None:
-    """Compilers leave it alone: what it does to memory is not for them to order."""
-    function(*arguments)
-
-
-def _ignore(*arguments: object) -> None:
-    """A hook that does nothing."""
-
-
-def no_hook() -> Callable[..., None]:
-    """What a hook is in a copy of its module."""
-    return _ignore
 
 
 class Gathering:
@@ -230,10 +188,10 @@ class Gathering:
 
     # -- forward ------------------------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, number: int, arguments: Any) -> None:
+    def _before_forward(self, number: int, _arguments: Any) -> None:
         self.ran.add(number)
         if self.in_backward:
-            if torch._C._current_graph_task_id() == -1:
+            if not in_a_backward_pass():
                 raise RuntimeError(
                     f"{self.units[number]}: the backward pass before ended in an error, and its gradients are in part; accepted is"
                     " zero_grad(), on every rank."
@@ -259,7 +217,7 @@ class Gathering:
         self._forwards += 1
         self.begin_forward()
 
-    def _after_forward(self, number: int, arguments: Any, outputs: Any) -> None:
+    def _after_forward(self, number: int, _arguments: Any, outputs: Any) -> None:
         gradients_wanted = torch.is_grad_enabled()
         if self.in_backward:
             if gradients_wanted and number in self._running_again:
@@ -390,7 +348,7 @@ class Gathering:
         self.entered.add(number)
         self.ways.came_to(number, use)
         if number > 0:
-            self._come_to(number)
+            self._come_to()
             self.take_part(number)
         self._need(number)
 
@@ -400,11 +358,11 @@ class Gathering:
             self._running_again.add(number)
             self.ways.runs_again(number)
             if number > 0:
-                self._come_to(number)
+                self._come_to()
         self.take_part(number + 1)
         self._need(number)
 
-    def _come_to(self, number: int) -> None:
+    def _come_to(self) -> None:
         tell = self._on_unit()
         if tell is not None:
             tell()

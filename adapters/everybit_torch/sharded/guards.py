@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from everybit_torch.sharded.gathering import Gathering, no_hook
+from everybit_torch.sharded.gathering import Gathering
+from everybit_torch.sharded.module_hooks import no_hook
 
 INSIDE = "`with stepper.full_parameters():`, on every rank"
 
@@ -87,7 +88,7 @@ class _Guard:
                 " model is used, or call its close(), which gives the model back."
             )
 
-        def before_forward(given: nn.Module, arguments: Any) -> None:
+        def before_forward(given: nn.Module, _arguments: Any) -> None:
             if torch.compiler.is_compiling():
                 return
             if (unit := absent(given)) is not None:
@@ -96,14 +97,14 @@ class _Guard:
                     f" module. Accepted is to call that, on every rank; or any method inside {INSIDE}."
                 )
 
-        def before_saving(given: nn.Module, prefix: str, keep_vars: bool) -> None:
+        def before_saving(given: nn.Module, _prefix: str, _keep_vars: bool) -> None:
             if absent(given) is not None:
                 raise RuntimeError(
                     f"state_dict: the weights of {name} are sharded, and this rank has a part of them; accepted is model.state_dict()"
                     f" inside {INSIDE}, or save_sharded(stepper, path)."
                 )
 
-        def before_loading(given: nn.Module, *arguments: Any) -> None:
+        def before_loading(given: nn.Module, *_arguments: Any) -> None:
             if absent(given) is not None:
                 raise RuntimeError(
                     f"load_state_dict: the weights of {name} are sharded, and there is nothing to write to; accepted is"

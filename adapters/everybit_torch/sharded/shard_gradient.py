@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit_torch.torch_internals.tensors import check_and_unscale, foreach_norm, plain_tensors
 
 
 class AllGradients:
@@ -65,23 +66,23 @@ class ShardGradient(Tensor):
         cls, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         """Run ``function``, on plain tensors."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             if function is torch.linalg.vector_norm and arguments[0].numel() == 0:
                 result: Any = arguments[0].new_zeros(())  # torch has none of order infinity
-            elif function is torch._foreach_norm:
+            elif function is foreach_norm:
                 options = {"ord": arguments[1]} if len(arguments) > 1 else keywords or {}
                 result = [
                     torch.linalg.vector_norm(x, **options) if x.numel() else x.new_zeros(()) for x in arguments[0]
                 ]
             else:
                 result = function(*arguments, **(keywords or {}))
-        if function is torch._amp_foreach_non_finite_check_and_unscale_:
+        if function is check_and_unscale:
             gradients, found_inf, *_ = arguments
             if _of(gradients).nonfinite:
                 found_inf.fill_(1.0)
-        elif function is torch.linalg.vector_norm or function is torch._foreach_norm:
+        elif function is torch.linalg.vector_norm or function is foreach_norm:
             order = float((keywords or {}).get("ord", arguments[1] if len(arguments) > 1 else 2.0))
-            if function is torch._foreach_norm:
+            if function is foreach_norm:
                 norms = zip(arguments[0], result, strict=True)
                 return [PartialNorm.of(x, g._all, order) if isinstance(g, ShardGradient) else x for g, x in norms]
             if isinstance(arguments[0], ShardGradient) and len(arguments) < 3 and set(keywords or {}) <= {"ord"}:
@@ -111,7 +112,7 @@ class PartialNorm(Tensor):
         Raises:
             ValueError: The norm has an order that cannot be added up over ranks, or other tensors' norms are among them.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             result = function(*arguments, **(keywords or {}))
         if function is torch.Tensor.to and isinstance(arguments[0], PartialNorm):
             return PartialNorm.of(result, arguments[0]._all, arguments[0]._order)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from everybit_torch.sharded.layout import Box, boxes
+from everybit_torch.torch_internals.tensors import wrapper
 
 
 class ShardTensor(torch.Tensor):
@@ -28,9 +29,7 @@ class ShardTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
         """Of the elements ``local``, 1-d, which are those of a tensor of this ``shape`` from ``low`` on. Loading writes into ``local``."""
-        whole: ShardTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device
-        )
+        whole: ShardTensor = wrapper(cls, shape, dtype=local.dtype, device=local.device)
         whole._local, whole._low = local, low
         whole._boxes = boxes(shape, low, low + local.numel())
         return whole

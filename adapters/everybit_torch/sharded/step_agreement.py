@@ -13,7 +13,7 @@ from everybit import borders
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import give_back
 from everybit_torch.sharded.nonfinite import find_nonfinite, has_nonfinite
-from everybit_torch.sharded.plan import AGREED
+from everybit_torch.sharded.planning.traffic import AGREED
 from everybit_torch.sharded.reports import NanCheck, NonFinite
 from everybit_torch.sharded.shard_optimizer import Shard
 from everybit_torch.stepping import piece_size

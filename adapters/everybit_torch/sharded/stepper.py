@@ -27,11 +27,12 @@ from everybit_torch.collectives.communicator import Communicator, GroupAxis, Pen
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
 from everybit_torch.collectives.reduction import Wire, divide
 from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
-from everybit_torch.sharded.gathering import Gathering, ModuleHook, Unit, each
+from everybit_torch.sharded.gathering import Gathering, Unit, each
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import Group, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
+from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout

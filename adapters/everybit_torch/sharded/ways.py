@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everybit_torch.collectives.communicator import Communicator, Pending
+from everybit_torch.torch_internals.autograd import recorded_nodes, saved_tensors_hooks
 
 UseKey = tuple[int, int]
 
@@ -191,8 +192,8 @@ def _checkpoint(differentiable: bool) -> int:
     """A number for the checkpoint that is being recorded; 0 for none."""
     if not differentiable:
         # A reentrant one, or no_grad(). Nothing is recorded in it, so that autograd's count of what it records stands still.
-        return -1 - int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return -1 - recorded_nodes()
+    hooks = saved_tensors_hooks()
     return id(hooks[0]) if hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "") else 0
 
 

@@ -13,6 +13,7 @@ from everybit_torch.collectives.reduction import can_be_freed
 from everybit_torch.gradients import piece
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.strategies import Sharding
+from everybit_torch.torch_internals.tensors import version
 
 MOVED = (
     "{name}: was moved, cast or given other memory since the stepper was made, and is not in its buffer now. Cast and move a model first,"
@@ -122,8 +123,8 @@ class WeightBuffer:
         if self.gathered or not self.sharding.params:
             return
         self._require_in_place(absent=True)
-        for parameter, version, place in zip(self.parameters, self._versions, self.group.placements, strict=True):
-            if parameter._version != version:
+        for parameter, known, place in zip(self.parameters, self._versions, self.group.placements, strict=True):
+            if version(parameter) != known:
                 raise RuntimeError(
                     f"{place.spec.name}: was written to while its values were sharded, and there was nothing to write to; accepted is"
                     " inside `with stepper.full_parameters():`."
@@ -162,7 +163,7 @@ class WeightBuffer:
         finally:
             for parameter, tensor in zip(self.parameters, self._absent, strict=True):
                 parameter.data = tensor
-            self._versions = [parameter._version for parameter in self.parameters]
+            self._versions = [version(parameter) for parameter in self.parameters]
             self._free()
             self.gathered = False
 
@@ -189,7 +190,7 @@ class WeightBuffer:
             nan.fill_(torch.nan)
             parameter.data = tensor
         self._absent_at = [tensor.data_ptr() for tensor in self._absent]
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [version(parameter) for parameter in self.parameters]
 
     def gather_again(self, communicator: Communicator) -> Pending:
         """While the model's tensors have their values: have those of after a step."""
@@ -227,4 +228,4 @@ class WeightBuffer:
     def stepped(self) -> None:
         """Autograd did not see that the values changed; a graph that needs the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [version(parameter) for parameter in self.parameters]

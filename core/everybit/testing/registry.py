@@ -29,11 +29,11 @@ from everybit.transforms.trace import trace
 from everybit.transforms.weight_decay import add_decayed_weights
 
 
-def _is_matrix(path: str, leaf: Tensor) -> bool:
+def _is_matrix(_path: str, leaf: Tensor) -> bool:
     return leaf.ndim > 1
 
 
-def _kind(path: str, leaf: Tensor) -> str:
+def _kind(_path: str, leaf: Tensor) -> str:
     return "matrix" if leaf.ndim > 1 else "vector" if leaf.ndim else "number"
 
 

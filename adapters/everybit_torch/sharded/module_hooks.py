@@ -1,0 +1,54 @@
+"""Hooks on modules that outlive neither their owner nor a copy of the module."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ModuleHook:
+    """A hook on one module that does not keep its owner alive, and does nothing on a copy of the module.
+
+    Args:
+        owner: Whose method it calls.
+        method: The method's name; it takes ``number`` and the hook's arguments.
+        module: The module it is for.
+        number: Of the unit.
+        compiled: Whether it has to run in compiled models, too, where it divides what is compiled in two.
+    """
+
+    def __init__(self, owner: object, method: str, module: nn.Module, number: int, *, compiled: bool = True) -> None:
+        self._compiled = compiled
+        self._owner, self._module = weakref.ref(owner), weakref.ref(module)
+        self._method, self._number = method, number
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        """Torch calls it."""
+        if not self._compiled and torch.compiler.is_compiling():
+            return
+        owner = self._owner()
+        if owner is not None and module is self._module():
+            _untraced(getattr(owner, self._method), self._number, *arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        """In copies of the model there is nothing to gather."""
+        return no_hook, ()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(function: Callable[..., None], *arguments: Any) -> None:
+    """Compilers leave it alone: what it does to memory is not for them to order."""
+    function(*arguments)
+
+
+def _ignore(*arguments: object) -> None:
+    """A hook that does nothing."""
+
+
+def no_hook() -> Callable[..., None]:
+    """What a hook is in a copy of its module."""
+    return _ignore

@@ -1,0 +1,127 @@
+"""The bytes of one group of parameters on one rank: what it keeps, and what of it is allocated for moments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+import everybit as eb
+from everybit.dtypes import dtype_name, torch_dtype
+from everybit.optimizer import nbytes, state_bytes
+from everybit.policy import Resolved, resolve
+from everybit_torch.collectives.reduction import Wire
+from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.planning.report import Ranks
+from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
+from everybit_torch.sharded.strategies import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One group of a layout on one rank.
+
+    Attributes:
+        group: Of the layout.
+        kind: What is sharded.
+        ranks: How many ranks there are, and which one this is.
+        low: The first element that this rank steps.
+        high: The element after the last one.
+        resolved: How everything is stored; None for frozen parameters.
+        main: dtype of the main gradient.
+        wire: How gradients are sent between the inner ranks.
+        outer_wire: How they are sent between the outer ranks.
+        chunk: Elements converted at a time.
+        given_runs: Elements of each run that is stepped, where they are known; else they follow from the layout.
+    """
+
+    group: Group
+    kind: Sharding
+    ranks: Ranks
+    low: int
+    high: int
+    resolved: Resolved | None
+    main: torch.dtype
+    wire: Wire
+    outer_wire: Wire
+    chunk: int
+    given_runs: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, group: Group, labelled: Mapping[str, LabelledTransform], kind: Sharding, ranks: Ranks, chunk: int
+    ) -> GroupPlan:
+        """The group under what its label is stored as.
+
+        Raises:
+            ValueError: The policy cannot store it; the message says why.
+        """
+        low, high = kind.own_range(group.padded, ranks.inner_rank, ranks.inner, ranks.outer_rank, ranks.outer)
+        if not group.requires_grad:
+            nothing = Wire(group.dtype, exact=False)
+            return cls(group, kind, ranks, low, high, None, group.dtype, nothing, nothing, chunk)
+        resolved = resolve(labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
+        return cls(
+            group, kind, ranks, low, high, resolved, torch_dtype(resolved.grads_main),
+            *Wire.pair(resolved, ranks.inner, ranks.outer), chunk,
+        )  # fmt: skip
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the whole group's weights."""
+        return self.group.padded * self.group.dtype.itemsize
+
+    @property
+    def main_numel(self) -> int:
+        """Elements of the main gradient on this rank."""
+        return self.group.padded // (self.ranks.inner if self.kind.grads else 1)
+
+    @property
+    def main_bytes(self) -> int:
+        """Bytes of the main gradient on this rank; 0 for frozen parameters."""
+        return 0 if self.resolved is None else self.main_numel * self.main.itemsize
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of the gradients that are sent, in the dtype of the wire."""
+        return self.group.padded * self.wire.dtype.itemsize
+
+    @property
+    def received(self) -> int:
+        """Bytes that an exact wire receives beside them."""
+        return self.bucket if self.wire.exact else 0
+
+    def runs(self, labelled: Mapping[str, LabelledTransform]) -> list[int]:
+        """Elements of each run that is stepped."""
+        if self.given_runs is not None:
+            return list(self.given_runs)
+        slices = list(self.group.slices(self.low, self.high))
+        runs = contiguous_runs(slices, by_index=labelled[self.group.label].policy.draws_bits)
+        return [sum(slices[number].high - slices[number].low for number in run) for run in runs]
+
+    def persistent(self, labelled: Mapping[str, LabelledTransform]) -> Counter[str]:
+        """Bytes that are kept between steps, by use."""
+        found: Counter[str] = Counter()
+        if self.kind.params:
+            found["parameters"] = self.weights // self.ranks.inner
+            # The NaN that stands for a parameter while it is not gathered.
+            found["bookkeeping"] = self.group.dtype.itemsize * sum(p.spec.numel > 0 for p in self.group.placements)
+        else:
+            found["parameters"] = (
+                self.weights if self.group.requires_grad else self.group.numel * self.group.dtype.itemsize
+            )
+        if self.resolved is None:
+            return found
+        found["gradients"] = self.main_numel * self.main.itemsize
+        optimizer = eb.Optimizer(labelled[self.group.label].transform, labelled[self.group.label].policy)
+        beside = (
+            "main parameters" if any(part.name == "main" for part in self.resolved.params.parts()) else "compensation"
+        )
+        for numel in self.runs(labelled):
+            state = optimizer.init([torch.empty(numel, dtype=self.group.dtype, device="meta")])
+            found[beside] += nbytes(state.extra)
+            found.update(state_bytes(state.inner, counters=state.step.nbytes))
+            found["bookkeeping"] += torch.int64.itemsize  # the run's first global index
+        return found

@@ -1,0 +1,84 @@
+"""What a plan says: bytes of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from everybit_torch.sharded.strategies import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks there are, and which of them is looked at."""
+
+    inner: int = 1
+    outer: int = 1
+    inner_rank: int = 0
+    outer_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes of one rank.
+
+    Attributes:
+        sharding: What is shared out.
+        ranks: Among whom.
+        parameters: Elements of the whole model.
+        padding: Elements of all buffers that are no parameter's.
+        persistent: Between steps, by use.
+        transient: The most that is allocated on top, in each phase: ``forward``, ``backward``, ``step``.
+        wire: Sent in one step, by collective.
+        microbatches: Backward passes in one step.
+        weights: Elements of the whole model by the format of their weights, as one would write it; ``"frozen"`` those of frozen ones.
+    """
+
+    sharding: Sharding
+    ranks: Ranks
+    parameters: int
+    padding: int
+    persistent: Mapping[str, int]
+    transient: Mapping[str, int]
+    wire: Mapping[str, int]
+    microbatches: int = field(default=1)
+    weights: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def persistent_bytes(self) -> int:
+        """All that persists."""
+        return sum(self.persistent.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at any moment."""
+        return self.persistent_bytes + max(self.transient.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """All that is sent in a step."""
+        return sum(self.wire.values())
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Persistent bytes of this rank for each element of the whole model."""
+        return self.persistent_bytes / self.parameters
+
+    def __str__(self) -> str:
+        outer = f" x {self.ranks.outer} outer ({self.sharding.outer})" if self.ranks.outer > 1 else ""
+        title = (
+            f"{self.sharding.strategy}, {self.ranks.inner} rank{'s' * (self.ranks.inner > 1)}{outer}: {self.parameters:,} parameters,"
+            f" {self.bytes_per_param:.3f} bytes each on this rank"
+        )
+        rows = [("persistent", "", self.persistent_bytes)]
+        rows += [("", name, size) for name, size in self.persistent.items()]
+        rows += [("transient", "at most", max(self.transient.values()))]
+        rows += [("", name, size) for name, size in self.transient.items()]
+        rows += [("wire", f"a step of {self.microbatches} microbatch{'es' * (self.microbatches > 1)}", self.wire_bytes)]
+        rows += [("", name, size) for name, size in self.wire.items()]
+        lines = [f"  {kind:<11}{name:<24}{size:>20,} bytes" for kind, name, size in rows]
+        formats = [
+            f"  {'' if number else 'weights':<11}{name:<36}{count:>12,} elements"
+            for number, (name, count) in enumerate(self.weights.items())
+        ]
+        return "\n".join([title, *formats, *lines])

@@ -1,0 +1,24 @@
+"""What autograd knows of the pass that is going on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def in_a_backward_pass() -> bool:
+    """Whether autograd is running; True where torch does not say."""
+    task: Any = getattr(torch._C, "_current_graph_task_id", None)
+    return task is None or task() != -1
+
+
+def recorded_nodes() -> int:
+    """How many nodes this thread has recorded; it stands still where nothing is recorded."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def saved_tensors_hooks() -> tuple[Any, ...]:
+    """The innermost hooks on saved tensors, such as those of a checkpoint; empty if there are none, or torch does not say."""
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return tuple(top(True) or ()) if top is not None else ()

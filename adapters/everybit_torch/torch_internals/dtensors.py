@@ -1,0 +1,37 @@
+"""The inside of a DTensor. Importing this module does not import ``torch.distributed.tensor``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def local_part(x: DTensor) -> Tensor:
+    """This rank's part of a DTensor: a plain tensor over the same memory. Without torch's attribute by ``to_local()``, which is slower."""
+    part = getattr(x, "_local_tensor", None)
+    if part is None:
+        with torch.no_grad():
+            part = x.to_local()
+    return part
+
+
+def offset_of_local_part(x: DTensor) -> tuple[int, ...]:
+    """Where in the whole this rank's part begins, by dimension.
+
+    Raises:
+        ImportError: torch has no function for it any more; there is no public one.
+    """
+    find: Any = getattr(import_module("torch.distributed.tensor._utils"), "compute_local_shape_and_global_offset", None)
+    if find is None:
+        raise ImportError(
+            "DTensor parameters: this torch has no torch.distributed.tensor._utils.compute_local_shape_and_global_offset; accepted are"
+            " versions of torch that everybit was tested with (2.11 to 2.13)."
+        )
+    _, offset = find(x.shape, x.device_mesh, x.placements)
+    return tuple(offset)

@@ -1,0 +1,57 @@
+"""What torch knows of a tensor and does not tell: who holds its memory, and how often it was written to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T", bound=Tensor)
+
+foreach_norm: Any = getattr(torch, "_foreach_norm", None)
+"""What ``clip_grad_norm_`` calls; None in a torch without it, which then calls ``torch.linalg.vector_norm``."""
+
+check_and_unscale: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+"""What ``torch.amp.GradScaler.unscale_`` calls; None in a torch without it."""
+
+# These three have no fallback: what needs them could not be right without.
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to, as autograd counts."""
+    return tensor._version
+
+
+def plain_tensors() -> AbstractContextManager[None]:
+    """Within it functions treat tensors of our own classes as plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def wrapper(cls: type[T], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> T:
+    """A tensor of class ``cls`` that has a shape and no memory."""
+    made: T = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+    return made
+
+
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """The same number for two objects exactly if they are one storage, as long as both live. Without torch's: where the memory begins."""
+    return int(getattr(storage, "_cdata", None) or storage.data_ptr())
+
+
+def count_holders(storage: torch.UntypedStorage) -> int | None:
+    """How many hold a storage, its Python object among them; None where torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    pointer = getattr(storage, "_cdata", None)
+    return None if count is None or pointer is None else int(count(pointer))
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Dense tensors of one dtype as one, 1-d; without torch's function for it by ``torch.cat``."""
+    joined = getattr(torch._C._nn, "flatten_dense_tensors", None)
+    if joined is None:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat: Tensor = joined(list(tensors))
+    return flat

@@ -172,7 +172,7 @@ def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads) -> list[Tens
     return totals
 
 
-def _contributions(part: Part, totals: Sequence[Tensor], reads: Reads) -> Iterator[UnansweredError]:
+def _contributions(part: Part, totals: Sequence[Tensor], reads: Reads | None) -> Iterator[UnansweredError]:
     """What a part contributes to the first reduction that ``totals`` do not answer, piece by piece; at least one, if it has no elements.
 
     Nothing comes if the transform asks for no more.
@@ -181,7 +181,8 @@ def _contributions(part: Part, totals: Sequence[Tensor], reads: Reads) -> Iterat
     assert grad is not None
     (tensor,) = unit.tensors
     whole = tensor.ndim != 1 or needs_whole_tensors(optimizer.transform)
-    names = None if whole else reads.of(optimizer, unit, totals)
+    # Where there are no elements it does not matter what is decoded.
+    names = None if whole or reads is None else reads.of(optimizer, unit, totals)
     size = unit.piece_size(PIECE if tensor.device.type in ("cpu", "meta") else DEVICE_PIECE)
     for start in range(0, 1 if whole else max(tensor.numel(), 1), size):
         stop = min(start + size, tensor.numel())
@@ -204,15 +205,8 @@ def _next_question(part: Part, totals: Sequence[Tensor]) -> UnansweredError | No
         return None
     empty = _without_elements(part.unit)
     none = torch.empty_like(empty.tensors[0], dtype=torch.float32)
-    question = _contributions(Part(part.optimizer, empty, none), totals, _Everything())
+    question = _contributions(Part(part.optimizer, empty, none), totals, None)
     return next(question, None)
-
-
-class _Everything(Reads):
-    """Where there are no elements it does not matter what is decoded."""
-
-    def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Any:
-        return None
 
 
 def _without_elements(unit: Unit) -> Unit:

@@ -225,7 +225,7 @@ def map_parts(
     # Slots out, the rest mapped, slots back in, in the same order.
     rest = tree.map(on_shared, tree.map_slots(slot, state.inner))
     again = iter(held)
-    inner = tree.map_slots(lambda name, _: next(again), rest)
+    inner = tree.map_slots(lambda _name, _slot: next(again), rest)
     return OptimizerState(on_shared(state.step), mapped(WEIGHTS, state.extra), inner)
 
 

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from float_patterns import (
+from hypothesis import given, settings
+from torch import Tensor
+
+import everybit as eb
+from everybit.dtypes import LOW_DTYPES, LowDType, torch_dtype
+from everybit.formats import Format, bytes_of
+from everybit.rounding import half_ulp
+from tests.support.float_patterns import (
     EVERY_PATTERN,
     assert_same_bits,
     assert_same_numbers,
@@ -23,13 +30,6 @@ from float_patterns import (
     key,
     spread,
 )
-from hypothesis import given, settings
-from torch import Tensor
-
-import everybit as eb
-from everybit.dtypes import LOW_DTYPES, LowDType, torch_dtype
-from everybit.formats import Format, bytes_of
-from everybit.rounding import half_ulp
 
 
 def formats_for(value: LowDType) -> list[Format]:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import everybit as eb
 from everybit import testing
 from everybit_torch import load_checkpoint, save_checkpoint
-
-
-def through_a_file(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    file = io.BytesIO()
-    torch.save(tensors, file)
-    file.seek(0)
-    loaded: dict[str, Tensor] = torch.load(file, weights_only=True)
-    return loaded
+from tests.support.files import through_a_file
 
 
 def run(optimizer: Any, params: Any, state: Any, first: int, last: int) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from float_patterns import assert_same_bits
 from torch import Tensor
 
 import everybit as eb
+from tests.support.float_patterns import assert_same_bits
 
 FIVE_SIGMA = 5.0
 Tree = dict[str, Tensor]

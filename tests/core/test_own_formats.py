@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from block_formats import Int8Blocks, Int8Residual, blocks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.formats import bytes_of
 from everybit.testing.examples import assert_same_bits
+from tests.support.block_formats import Int8Blocks, Int8Residual, blocks_of
 
 INT8 = eb.Policy(momentum=Int8Blocks(), variance=Int8Blocks())
 EVERYWHERE = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=Int8Blocks(48))

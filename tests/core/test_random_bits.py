@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from float_patterns import assert_same_bits, key
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from everybit import Key
 from everybit.random_bits import Lane, stream, uniform
+from tests.support.float_patterns import assert_same_bits, key
 
 COUNT = 2**15
 PINNED = 2825397445

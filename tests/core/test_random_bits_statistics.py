@@ -12,11 +12,11 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from float_patterns import key
 from torch import Tensor
 
 from everybit import Key
 from everybit.random_bits import stream
+from tests.support.float_patterns import key
 
 RISK = 1e-6
 KEYS = [key(seed=seed, step=step, stream=stream(name)) for seed, step, name in ((0, 1, "params"), (7, 11, "variance"))]

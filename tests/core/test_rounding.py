@@ -8,7 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from float_patterns import (
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everybit.dtypes import LOW_DTYPES, LowDType, torch_dtype
+from everybit.rounding import DROPPED_BITS, floor_stochastic, half_ulp, narrow, nearest, stochastic, widen
+from tests.support.float_patterns import (
     EVERY_PATTERN,
     assert_same_bits,
     assert_same_numbers,
@@ -21,12 +27,6 @@ from float_patterns import (
     neighbours,
     spread,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
-
-from everybit.dtypes import LOW_DTYPES, LowDType, torch_dtype
-from everybit.rounding import DROPPED_BITS, floor_stochastic, half_ulp, narrow, nearest, stochastic, widen
 
 # Consecutive values of a format are 2**16 (bfloat16) or, among float16's normals, 2**13 float32 patterns apart. On a value, just above
 # it, just below the tie, on the tie, just above the tie, just below the next value:

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, Network, data, weights_of
-from ranks import run
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -25,6 +23,8 @@ from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
+from tests.support.programs import Block, Network, data, weights_of
+from tests.support.ranks import run
 
 SHARDED: Strategy = "optim_grads_params"
 X = data(0, 0, 0, torch.float32)

@@ -17,8 +17,6 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, data, network
-from ranks import run
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -31,6 +29,8 @@ from everybit_torch import AdamW, FlatStepper, latest_checkpoint, load_sharded, 
 from everybit_torch.sharded.checkpoint import sharded_state_dict
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.strategies import Strategy
+from tests.support.programs import Block, data, network
+from tests.support.ranks import run
 
 POLICY = eb.policies.LEAN_BF16  # which has residuals
 

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, data, network, on_a_mesh, weights_of
-from ranks import run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,13 +22,11 @@ from everybit_torch import AdamW, MixedPrecision, TorchOptimizer
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+from tests.support.programs import Block, data, network, on_a_mesh, weights_of
+from tests.support.ranks import run
+from tests.support.weights import Weights, equal
 
-Weights = dict[str, Tensor]
 SHARDED: Strategy = "optim_grads_params"
-
-
-def equal(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # -- two models, one of which stands still ------------------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs import Block, data, network, weights_of
 from torch import Tensor
 
 import everybit as eb
 from everybit_torch.sharded import offload, stepper
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
+from tests.support.programs import Block, data, network, weights_of
 
 POLICIES = ["FP32", "LEAN_BF16", "KAHAN_BF16"]
 

@@ -13,21 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, Network, data, network, weights_of
-from ranks import run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
+from tests.support.programs import Block, Network, data, network, weights_of
+from tests.support.ranks import run
+from tests.support.weights import Weights, equal
 
-Weights = dict[str, Tensor]
 SHARED_OUT: Strategy = "optim_grads_params"
-
-
-def equal(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # -- reductions that some parameters have and others have not --------------------------------------------------------------------------

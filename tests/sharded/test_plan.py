@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, on_a_mesh
-from ranks import run
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.plan import Plan, plan
 from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from everybit_torch.stepping import piece_size
+from tests.support.allocations import counting
+from tests.support.programs import Block, on_a_mesh
+from tests.support.ranks import run
 
 BF16_WIRE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
 KAHAN = eb.policies.KAHAN_BF16
@@ -45,33 +44,6 @@ class Model(nn.Module):
             x = block(x)
         out: Tensor = self.exit(x)
         return out
-
-
-@contextmanager
-def counting() -> Iterator[AllocationCounter]:
-    """Count what everybit allocates, told by the stack, in storages that come and go by resizing too."""
-
-    def ours() -> bool:
-        frame = sys._getframe(2)
-        while frame is not None:
-            if "everybit_torch" in frame.f_code.co_filename and "allocations" not in frame.f_code.co_filename:
-                return True
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
-
-    resize = torch.UntypedStorage.resize_
-    with AllocationCounter(ours, smallest=SMALLEST) as counter:
-
-        def counted(self: torch.UntypedStorage, size: int) -> Any:
-            result = resize(self, size)
-            counter.resized(self)
-            return result
-
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
-        try:
-            yield counter
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 def measured(

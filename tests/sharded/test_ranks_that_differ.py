@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, Network, data, network, on_a_mesh
-from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,6 +20,8 @@ from everybit_torch.collectives import communicator
 from everybit_torch.sharded.checkpoint import save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
+from tests.support.programs import Block, Network, data, network, on_a_mesh
+from tests.support.ranks import run
 
 
 def rate(step: Any) -> Any:

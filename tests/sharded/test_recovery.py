@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, data, network, weights_of
-from ranks import run
 from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
+from tests.support.programs import Block, data, network, weights_of
+from tests.support.ranks import run
 
 CONTEXTS = ["microbatch", "no_sync", "neither"]
 SHARDED: Strategy = "optim_grads_params"

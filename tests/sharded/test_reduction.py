@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import integer_gradients, on_a_mesh
-from ranks import run
 from torch import Tensor, nn
 
 import everybit as eb
@@ -19,6 +17,8 @@ from everybit_torch.collectives.reduction import CHUNK, Wire, accumulate, all_re
 from everybit_torch.sharded.plan import plan
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES
+from tests.support.programs import integer_gradients, on_a_mesh
+from tests.support.ranks import run
 
 WIRES = [
     eb.Grads(main="float32"),
@@ -198,9 +198,8 @@ def test_a_sum_in_float16_does_not_overflow_on_the_way() -> None:
 
 
 def overflowing() -> Tensor:
-    from programs import Addend
-
     from everybit_torch.sharded.stepper import FlatStepper
+    from tests.support.programs import Addend
 
     model = Addend((4,))
     policy = eb.Policy(grads=eb.Grads(main="float32", comm="float16"))

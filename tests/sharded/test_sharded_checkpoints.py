@@ -15,8 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, data, network, on_a_mesh, weights_of
-from ranks import attempt, run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -34,9 +32,11 @@ from everybit_torch.sharded.checkpoint import (
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+from tests.support.programs import Block, data, network, on_a_mesh, weights_of
+from tests.support.ranks import attempt, run
+from tests.support.weights import Weights, equal
 
 P = TypeVar("P")
-Weights = dict[str, Tensor]
 
 
 def make(
@@ -75,10 +75,6 @@ def resume(path: Path, strategy: Strategy, name: str, outer: OuterStrategy = "no
     assert model.seen.tolist() == [0.0, 0.0]
     steps(model, stepper, range(3, 6), dtype)
     return weights_of(stepper)
-
-
-def equal(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -183,7 +179,7 @@ def test_counts_that_differ_are_kept_apart(tmp_path: Path) -> None:
 def misfit(path: Path) -> list[str]:
     messages = []
     for name, width in (("KAHAN_BF16", 5), ("FP32", 5), ("LEAN_BF16", 6)):
-        from programs import Network
+        from tests.support.programs import Network
 
         dtype = torch.float32 if name == "FP32" else torch.bfloat16
         model = Network(width).to(dtype)

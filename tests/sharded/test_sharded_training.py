@@ -8,25 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Block, Network, data, network, on_a_mesh, train, weights_of
-from ranks import run
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
-from everybit_torch import AdamW
+from everybit_torch import AdamW, Lion, TorchOptimizer
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+from tests.support.programs import Block, Network, data, network, on_a_mesh, train, weights_of
+from tests.support.ranks import run
+from tests.support.weights import Weights, equal
 
 CLIPPED = eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(1e-2))
-Weights = dict[str, Tensor]
-
-
-def equal(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 # -- gradients that are exact in any order --------------------------------------------------------------------------------------------
 
 
@@ -516,7 +510,9 @@ def test_keeping_weights_after_the_forward_pass_gathers_them_once() -> None:
 
 def scheduled(strategy: Strategy, compile: bool) -> tuple[Weights, list[float]]:
     model = network()
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block], compile=compile)
+    transform = eb.lion(1e-2, weight_decay=0.1) if compile else eb.adamw(1e-2)
+    # A step of one unit is compiled for one size.
+    stepper = FlatStepper(model, transform, strategy=strategy, units=None if compile else [Block], compile=compile)
     optimizer = stepper.as_optimizer()
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=6)
     rates = []
@@ -545,8 +541,11 @@ def scheduled(strategy: Strategy, compile: bool) -> tuple[Weights, list[float]]:
     ],
 )  # fmt: skip
 def test_schedulers_and_closures(strategy: Strategy, compile: bool) -> None:
+    """The rate and the first beta are data of a compiled step. Lion's is compiled sooner than AdamW's."""
     model = network()
-    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer: TorchOptimizer = (
+        Lion(model.parameters(), lr=1e-2, weight_decay=0.1) if compile else AdamW(model.parameters(), lr=1e-2)
+    )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=6)
     rates = []
     for step in range(5):

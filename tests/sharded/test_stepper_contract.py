@@ -9,8 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from programs import Addend, Block, Network, data, network, on_a_mesh, weights_of
-from ranks import run
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -19,13 +17,9 @@ from everybit_torch import MixedPrecision
 from everybit_torch.sharded.reports import NanCheck, NonFinite
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
-
-Weights = dict[str, Tensor]
-
-
-def equal(a: Weights, b: Weights) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
+from tests.support.programs import Addend, Block, Network, data, network, on_a_mesh, weights_of
+from tests.support.ranks import run
+from tests.support.weights import Weights, equal
 
 # -- gradients that are not finite --------------------------------------------------------------------------------------------------
 
@@ -362,7 +356,7 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: small(divisor=0), ValueError, r"divisor: got 0; accepted is a finite number above zero"),
     (lambda: small(mesh="all"), TypeError, r"mesh: got 'all'; accepted are a DeviceMesh, a process group, or None"),
     (lambda: small(units=[Block]), ValueError, r"units: the model has no Block; its modules are Addend, ParameterList"),
-    (lambda: small(units=Block), TypeError, r"units: got <class 'programs.Block'>; accepted is a list of modules"),
+    (lambda: small(units=Block), TypeError, r"units: got <class 'tests\.support\.programs\.Block'>; accepted is a list of modules"),
     (lambda: small(units=["Block"]), TypeError, r"units: got 'Block'; accepted are modules"),
     (lambda: small(policy="bf16"), TypeError, r"policy: got 'bf16'; accepted are a Policy"),
     (lambda: small(policy=eb.policies.KAHAN_BF16), ValueError, r"parts\.0: Policy\.params: Kahan splits a number"),

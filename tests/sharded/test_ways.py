@@ -15,17 +15,16 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from programs import on_a_mesh, weights_of
-from ranks import run
-from test_plan import counting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
-
-Weights = dict[str, Tensor]
+from tests.support.allocations import counting
+from tests.support.programs import on_a_mesh, weights_of
+from tests.support.ranks import run
+from tests.support.weights import Weights
 
 
 @dataclass(frozen=True)

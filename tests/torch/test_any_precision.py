@@ -8,10 +8,10 @@ import warnings
 
 import pytest
 import torch
-from small_models import Awkward, train
 from torch import Tensor
 
 from everybit_torch import AnyPrecisionAdamW
+from tests.support.small_models import Awkward, train
 
 
 def torchdistx_step(

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import pytest
 import torch
-from small_models import Awkward, same_bits, train, values
 from torch import nn
 
 import everybit as eb
 from everybit_torch import SGD, Adam, AdamW, AnyPrecisionAdamW, Lion, RMSprop, TorchOptimizer
+from tests.support.small_models import Awkward, same_bits, train, values
 
 DROP_INS: list[Any] = [AdamW, Adam, SGD, Lion, RMSprop]
 NEUTRAL = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
@@ -161,8 +161,11 @@ def test_numbers_of_numpy_are_numbers(rate: Any) -> None:
     results = []
     for given in (rate, float(rate)):
         model = Awkward()
-        optimizer = AdamW(
-            [{"params": model.parameters(), "lr": given}], betas=cast(Any, (np.float32(0.5), 0.9)), compile=compile
+        groups = [{"params": model.parameters(), "lr": given}]
+        optimizer: TorchOptimizer = (
+            SGD(groups, momentum=cast(Any, np.float32(0.5)), compile=True)
+            if compile
+            else AdamW(groups, betas=cast(Any, (np.float32(0.5), 0.9)))
         )
         train(model, optimizer, 1)
         optimizer.param_groups[0]["lr"] = given

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Awkward, give_gradients, same_bits, train, values
 
 import everybit as eb
 from everybit_torch import SGD, AdamW, RMSprop
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 
 @pytest.mark.parametrize(

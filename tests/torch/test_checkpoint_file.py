@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import resource
 import signal
 import socket
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import Awkward, same_bits, train
 
 import everybit as eb
 from everybit_torch import AdamW, load_checkpoint, save_checkpoint
 from everybit_torch.checkpoint_file import replace_file
+from tests.support.ranks import CONTEXT
+from tests.support.small_models import Awkward, same_bits, train
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8,
@@ -338,18 +339,18 @@ def test_a_list_that_holds_itself_is_saved(tmp_path: Path) -> None:
 
 
 # Saves step after step and says so afterwards. `slow` names the moment at which it dwells, so that kills hit it.
-SAVER = textwrap.dedent(
-    """
-    import os, sys, time, torch, everybit as eb
-    from everybit_torch import AdamW, save_checkpoint
-    path, slow = sys.argv[1:]
-    def dwelling(function):
-        def call(*arguments, **named):
+def save_for_ever(path: Path, slow: str, told: Connection) -> None:
+    """Train and save, and say which step was saved; with ``slow`` functions that take longer than the others."""
+
+    def dwelling(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
             time.sleep(0.04)
             result = function(*arguments, **named)
             time.sleep(0.04)
             return result
+
         return call
+
     for name in ("fsync", "replace", "chmod"):
         if slow == name:
             setattr(os, name, dwelling(getattr(os, name)))
@@ -358,17 +359,14 @@ SAVER = textwrap.dedent(
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64).bfloat16()
     optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.LEAN_BF16)
-    step = 0
-    while True:
-        step += 1
+    for step in itertools.count(1):
         optimizer.zero_grad()
         model(torch.ones(1, 64, dtype=torch.bfloat16)).float().sum().backward()
         optimizer.step()
-        save_checkpoint({"step": step, "copies": [torch.full((1 << 16,), float(step)) for _ in range(4)],
-                         "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-        print(step, flush=True)
-    """
-)
+        copies = [torch.full((1 << 16,), float(step)) for _ in range(4)]
+        saved = {"step": step, "copies": copies, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        save_checkpoint(saved, path)
+        told.send(step)
 
 
 @pytest.mark.parametrize(
@@ -380,17 +378,22 @@ def test_killed_at_any_moment_the_last_checkpoint_loads(tmp_path: Path, slow: st
     moments = random.Random(slow)
     interrupted = 0
     for attempt in range(5):
-        child = subprocess.Popen([sys.executable, "-c", SAVER, str(path), slow], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        first = child.stdout.readline()
-        assert first == "1\n"
+        pipe, other = CONTEXT.Pipe(duplex=False)
+        child = CONTEXT.Process(target=save_for_ever, args=(path, slow, other), daemon=True)
+        child.start()
+        other.close()
+        said = [pipe.recv()]
+        assert said == [1]
         while attempt % 2 and not partials(tmp_path):
             pass  # every second kill comes in the middle of a save; the others anywhere
         time.sleep(moments.uniform(0.0, 0.02 if attempt % 2 else 0.15))
-        child.send_signal(signal.SIGKILL)
-        said = [int(line) for line in (first + child.stdout.read()).split()]
-        child.stdout.close()
-        assert child.wait() == -signal.SIGKILL
+        child.kill()
+        with suppress(EOFError):
+            while True:
+                said.append(pipe.recv())
+        pipe.close()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
         interrupted += bool(partials(tmp_path))
         saved = load_checkpoint(path)
         # What was reported as saved is saved; at most the one that was being written is newer.

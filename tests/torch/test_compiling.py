@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import same_bits
 from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import AdamW
 from everybit_torch.torch_internals import compiler as torch_compiler
 from everybit_torch.torch_internals import cpp_vectors
+from tests.support.small_models import same_bits
 
 torch_cpp: Any = import_module("torch._inductor.codegen.cpp")
 inductor_config: Any = import_module("torch._inductor.config")
@@ -69,7 +69,11 @@ def test_steps_are_compiled_to_one_loop_over_registers_with_eagers_bits(name: st
 
 
 @pytest.mark.parametrize(
-    "name", ["TIGHT_BF16", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("LEAN_BF16", "KAHAN_BF16"))]
+    "name",
+    [
+        "EXACT_BF16",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("TIGHT_BF16", "LEAN_BF16", "KAHAN_BF16")),
+    ],
 )
 def test_without_vectors_for_bits_the_bits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()

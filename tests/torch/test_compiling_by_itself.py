@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Awkward, same_bits, train
 
 import everybit as eb
 from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer, compiling, stepping
+from tests.support.small_models import Awkward, same_bits, train
 
 HERE = sum(p.numel() for p in Awkward().parameters())
 """Elements of the model that is stepped here."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from block_formats import Int8Blocks, Int8Residual
 
 import everybit as eb
 from everybit_torch.config import load_policy, policy_from_dict, policy_to_dict, save_policy
+from tests.support.block_formats import Int8Blocks, Int8Residual
 
 POLICIES = [
     *eb.policies.PRESETS.values(),

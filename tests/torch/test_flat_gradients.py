@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Awkward, same_bits, values
 from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import SGD, AdamW
+from tests.support.small_models import Awkward, same_bits, values
 
 NAMES = ["FP32", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"]
 

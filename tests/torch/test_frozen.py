@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Awkward, give_gradients, same_bits, train, values
 from torch import nn
 
 import everybit as eb
 from everybit_torch import AdamW
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 
 def freeze(model: Awkward, *names: str) -> None:

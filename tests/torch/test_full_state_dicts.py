@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
-from small_models import Awkward, give_gradients, same_bits, train, values
 from torch import nn
 
 import everybit as eb
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, RoundingLoss, TorchOptimizer
+from tests.support.files import through_a_file
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 LOW = ["MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16"]
 
@@ -30,14 +30,6 @@ PAIRS: list[tuple[type[TorchOptimizer], type[torch.optim.Optimizer], dict[str, A
 def skip(step: int, name: str) -> bool:
     """One parameter falls behind, one never has a gradient in the first part."""
     return (name == "vector" and step == 1) or (name == "other" and step < 4)
-
-
-def through_a_file(data: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(data, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 # -- torch.optim --------------------------------------------------------------------------------------------------------------

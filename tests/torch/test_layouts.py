@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_model
-from small_models import Awkward, give_gradients, same_bits, train, values
 
 import everybit as eb
 from everybit_torch import AdamW, Lion, TorchOptimizer
 from everybit_torch.optimizer import Layout
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 LOW = ["MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16"]
 

@@ -7,16 +7,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import mutations
 import numpy as np
 import pytest
 import torch
-from mutations import LOADERS, fingerprint, load, make, same, saved_by
-from small_models import Awkward, same_bits, train, values
 from torch import Tensor
 
 import everybit as eb
 from everybit_torch import SGD, AdamW, Lion
+from tests.support import mutations
+from tests.support.mutations import LOADERS, fingerprint, load, make, same, saved_by
+from tests.support.small_models import Awkward, same_bits, train, values
 
 Damage = Callable[[dict[str, Any]], Any]
 

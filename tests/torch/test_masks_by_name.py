@@ -256,7 +256,7 @@ def test_a_label_without_a_policy_is_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["masked", pytest.param("clipped", marks=pytest.mark.exhaustive)])
 def test_compiled_steps_are_the_same_and_are_not_compiled_again(name: str, recwarn: pytest.WarningsRecorder) -> None:
     torch._dynamo.reset()
-    policy = eb.by_label(kind, {"matrix": FP32, "vector": eb.Policy(momentum=eb.Stochastic())})
+    policy = eb.by_label(kind, {"matrix": FP32, "vector": eb.Policy(momentum=eb.Nearest("bfloat16"))})
     models = [Small(), Small()]
     optimizers = [
         TorchOptimizer(model.named_parameters(), FACTORIES[name], lr=0.1, policy=policy, compile=compile)

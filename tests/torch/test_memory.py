@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Awkward, give_gradients, same_bits, train, values
 from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import SGD, AdamW
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 ORDERS: dict[str, dict[str, Any]] = {
     "flat": {"layout": "flat"},

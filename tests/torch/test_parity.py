@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Awkward, give_gradients, same_bits, train, values
 
 import everybit as eb
 from everybit_torch import SGD, Adam, AdamW, RMSprop, TorchOptimizer
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 PAIRS: list[tuple[type[TorchOptimizer], type[torch.optim.Optimizer], dict[str, Any]]] = [
     (AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,13 +11,15 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import pytest
 import torch
-from small_models import Awkward, same_bits, train, values
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import everybit as eb
 from everybit.transform import ALONE
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, TorchOptimizer, enable_gradient_release
+from tests.support.files import through_a_file
+from tests.support.mutations import same
+from tests.support.small_models import Awkward, same_bits, train, values
 
 P = TypeVar("P")
 NAMES = ["EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"]
@@ -291,14 +292,6 @@ def test_a_slot_may_be_called_as_the_residual_or_the_counter_are(name: str) -> N
 # -- other people's entries -------------------------------------------------------------------------------------------------------
 
 
-def through_a_file(data: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(data, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
 def decorate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for number, parameter in enumerate(model.parameters()):
         optimizer.state[parameter]["slow_buffer"] = parameter.detach().double() + number
@@ -315,16 +308,6 @@ def decorations(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]
         entries = optimizer.state[parameter]
         found += [entries["slow_buffer"].clone(), entries["notes"], entries["mean"].clone()]
     return [*found, dict(optimizer.state["everybody"])]  # type: ignore[index]
-
-
-def equal(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return left.dtype is right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(equal, left, right))
-    return bool(left == right)
 
 
 @pytest.mark.parametrize("layout", ["flat", "tree"])
@@ -365,9 +348,9 @@ def test_what_others_keep_in_the_state_stays(layout: Any, when: str, then: str) 
             resumed.load_full_state_dict(through_a_file(optimizer.full_state_dict()))
         other.load_state_dict(model.state_dict())
         model, optimizer = other, resumed
-    assert equal(before, decorations(model, optimizer))
+    assert same(before, decorations(model, optimizer))
     train(model, optimizer, 1, start=9) if then != "released" else None
-    assert equal(before, decorations(model, optimizer))
+    assert same(before, decorations(model, optimizer))
 
 
 def test_a_copy_shares_nothing_that_others_keep() -> None:
@@ -383,7 +366,7 @@ def test_a_copy_shares_nothing_that_others_keep() -> None:
         optimizer.state[parameter]["slow_buffer"].fill_(99.0)
         optimizer.state[parameter]["notes"]["names"].append("c")
     optimizer.state["everybody"]["rate"].fill_(99.0)  # type: ignore[index]
-    assert equal(expected, decorations(other, resumed))
+    assert same(expected, decorations(other, resumed))
 
 
 def test_what_is_kept_for_a_parameter_that_was_never_stepped_comes_back() -> None:

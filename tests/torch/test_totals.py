@@ -9,13 +9,13 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from small_models import Awkward, give_gradients, same_bits, train, values
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import everybit as eb
 from everybit_torch import TorchOptimizer, reductions, stepping
 from everybit_torch.sharded.allocations import AllocationCounter
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 LEAN, KAHAN, FP32 = eb.policies.LEAN_BF16, eb.policies.KAHAN_BF16, eb.policies.FP32
 

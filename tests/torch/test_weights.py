@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import same_bits
 from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import AdamW, export_weights, import_weights, load_safetensors, save_safetensors
+from tests.support.small_models import same_bits
 
 LOW = ["MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16"]
 

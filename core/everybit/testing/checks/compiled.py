@@ -20,7 +20,7 @@ def check_no_recompilation(build: Build, *, steps: int = 100) -> None:
     """One compilation serves a run whose learning rate follows a schedule and a tensor that is written to between steps."""
     compilations = 0
 
-    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
         nonlocal compilations
         compilations += 1
         return module.forward

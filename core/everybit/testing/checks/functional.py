@@ -28,7 +28,7 @@ def check_vmap(build: Build) -> None:
             params, state = optimizer.step(params, grads, state)
         return optimizer.export_fp32(params, state), state
 
-    def update(rate: Tensor, params: Any, sequence: list[Any], policy: Policy) -> Any:
+    def update(rate: Tensor, params: Any, sequence: list[Any], _policy: Policy) -> Any:
         transform = build(rate)
         state = transform.init(params)
         for number, grads in enumerate(sequence, start=1):

@@ -25,7 +25,7 @@ def check_hyperparameters_are_data(build: Build) -> None:
     for value in (None, 0.0):
         # Each as it is, and each at zero, where transforms like to take another way.
         given = numbers if value is None else _at_zero(numbers)
-        tensors = map_hyperparameters(lambda name, x: torch.as_tensor(x, dtype=torch.float64), given)
+        tensors = map_hyperparameters(lambda _name, x: torch.as_tensor(x, dtype=torch.float64), given)
         for dtype, policy in STORED:
             one, other = (with_policy(x, policy, unsafe="allow") for x in (given, tensors))
             params = example_params(dtype)
@@ -39,7 +39,7 @@ def check_hyperparameters_are_data(build: Build) -> None:
                 what = f"hyperparameters as tensors, against numbers{'' if value is None else ' (zero)'}, step {step}, {dtype}"
                 assert_same_bits(both, stepped, what)
             shadows = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), (params, grads, stepped[1]))
-            traced = map_hyperparameters(lambda name, x: torch.empty((), dtype=torch.float64, device="meta"), given)
+            traced = map_hyperparameters(lambda _name, _x: torch.empty((), dtype=torch.float64, device="meta"), given)
             try:
                 with_policy(traced, policy, unsafe="allow").step(*shadows)
             except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -54,7 +54,7 @@ def _at_zero(transform: Transform[Any]) -> Transform[Any]:
     for position in range(len(hyperparameters(transform))):
         count = iter(range(position + 1))
 
-        def zero(name: str, value: Any, count: Any = count, position: int = position) -> Any:
+        def zero(_name: str, value: Any, count: Any = count, position: int = position) -> Any:
             return 0.0 if next(count, None) == position else value
 
         with suppress(ValueError):

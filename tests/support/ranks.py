@@ -26,9 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks are forked from a process that has imported everything and computed nothing, which takes a tenth of a second each.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "everybit_torch", "everybit_torch.sharded.stepper", "ranks"])
+# Ranks are forked from a process that has imported everything and computed nothing, which takes a tenth of a second each. What a rank would
+# import when it first compiles or saves is imported there too, once and not in every rank.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.compile_fx",
+        "setuptools", "pytest", "everybit_torch", "everybit_torch.sharded.stepper",
+    ]
+)  # fmt: skip
 
 Outcome = tuple[bool, Any]
 
@@ -96,8 +102,8 @@ class _Worker:
     """A process that runs one program after another."""
 
     def __init__(self) -> None:
-        self.pipe, other = _CONTEXT.Pipe()
-        self.process: BaseProcess = _CONTEXT.Process(target=_serve, args=(other,), daemon=True)
+        self.pipe, other = CONTEXT.Pipe()
+        self.process: BaseProcess = CONTEXT.Process(target=_serve, args=(other,), daemon=True)
         self.process.start()
         other.close()
 

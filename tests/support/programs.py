@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any, Literal
 
 import torch
@@ -148,49 +149,43 @@ def integer_gradients(
     for given in strategies:
         strategy: Strategy = "optim_grads_params" if given == "optim_grads_params+outer" else given
         outer: OuterStrategy = "optim" if given == "optim_grads_params+outer" else "no_shard"
-        for count in microbatches:
-            for one in grads:
-                for pattern in patterns:
-                    model = Sum().to(dtype)
-                    policy = eb.Policy(params=eb.Nearest() if dtype is torch.float32 else eb.Kahan(), grads=one)
-                    stepper = FlatStepper(
-                        model,
-                        eb.sgd(0.0),
-                        policy=policy,
-                        strategy=strategy,
-                        units=[Addend],
-                        mesh=mesh,
-                        outer=outer,
-                        synchronize=False,
-                    )
-                    for cycle in range(2):
-                        for number in range(count):
-                            last = number == count - 1
-                            context: Any = contextlib.nullcontext()
-                            if pattern == "microbatch":
-                                context = stepper.microbatch(last=last)
-                            elif pattern == "no_sync":
-                                context = stepper.sync() if last else stepper.no_sync()
-                            with context:
-                                model(1 + rank + 5 * number + cycle).backward()
-                        stepper.finish_gradients()
-                        expected = 0
-                        for r in range(size):
-                            for number in range(count):
-                                expected += 1 + r + 5 * number + cycle
-                        for shard in stepper._shards:
-                            for s, parameter in zip(shard.slices, shard.parameters, strict=True):
-                                got = shard.gradients.own[s.offset : s.offset + parameter.numel()]
-                                name = s.placement.spec.name
-                                position = int(name.rsplit(".", 1)[1]) if "parts" in name else 0
-                                total = expected + position * size * count
-                                right = torch.tensor(float(total)) / torch.tensor(float(size))
-                                if not torch.equal(got, right.to(got.dtype).expand_as(got)):
-                                    wrong.append(
-                                        (strategy, outer, size, count, one, pattern, name, got.tolist(), float(right))
-                                    )
-                        stepper.zero_grad()
-                    stepper.close()
+        for one in grads:
+            # One stepper for all of them: a cycle begins where the cycle before it, of another kind, ended.
+            model = Sum().to(dtype)
+            policy = eb.Policy(params=eb.Nearest() if dtype is torch.float32 else eb.Kahan(), grads=one)
+            stepper = FlatStepper(
+                model,
+                eb.sgd(0.0),
+                policy=policy,
+                strategy=strategy,
+                units=[Addend],
+                mesh=mesh,
+                outer=outer,
+                synchronize=False,
+            )
+            for count, pattern, cycle in itertools.product(microbatches, patterns, range(2)):
+                for number in range(count):
+                    last = number == count - 1
+                    context: Any = contextlib.nullcontext()
+                    if pattern == "microbatch":
+                        context = stepper.microbatch(last=last)
+                    elif pattern == "no_sync":
+                        context = stepper.sync() if last else stepper.no_sync()
+                    with context:
+                        model(1 + rank + 5 * number + cycle).backward()
+                stepper.finish_gradients()
+                expected = sum(1 + r + 5 * number + cycle for r in range(size) for number in range(count))
+                for shard in stepper._shards:
+                    for s, parameter in zip(shard.slices, shard.parameters, strict=True):
+                        got = shard.gradients.own[s.offset : s.offset + parameter.numel()]
+                        name = s.placement.spec.name
+                        position = int(name.rsplit(".", 1)[1]) if "parts" in name else 0
+                        total = expected + position * size * count
+                        right = torch.tensor(float(total)) / torch.tensor(float(size))
+                        if not torch.equal(got, right.to(got.dtype).expand_as(got)):
+                            wrong.append((strategy, outer, size, count, one, pattern, name, got.tolist(), float(right)))
+                stepper.zero_grad()
+            stepper.close()
     return wrong
 
 

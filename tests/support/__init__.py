@@ -1,0 +1,1 @@
+"""What several tests need: models, programs for ranks, comparisons, damaged inputs."""

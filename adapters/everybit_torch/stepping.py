@@ -108,7 +108,10 @@ class Group:
             return step_in_place(optimizer, tensors, grads, state, unit.first, metrics=metrics, totals=totals)
 
         nothing = len(unit.tensors) == 1 and not first.numel()
-        if not (compile and can_compile(first.device)) or nothing:
+        # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
+        # elements after the last multiple of it (CppScheduling.try_loop_split).
+        short = unit.block > 1 and any(x.numel() % unit.block for x in unit.tensors)
+        if not (compile and can_compile(first.device)) or nothing or short:
             return uncompiled()
         inputs = Inputs(
             tensors, grads, state, unit.first_tensor, list(totals), self.policies[first.dtype], metrics, unit.decision

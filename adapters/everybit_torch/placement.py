@@ -208,7 +208,8 @@ def _runs(
         whole = needs_whole_tensors(applied(optimizer, decision).transform)
         flat = allow_flat and not whole and id(parameter) not in apart and can_be_flat(parameter)
         # Blocks are counted from each parameter's first element, so that a parameter in a run begins at a multiple of the block.
-        at_block = runs and (first - runs[-1][1]) % block == 0
+        # One that ends inside a block is a run of its own, because it is stepped uncompiled.
+        at_block = runs and (first - runs[-1][1]) % block == 0 == parameter.numel() % block
         if runs and flat and runs[-1][2] and first == end and at_block and decision == runs[-1][3]:
             runs[-1][0].append(parameter)
         else:

@@ -138,7 +138,10 @@ class Group:
                 optimizer, unit.tensors, [grad], unit.state, unit.first, metrics=metrics, totals=totals
             )
 
-        if not (compile and can_compile(tensor.device)) or not tensor.numel():
+        # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
+        # elements after the last multiple of it (CppScheduling.try_loop_split).
+        short = unit.block > 1 and tensor.numel() % unit.block
+        if not (compile and can_compile(tensor.device)) or not tensor.numel() or short:
             return uncompiled()
         inputs = Inputs(
             unit.tensors,

@@ -285,8 +285,11 @@ def test_damage_to_the_inventory_is_told_with_the_tensor_it_is_about(tmp_path: P
         path.write_text(text, encoding="latin-1")
         with pytest.raises(ValueError, match=r"everybit.json: "):
             one.load(tmp_path)
-    path.write_bytes(whole.replace(b'"format": 1', b'"format": 2'))
-    with pytest.raises(ValueError, match=r"has format 2; accepted by this version is 1"):
+    path.write_bytes(whole.replace(b'"format": 2', b'"format": 3'))
+    with pytest.raises(ValueError, match=r"has format 3; accepted by this version are 1 and 2"):
+        one.load(tmp_path)
+    path.write_bytes(whole.replace(b'"format": 2', b'"format": 1'))
+    with pytest.raises(ValueError, match=r"bits have changed since it was written"):
         one.load(tmp_path)
     path.write_bytes(whole)
     one.load(tmp_path)

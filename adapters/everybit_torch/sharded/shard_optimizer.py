@@ -219,8 +219,8 @@ class ShardOptimizer(TorchOptimizer):
 
     def _place_shard(self, group: Any, shard: Shard) -> None:
         own = shard.weights.own
-        random = self._labelled[shard.weights.group.label].policy.draws_bits
-        runs = contiguous_runs(shard.slices, by_index=random)
+        policy = self._labelled[shard.weights.group.label].policy
+        runs = contiguous_runs(shard.slices, by_index=policy.draws_bits, block=policy.block)
         for run in runs:
             low = shard.slices[run[0]].offset if run else 0
             high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
@@ -446,10 +446,10 @@ class ShardOptimizer(TorchOptimizer):
         return {source: find_totals(members, self._axis, reads) for source, members in parts.items()}
 
 
-def contiguous_runs(slices: Sequence[Slice], *, by_index: bool) -> list[list[int]]:
+def contiguous_runs(slices: Sequence[Slice], *, by_index: bool, block: int) -> list[list[int]]:
     """Numbers of the slices that are stepped together: all, or those whose elements have consecutive global indices; one run if none.
 
-    Slices between which the buffer has padding are stepped apart.
+    Slices between which the buffer has padding are stepped apart; so is one that ends inside a ``block``, which is stepped uncompiled.
 
     Elements that are neighbours in a buffer but not in the model draw bits of indices that are apart. Nobody sees it where no bits
     are drawn.
@@ -457,7 +457,7 @@ def contiguous_runs(slices: Sequence[Slice], *, by_index: bool) -> list[list[int
     runs: list[list[int]] = [[]]
     expected = end = None
     for number, s in enumerate(slices):
-        apart = s.offset != end or (by_index and s.placement.spec.index + s.low != expected)
+        apart = s.offset != end or (s.high - s.low) % block or (by_index and s.placement.spec.index + s.low != expected)
         if runs[-1] and apart:
             runs.append([])
         runs[-1].append(number)

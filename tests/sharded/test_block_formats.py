@@ -1,0 +1,182 @@
+"""A format with one number for a block of elements, on shards: whatever cuts the model, no bit differs from the whole's."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import everybit as eb
+from everybit_torch import TorchOptimizer
+from everybit_torch.sharded import offload
+from everybit_torch.sharded import stepper as stepper_module
+from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
+from everybit_torch.sharded.layout import ParameterSpec, build
+from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import Strategy
+from tests.support.block_formats import Int8Blocks, Int8Residual
+from tests.support.ranks import run
+
+STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+BLOCKS = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=Int8Blocks(16))
+DRAWING = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=eb.Stochastic())
+
+
+class Model(nn.Module):
+    """Parameters that end inside a block, at one, and before the first; gradients that are sums of whole numbers on any ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(7, 9), (9,), (64,), (3, 32), (), (5, 33)]
+        self.values = nn.ParameterList(
+            torch.sin(torch.arange(torch.Size(shape).numel()) + 1.0).view(shape) for shape in shapes
+        )
+
+    def forward(self, step: int) -> Tensor:
+        terms = [
+            (p * ((torch.arange(p.numel()).view(p.shape) * (number + 3) + step) % 13 - 6).to(p.dtype)).float().sum()
+            for number, p in enumerate(self.values)
+        ]
+        return torch.stack(terms).sum()
+
+
+def model() -> Model:
+    return Model().to(torch.bfloat16)
+
+
+def adamw() -> eb.Transform[Any]:
+    return eb.adamw(0.01)
+
+
+def whole(policy: eb.Policy, steps: int, layout: Any = "tree") -> tuple[Model, TorchOptimizer]:
+    module = model()
+    optimizer = TorchOptimizer(module.parameters(), adamw, policy=policy, layout=layout)
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(step).backward()
+        optimizer.step()
+    return module, optimizer
+
+
+def stepped(stepper: FlatStepper, module: Model, steps: range) -> None:
+    for step in steps:
+        stepper.zero_grad()
+        with stepper.microbatch(last=True):
+            module(step).backward()
+        stepper.step()
+
+
+def weights(stepper: FlatStepper, module: Model) -> list[Tensor]:
+    with stepper.full_parameters():
+        return [p.detach().clone() for p in module.values]
+
+
+def exact(stepper: FlatStepper) -> int:
+    """Bytes of what the optimizer keeps on this rank: slots and compensation."""
+    units = stepper.as_optimizer()._units
+    return sum(x.nbytes for unit in units for x in eb.tree.leaves((unit.state.extra, unit.state.inner)) if x.ndim)
+
+
+def each_strategy(folder: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for name, policy in (("blocks", BLOCKS), ("drawing", DRAWING)):
+        for strategy in STRATEGIES:
+            module = model()
+            stepper = FlatStepper(module, adamw(), policy=policy, strategy=strategy)
+            stepped(stepper, module, range(3))
+            plan = stepper.plan()
+            kept = {use: plan.persistent[use] for use in ("compensation", "momentum", "variance")}
+            found[name, strategy] = weights(stepper, module), sum(kept.values()), exact(stepper)
+            if strategy == "optim_grads" and name == "blocks":
+                save_sharded(stepper, folder)
+    return found
+
+
+def refused() -> str:
+    module = nn.Linear(8, 8)
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = TorchOptimizer(module.parameters(), adamw, policy=eb.Policy(momentum=Int8Blocks()))
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def resumed(folder: str) -> list[Tensor]:
+    module = model()
+    stepper = FlatStepper(module, adamw(), policy=BLOCKS, strategy="optim_grads_params")
+    load_sharded(stepper, folder)
+    stepped(stepper, module, range(3, 5))
+    return weights(stepper, module)
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_shards_give_the_wholes_bits_and_a_checkpoint_of_three_ranks_goes_on_on_two() -> None:
+    expected = {name: list(whole(policy, 3)[0].values) for name, policy in (("blocks", BLOCKS), ("drawing", DRAWING))}
+    later = list(whole(BLOCKS, 5)[0].values)
+    with tempfile.TemporaryDirectory() as folder:
+        for size in (1, 2, 3):
+            for found in run(size, each_strategy, folder):
+                for (name, strategy), (got, planned, measured) in found.items():
+                    assert same(got, expected[name]), (size, name, strategy)
+                    assert planned == measured, (size, name, strategy)
+        for got in run(2, resumed, folder):
+            assert same(got, later)
+        # A plain model goes on, too, with every stored bit.
+        module = model()
+        optimizer = TorchOptimizer(module.parameters(), adamw, policy=BLOCKS)
+        load_sharded_into(module, optimizer, folder)
+        saved = whole(BLOCKS, 3)[1].state_dict()["state"]
+        for number, entries in optimizer.state_dict()["state"].items():
+            assert entries.keys() == saved[number].keys() >= {"param.codes", "param.scale", "momentum.scale"}
+            assert all(torch.equal(value, saved[number][name]) for name, value in entries.items())
+        for step in (3, 4):
+            optimizer.zero_grad()
+            module(step).backward()
+            optimizer.step()
+        assert same(list(module.values), later)
+
+
+def test_state_on_the_host_is_streamed_by_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepper_module, "is_host", lambda device: False)
+    monkeypatch.setattr(offload, "BUCKET", 50)
+    module = model()
+    stepper = FlatStepper(module, adamw(), policy=BLOCKS, strategy="optim", offload=True)
+    stepped(stepper, module, range(3))
+    assert same(weights(stepper, module), list(whole(BLOCKS, 3)[0].values))
+
+
+def test_parameters_that_fsdp2_cuts_inside_blocks_are_refused_by_name() -> None:
+    for message in run(2, refused):
+        assert "param group 0: the policy stores one number for 32 elements" in message
+        assert "Accepted for sharded parameters are formats without blocks" in message
+
+
+def test_no_share_ends_inside_a_block_and_only_parameters_with_blocks_are_padded() -> None:
+    shapes = [(7, 9), (9,), (64,), ()]
+    for block in (1, 32):
+        specs = [ParameterSpec((str(n),), shape, torch.float32, block=block) for n, shape in enumerate(shapes)]
+        for shards in (1, 2, 3):
+            (group,) = build(specs, shards=shards).groups
+            assert group.numel == 63 + 9 + 64 + 1
+            assert group.padded % (shards * block) == 0
+            assert all(placement.start % block == 0 for placement in group.placements)
+            for rank in range(shards):
+                low, high = group.shard(rank, shards)
+                assert all(s.low % block == 0 for s in group.slices(low, high))
+            covered = sorted([*group.gaps, *((p.start, p.stop) for p in group.placements)])
+            assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])]
+            assert covered[-1][1] == group.padded
+            assert block > 1 or list(group.gaps) == ([(137, group.padded)] if group.padded > 137 else [])

@@ -1,0 +1,137 @@
+"""A format with one number for a block of elements in TorchOptimizer: every layout, compiled, saved, loaded, moved to other policies."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit_torch import TorchOptimizer
+from tests.support.block_formats import Int8Blocks, Int8Residual
+
+POLICY = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=Int8Blocks(16))
+SHAPES = [(7, 9), (9,), (64,), (3, 32), (), (5, 33)]
+
+
+def parameters(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+    values = [torch.sin(torch.arange(torch.Size(shape).numel()) + 1.0).view(shape) for shape in shapes]
+    return [torch.nn.Parameter(value.to(torch.bfloat16)) for value in values]
+
+
+def gradient(p: Tensor, number: int, step: int) -> Tensor:
+    return torch.cos(torch.arange(p.numel()) * (number + 1.0) + step).view(p.shape).to(p.dtype)
+
+
+def train(optimizer: TorchOptimizer, steps: range) -> None:
+    for step in steps:
+        for number, p in enumerate(optimizer.param_groups[0]["params"]):
+            p.grad = gradient(p, number, step)
+        optimizer.step()
+
+
+def stored(optimizer: TorchOptimizer) -> list[Tensor]:
+    values = [x for entries in optimizer.state_dict()["state"].values() for x in entries.values()]
+    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]] + [x.clone() for x in values]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def core(shapes: list[tuple[int, ...]], steps: int) -> tuple[list[Tensor], Any]:
+    params: list[Tensor] = [p.detach() for p in parameters(shapes)]
+    optimizer = eb.with_policy(eb.adamw(0.01), POLICY)
+    state = optimizer.init(params)
+    for step in range(steps):
+        params, state = optimizer.step(params, [gradient(p, n, step) for n, p in enumerate(params)], state)
+    return params, state
+
+
+@pytest.mark.parametrize("flat_gradients", [False, True])
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+def test_every_layout_steps_as_the_core_does_and_resumes(layout: Any, flat_gradients: bool) -> None:
+    if flat_gradients and layout == "tree":
+        return
+    made = TorchOptimizer(
+        parameters(SHAPES), eb.adamw, lr=0.01, policy=POLICY, layout=layout, flat_gradients=flat_gradients
+    )
+    train(made, range(3))
+    params, state = core(SHAPES, 3)
+    assert same(made.param_groups[0]["params"], params)
+    adam = next(one for one in state.inner.states if hasattr(one, "variance"))
+    for number, entries in made.state_dict()["state"].items():
+        codes, scale = adam.momentum[number]
+        assert torch.equal(entries["momentum"], codes)
+        assert torch.equal(entries["momentum.scale"], scale)
+        assert entries["variance.scale"].numel() == -(-params[number].numel() // 16)
+        assert entries["param.scale"].numel() == -(-params[number].numel() // 32)
+    file = io.BytesIO()
+    torch.save({"state": made.state_dict(), "model": list(made.param_groups[0]["params"])}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    fresh = parameters(SHAPES)
+    for p, value in zip(fresh, loaded["model"], strict=True):
+        p.data.copy_(value)
+    again = TorchOptimizer(fresh, eb.adamw, lr=0.01, policy=POLICY, layout="tree" if layout == "flat" else "flat")
+    again.load_state_dict(loaded["state"])
+    train(made, range(3, 5))
+    train(again, range(3, 5))
+    assert same(stored(made), stored(again))
+
+
+def test_a_long_buffer_is_stepped_in_pieces_that_end_at_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for piece in (1 << 17, 50):
+        monkeypatch.setattr("everybit_torch.stepping.PIECE", piece)
+        monkeypatch.setattr("everybit_torch.units.CHUNK", piece)
+        optimizer = TorchOptimizer(parameters([(64,), (3, 32), (5, 33)]), eb.adamw, lr=0.01, policy=POLICY)
+        train(optimizer, range(3))
+        found.append(stored(optimizer))
+    assert same(*found)
+
+
+def test_compiled_gives_the_uncompiled_bits_where_blocks_are_whole_and_where_they_are_not() -> None:
+    found = []
+    for compile in (False, True):
+        optimizer = TorchOptimizer(
+            parameters([(64,), (3, 32), (5, 33)]), eb.adamw, lr=0.01, policy=POLICY, compile=compile
+        )
+        train(optimizer, range(2))
+        found.append(stored(optimizer))
+    assert same(*found)
+
+
+def test_full_precision_carries_it_to_another_policy_and_back() -> None:
+    optimizer = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=POLICY)
+    train(optimizer, range(2))
+    full = optimizer.full_state_dict()
+    assert set(full["state"][0]) == {"step", "param", "momentum", "variance", "inner.step"}
+    assert full["state"][0]["momentum"].shape == (7, 9)
+    other = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=eb.policies.EXACT_BF16)
+    losses = other.load_full_state_dict(full)
+    assert {str(loss) for loss in losses.values()} == {"exact"}
+    back = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=POLICY)
+    back.load_full_state_dict(other.full_state_dict())
+    again = back.full_state_dict()
+    for number, entries in full["state"].items():
+        for name, value in entries.items():
+            # Codes of what codes stand for: the largest of a block, and so its scale, may be another by float32's rounding.
+            torch.testing.assert_close(again["state"][number][name], value, rtol=2e-6, atol=1e-9)
+
+
+def test_state_of_other_blocks_is_refused_by_name_and_nothing_changes() -> None:
+    optimizer = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=POLICY)
+    train(optimizer, range(1))
+    saved = optimizer.state_dict()
+    policy = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(16), variance=Int8Blocks(16))
+    other = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=policy)
+    before = stored(other)
+    with pytest.raises(
+        ValueError, match=r"parameter 0, 'momentum.scale': got .*\(2,\); accepted is torch.float32 of shape \(4,\)"
+    ):
+        other.load_state_dict(saved)
+    assert same(before, stored(other))

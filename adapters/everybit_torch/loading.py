@@ -18,6 +18,7 @@ import everybit as eb
 from everybit.dtypes import torch_dtype
 from everybit.entries import STEP, WEIGHTS, former_names
 from everybit.policy import resolve_tree
+from everybit.scalars import at
 from everybit_torch.arguments import as_python
 from everybit_torch.choosing import applied
 from everybit_torch.dtensors import is_dtensor, local
@@ -172,7 +173,7 @@ def judge_settings(optimizer: Loads, saved: Saved) -> Settings:
             new |= {name: as_python(name, new[name]) for name in optimizer._names if name in new}
             merged = {**group, **new}
             # A tensor's value is judged here as a number's is: loading may wait for a device, as a step may not.
-            numbers = {name: _as_number(merged[name]) for name in optimizer._names}
+            numbers = {name: _as_number(merged[name], name) for name in optimizer._names}
             optimizer._build(own, optimizer.factory_arguments({**merged, **numbers}))
             arguments = optimizer.factory_arguments(merged)
             optimizers = optimizer._build(own, arguments)
@@ -202,14 +203,19 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple, set, frozenset, bytes))
 
 
-def _as_number(value: Any) -> Any:
-    """A hyperparameter, or a pair of them, with numbers in the place of tensors."""
+def _as_number(value: Any, name: str) -> Any:
+    """A hyperparameter, or a pair of them, with numbers in the place of tensors.
+
+    Raises:
+        TypeError: A schedule that gives no number.
+    """
     if isinstance(value, (tuple, list)):
-        return type(value)(_number(one) for one in value)
-    return _number(value)
+        return type(value)(_number(one, name) for one in value)
+    return _number(value, name)
 
 
-def _number(value: Any) -> Any:
+def _number(value: Any, name: str) -> Any:
+    at(value, torch.ones((), dtype=torch.int64), name=name)
     plain = isinstance(value, Tensor) and value.ndim == 0 and value.dtype in (torch.float32, torch.float64)
     return float(value) if plain else value
 

@@ -93,6 +93,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "betas a number": (put(*group, "betas")(0.9), r"state_dict.*\['betas'\]: got 0.9; accepted is 2 numbers"),
     "eps none": (put(*group, "eps")(None), r"state_dict.*: eps: got None; accepted are a number"),
     "negative decay": (put(*group, "weight_decay")(-1), r"state_dict.*: weight_decay: got -1; accepted"),
+    "a schedule of no number": (put(*group, "eps")(lambda step: 4), r"state_dict.*: eps: its schedule gave 4; accepted is a 0-d float32"),
     "a flag that is none": (put(*group, "maximize")("yes"), r"state_dict.*: maximize: got 'yes'; accepted are True and False"),
     "betas the policy refuses": (put(*group, "betas")((0.9, 0.999)), r"state_dict.*Policy.variance: .*0.999"),
     "a lr on meta": (put(*group, "lr")(torch.zeros((), device="meta")), r"state_dict.*\['lr'\]: got a tensor, .* on meta"),

@@ -12,7 +12,8 @@ import everybit as eb
 from everybit.checks import problems
 from everybit.dtypes import dtype_name, require_member
 from everybit_torch.arguments import TorchArguments
-from everybit_torch.optimizer import Layout, Params, TorchOptimizer
+from everybit_torch.optimizer import Layout, TorchOptimizer
+from everybit_torch.param_groups import Params
 from everybit_torch.stepping import Compile
 
 

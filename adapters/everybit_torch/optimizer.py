@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.dtypes import FLOAT_DTYPES, dtype_name, torch_dtype
+from everybit.dtypes import FLOAT_DTYPES, torch_dtype
 from everybit.entries import VERSION, VERSION_KEY
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe, state_bytes, with_policy
 from everybit.parts import needs_whole_tensors
-from everybit.policies import describe, native
-from everybit.policy import LOW, AnyPolicy, draws_bits, for_dtype, resolve_tree
+from everybit.policies import describe
+from everybit.policy import LOW, AnyPolicy, draws_bits, resolve_tree
 from everybit_torch import loading, state_dicts, stepping
 from everybit_torch.arguments import (
     as_python,
@@ -31,7 +31,7 @@ from everybit_torch.arguments import (
     require_known_options,
     settled,
 )
-from everybit_torch.choosing import Tree, applied, resolve_parameters, tree_of
+from everybit_torch.choosing import applied, resolve_parameters, tree_of
 from everybit_torch.compiling import has_compiler
 from everybit_torch.dtensors import axis_of, first_element, is_counted, is_dtensor, like, local, mesh_of
 from everybit_torch.entries import UNUSED, ParameterState, States, state_replaced
@@ -39,6 +39,16 @@ from everybit_torch.following import follow, require_followable
 from everybit_torch.gradients import GradientBuffer, gather
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.migration import Migration, plan_migration, skeleton
+from everybit_torch.param_groups import (
+    Params,
+    as_lists,
+    described,
+    main_gradients,
+    named_tree,
+    policy_for,
+    require_parameters,
+    tensors_of,
+)
 from everybit_torch.placement import Placement, Run, is_settled, moves, plan_placement
 from everybit_torch.probing import Factory
 from everybit_torch.reductions import Part, find_totals
@@ -48,7 +58,6 @@ from everybit_torch.torch_internals import optimizers as torch_optimizers
 from everybit_torch.units import Unit, flatten, init_state
 
 Layout = Literal["auto", "flat", "tree"]
-Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 FLOATS = tuple(map(torch_dtype, FLOAT_DTYPES))
 
@@ -161,8 +170,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self._metrics: Metrics | None = None
         self.metrics_enabled = metrics
         # All of them, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside 16-bit ones as they are.
-        params = _as_lists(params)
-        self._is_mixed = any(p.dtype in LOW for p in _tensors_of(params))
+        params = as_lists(params)
+        self._is_mixed = any(p.dtype in LOW for p in tensors_of(params))
         super().__init__(cast(Any, params), hyperparameters)
         self.state = self._states = States()
 
@@ -184,19 +193,19 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         param_group["params"] = given
         number = len(self.param_groups)
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
-        _require_parameters(number, tensors)
+        require_parameters(number, tensors)
         kind = type(self).__name__
         options = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
         require_known_options(kind, self._names, options, self._decoupled)
         param_group |= {name: as_python(name, options[name]) for name in self._names if name in options}
         mixed = self._is_mixed or any(tensor.dtype in LOW for tensor in tensors)
         dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-        policies = {dtype: _policy_for(policy, dtype, number, mixed=mixed) for dtype in dtypes}
+        policies = {dtype: policy_for(policy, dtype, number, mixed=mixed) for dtype in dtypes}
         group = Group(number, self._factory, policies, self._seed, announce=self._compile == "auto")
         arguments = self.factory_arguments({**self.defaults, **param_group})
         group.follow(arguments, self._build(group, arguments))
         self._require_layout(group.optimizers)
-        main_dtypes = _main_gradients(number, _named(given), policies)
+        main_dtypes = main_gradients(number, named_tree(given), policies)
         super().add_param_group(param_group)
         self._is_mixed = mixed
         self._groups.append(group)
@@ -269,7 +278,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             policy = values["policy"]
             if group.known:
                 if not self._is_in_force(group, policy):
-                    now = _described(group.policies)
+                    now = described(group.policies)
                     raise ValueError(
                         f"param group {number}: policy: got {describe(policy)}, and since the first step its parameters and state are"
                         f" stored under {now}; accepted is a change before it. To carry the run over delete the entry, make an optimizer"
@@ -277,13 +286,13 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                     )
                 del values["policy"]
                 continue
-            policies = {dtype: _policy_for(policy, dtype, number, mixed=self._is_mixed) for dtype in group.policies}
+            policies = {dtype: policy_for(policy, dtype, number, mixed=self._is_mixed) for dtype in group.policies}
             new = Group(number, self._factory, policies, self._seed, announce=self._compile == "auto")
             arguments = self.factory_arguments(values)
             new.follow(arguments, self._build(new, arguments))
             self._require_layout(new.optimizers)
-            wide = dict(_main_gradients(number, tree_of(values), policies))
-            for tensor, _ in _main_gradients(number, tree_of(values), group.policies):
+            wide = dict(main_gradients(number, tree_of(values), policies))
+            for tensor, _ in main_gradients(number, tree_of(values), group.policies):
                 if tensor not in wide:
                     wide[tensor] = tensor.dtype
             for tensor, dtype in wide.items():
@@ -293,7 +302,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def _is_in_force(self, group: Group, policy: AnyPolicy | None) -> bool:
         return all(
-            one == _policy_for(policy, dtype, group.number, mixed=self._is_mixed)
+            one == policy_for(policy, dtype, group.number, mixed=self._is_mixed)
             for dtype, one in group.policies.items()
         )
 
@@ -899,7 +908,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 placed = ("tree" if whole or self._layout == "tree" else "flat") + ", from the first step on"
             if group.waiting and units:
                 placed += f", {len(group.waiting)} frozen"
-            policies = _described(group.policies)
+            policies = described(group.policies)
             if "policy" in values and not self._is_in_force(group, values["policy"]):
                 when = "not in force" if group.known else "from the first step on"
                 policies += f" (param_groups[{group.number}]['policy'] is {describe(values['policy'])}, {when})"
@@ -944,7 +953,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                     unit.gradients.restore(unit.parameters)
             # torch copies a parameter without its grad_dtype.
             for group, values in zip(self._groups, self.param_groups, strict=True):
-                for tensor, dtype in _main_gradients(group.number, tree_of(values), group.policies):
+                for tensor, dtype in main_gradients(group.number, tree_of(values), group.policies):
                     tensor.grad_dtype = dtype
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
@@ -1177,30 +1186,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                         local(own[name]).copy_(local(value))
 
 
-def _require_parameters(number: int, tensors: Sequence[Any]) -> None:
-    """Refuse what an optimizer cannot optimize.
-
-    Raises:
-        TypeError: Something that is no tensor, or no real floating-point tensor.
-        ValueError: A tensor that comes twice.
-    """
-    for index, tensor in enumerate(tensors):
-        where = f"param group {number}, parameter {index}"
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{where}: got {loading.shown(tensor)}; accepted are tensors.")
-        if tensor.is_complex() or not tensor.is_floating_point():
-            raise TypeError(
-                f"{where}: got {tensor.dtype}; accepted are real floating-point parameters."
-                + (" torch.view_as_real gives a real view of a complex one." if tensor.is_complex() else "")
-            )
-    places: dict[int, int] = {}
-    for index, tensor in enumerate(tensors):
-        if (first := places.setdefault(id(tensor), index)) != index:
-            raise ValueError(
-                f"param group {number}: parameters {first} and {index} are the same tensor; accepted is each once."
-            )
-
-
 def _number(numbers: Mapping[int, int], parameter: Tensor) -> int:
     """What a checkpoint calls a parameter.
 
@@ -1239,75 +1224,3 @@ def _gathered(unit: Unit, grads: list[Tensor]) -> Tensor:
 def to_device_of(x: Tensor, like: Tensor) -> Tensor:
     """A measurement where the others are."""
     return x.to(like.device)
-
-
-def _policy_for(policy: AnyPolicy | None, dtype: torch.dtype, number: int, *, mixed: bool) -> AnyPolicy:
-    name = dtype_name(dtype, field=f"param group {number}")
-    return native(name) if policy is None else for_dtype(policy, name, mixed=mixed)
-
-
-def _described(policies: Mapping[torch.dtype, AnyPolicy]) -> str:
-    """The policy of a group, or those of its dtypes where they differ."""
-    described = {dtype: describe(policy) for dtype, policy in policies.items()}
-    if len(set(described.values())) == 1:
-        return next(iter(described.values()))
-    return ", ".join(f"{dtype_name(dtype, field='dtype')}: {text}" for dtype, text in described.items())
-
-
-def _as_lists(params: Params) -> Params:
-    """The constructor's argument with its generators read, so that it can be gone through twice; torch refuses what it cannot take."""
-    if isinstance(params, (Tensor, Mapping, str, set)) or not isinstance(params, Iterable):
-        return params
-    return cast(
-        Params,
-        [
-            {**one, "params": list(one["params"])}
-            if isinstance(one, dict) and isinstance(one.get("params"), Iterator)
-            else one
-            for one in params
-        ],
-    )
-
-
-def _tensors_of(params: Params) -> Iterator[Tensor]:
-    """The tensors in what :func:`_as_lists` returned, named or in groups."""
-    if isinstance(params, Tensor):
-        yield params
-    elif isinstance(params, dict):
-        yield from _tensors_of(params.get("params", []))
-    elif isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], str):
-        yield from _tensors_of(params[1])
-    elif isinstance(params, (list, tuple)):
-        for one in params:
-            yield from _tensors_of(one)
-
-
-def _main_gradients(
-    number: int, tree: Tree, policies: Mapping[torch.dtype, AnyPolicy]
-) -> list[tuple[Tensor, torch.dtype]]:
-    """The parameters whose gradients a policy keeps in another dtype than the model's, with that dtype.
-
-    Raises:
-        ValueError: A policy that does not fit a parameter, or a gradient that is there already, in the model's dtype.
-    """
-    found = []
-    resolved = resolve_parameters(policies, tree)
-    for tensor in tree.values():
-        main = torch_dtype(resolved[id(tensor)].grads_main)
-        if main is tensor.dtype or is_dtensor(tensor):  # FSDP2 gives gradients their dtype
-            continue
-        if tensor.grad is not None and tensor.grad.dtype is not main:
-            raise ValueError(
-                f"param group {number}: Grads.main: got {main}, but a parameter of shape {tuple(tensor.shape)} holds a"
-                f" {tensor.grad.dtype} gradient already; clear it (zero_grad) before making the optimizer."
-            )
-        found.append((tensor, main))
-    return found
-
-
-def _named(given: list[Any]) -> Tree:
-    """The entries of a param group, tensors or pairs of name and tensor, as :func:`tree_of` has them."""
-    named = [entry for entry in given if isinstance(entry, tuple)]
-    if not named:
-        return tree_of({"params": given})
-    return tree_of({"params": [tensor for _, tensor in named], "param_names": [name for name, _ in named]})

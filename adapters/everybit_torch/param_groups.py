@@ -1,0 +1,119 @@
+"""What is given as parameters and policies of param groups, looked at before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from everybit.dtypes import dtype_name, torch_dtype
+from everybit.policies import describe, native
+from everybit.policy import AnyPolicy, for_dtype
+from everybit_torch.choosing import Tree, resolve_parameters, tree_of
+from everybit_torch.dtensors import is_dtensor
+from everybit_torch.saved_structure import shown
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+def require_parameters(number: int, tensors: Sequence[Any]) -> None:
+    """Refuse what an optimizer cannot optimize.
+
+    Raises:
+        TypeError: Something that is no tensor, or no real floating-point tensor.
+        ValueError: A tensor that comes twice.
+    """
+    for index, tensor in enumerate(tensors):
+        where = f"param group {number}, parameter {index}"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{where}: got {shown(tensor)}; accepted are tensors.")
+        if tensor.is_complex() or not tensor.is_floating_point():
+            raise TypeError(
+                f"{where}: got {tensor.dtype}; accepted are real floating-point parameters."
+                + (" torch.view_as_real gives a real view of a complex one." if tensor.is_complex() else "")
+            )
+    places: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        if (first := places.setdefault(id(tensor), index)) != index:
+            raise ValueError(
+                f"param group {number}: parameters {first} and {index} are the same tensor; accepted is each once."
+            )
+
+
+def policy_for(policy: AnyPolicy | None, dtype: torch.dtype, number: int, *, mixed: bool) -> AnyPolicy:
+    """The policy of a group's parameters of one dtype.
+
+    Raises:
+        ValueError: None was given for 16-bit parameters, or one that does not fit the dtype.
+    """
+    name = dtype_name(dtype, field=f"param group {number}")
+    return native(name) if policy is None else for_dtype(policy, name, mixed=mixed)
+
+
+def described(policies: Mapping[torch.dtype, AnyPolicy]) -> str:
+    """The policy of a group, or those of its dtypes where they differ."""
+    described = {dtype: describe(policy) for dtype, policy in policies.items()}
+    if len(set(described.values())) == 1:
+        return next(iter(described.values()))
+    return ", ".join(f"{dtype_name(dtype, field='dtype')}: {text}" for dtype, text in described.items())
+
+
+def as_lists(params: Params) -> Params:
+    """The constructor's argument with its generators read, so that it can be gone through twice; torch refuses what it cannot take."""
+    if isinstance(params, (Tensor, Mapping, str, set)) or not isinstance(params, Iterable):
+        return params
+    return cast(
+        Params,
+        [
+            {**one, "params": list(one["params"])}
+            if isinstance(one, dict) and isinstance(one.get("params"), Iterator)
+            else one
+            for one in params
+        ],
+    )
+
+
+def tensors_of(params: Params) -> Iterator[Tensor]:
+    """The tensors in what :func:`_as_lists` returned, named or in groups."""
+    if isinstance(params, Tensor):
+        yield params
+    elif isinstance(params, dict):
+        yield from tensors_of(params.get("params", []))
+    elif isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], str):
+        yield from tensors_of(params[1])
+    elif isinstance(params, (list, tuple)):
+        for one in params:
+            yield from tensors_of(one)
+
+
+def main_gradients(
+    number: int, tree: Tree, policies: Mapping[torch.dtype, AnyPolicy]
+) -> list[tuple[Tensor, torch.dtype]]:
+    """The parameters whose gradients a policy keeps in another dtype than the model's, with that dtype.
+
+    Raises:
+        ValueError: A policy that does not fit a parameter, or a gradient that is there already, in the model's dtype.
+    """
+    found = []
+    resolved = resolve_parameters(policies, tree)
+    for tensor in tree.values():
+        main = torch_dtype(resolved[id(tensor)].grads_main)
+        if main is tensor.dtype or is_dtensor(tensor):  # FSDP2 gives gradients their dtype
+            continue
+        if tensor.grad is not None and tensor.grad.dtype is not main:
+            raise ValueError(
+                f"param group {number}: Grads.main: got {main}, but a parameter of shape {tuple(tensor.shape)} holds a"
+                f" {tensor.grad.dtype} gradient already; clear it (zero_grad) before making the optimizer."
+            )
+        found.append((tensor, main))
+    return found
+
+
+def named_tree(given: list[Any]) -> Tree:
+    """The entries of a param group, tensors or pairs of name and tensor, as :func:`tree_of` has them."""
+    named = [entry for entry in given if isinstance(entry, tuple)]
+    if not named:
+        return tree_of({"params": given})
+    return tree_of({"params": [tensor for _, tensor in named], "param_names": [name for name, _ in named]})

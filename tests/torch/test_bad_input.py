@@ -95,22 +95,6 @@ def test_a_beta_that_becomes_impossible_for_the_policy_is_refused() -> None:
         train(model, optimizer, 1)
 
 
-def test_a_global_norm_over_several_groups_is_refused() -> None:
-    from everybit_torch import TorchOptimizer
-
-    def clipped(learning_rate: float) -> eb.Transform[Any]:
-        return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
-
-    model = Awkward()
-    with pytest.raises(ValueError, match=r"its norm would not be the global one"):
-        TorchOptimizer([{"params": [model.matrix]}, {"params": [model.vector]}], clipped, lr=0.1)
-    optimizer = TorchOptimizer([model.matrix], clipped, lr=0.1)
-    with pytest.raises(ValueError, match=r"its norm would not be the global one"):
-        optimizer.add_param_group({"params": [model.vector]})
-    assert len(optimizer.param_groups) == 1
-    train(model, optimizer, 1)
-
-
 def test_rmsprop_alpha_goes_by_torchs_name() -> None:
     with pytest.raises(ValueError, match=r"RMSprop, param group 0: alpha: got 1.5"):
         RMSprop(Awkward().parameters(), alpha=1.5)

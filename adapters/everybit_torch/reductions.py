@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 import everybit as eb
+from everybit.hyperparameters import hyperparameters
 from everybit.parts import needs_whole_tensors
 from everybit_torch.units import Unit, map_state
 
@@ -105,16 +106,19 @@ class Reads:
     @staticmethod
     def _find(optimizer: eb.Optimizer[Any], empty: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
         params, state = optimizer.decode(empty.tensors, empty.state)
-        origins = {id(x): frozenset({WEIGHTS}) for x in eb.tree.leaves(params)}
+        grads = [torch.empty_like(x) for x in params]
+        ctx = eb.Context(axis=Replay(totals), first_element=empty.first).at(state.step + 1)
+        numbers = [value for _, value in hyperparameters(optimizer.transform) if isinstance(value, Tensor)]
+        following = _Origins(
+            {id(x): frozenset() for x in (*totals, *numbers, *eb.tree.leaves(state), *grads, ctx.step)}
+        )
 
         def note(name: str, slot: Any) -> Any:
-            origins.update({id(x): frozenset({name}) for x in eb.tree.leaves(slot)})
+            following.origins.update({id(x): frozenset({name}) for x in eb.tree.leaves(slot)})
             return slot
 
         eb.tree.map_slots(note, state.inner)
-        grads = [torch.empty_like(x) for x in params]
-        ctx = eb.Context(axis=Replay(totals), first_element=empty.first).at(state.step + 1)
-        following = _Origins(origins)
+        following.origins.update({id(x): frozenset({WEIGHTS}) for x in eb.tree.leaves(params)})
         try:
             with following:
                 optimizer.transform.update(grads, state.inner, params, ctx)
@@ -123,24 +127,28 @@ class Reads:
         return frozenset()
 
 
-class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows which tensors are computed from which, by id."""
+class _Origins(TorchFunctionMode):
+    """Follows which tensors are computed from which, by id.
+
+    A tensor that comes from elsewhere may have been computed from anything.
+    """
 
     def __init__(self, origins: dict[int, frozenset[str]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._origins = origins
-        self._held: list[Tensor] = []  # so that no id comes twice
+        super().__init__()
+        self.origins = origins
+        self._held: list[Any] = []  # so that no id comes twice
 
     def of(self, tensor: Tensor) -> frozenset[str]:
-        return self._origins.get(id(tensor), frozenset())
+        everything: frozenset[str] = frozenset().union(*self.origins.values())
+        return self.origins.get(id(tensor), everything)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in eb.tree.leaves([args, kwargs or {}]) if isinstance(x, Tensor)]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        names: frozenset[str] = frozenset().union(*(self.of(x) for x in given))
-        for x in eb.tree.leaves(made):
+        given = [x for x in eb.tree.leaves([args, kwargs or {}]) if isinstance(x, Tensor)]
+        names: frozenset[str] = frozenset().union(*map(self.of, given))
+        for x in eb.tree.leaves([made]):
             if isinstance(x, Tensor):
-                self._origins[id(x)] = names | self.of(x)
+                self.origins[id(x)] = names | self.origins.get(id(x), frozenset())
                 self._held.append(x)
         return made
 

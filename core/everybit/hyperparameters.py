@@ -11,7 +11,6 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
-import torch
 from torch import Tensor
 
 from everybit.parts import holds_transforms, transforms_in
@@ -45,7 +44,7 @@ def numbers_only(transform: object) -> list[str]:
         f"{type(node).__name__}.{field.name}"
         for node in transforms_in(transform)
         for field in fields(node)
-        if type(getattr(node, field.name)) is float and field.name not in _accepting(type(node))
+        if type(getattr(node, field.name)) is float and field.name not in accepting(type(node))
     ]
 
 
@@ -57,11 +56,11 @@ def _map(function: Callable[[str, Any], Any], node: Any) -> Any:
         return type(node)([_map(function, part) for part in node])
     if isinstance(node, Mapping):
         return {key: _map(function, part) for key, part in node.items()}
-    accepting = _accepting(type(node))
+    known = accepting(type(node))
     changed = {}
     for field in fields(node):
         value = getattr(node, field.name)
-        if field.init and field.name in accepting and _is_number(value):
+        if field.init and field.name in known and _is_number(value):
             changed[field.name] = function(field.name, value)
         elif field.init and holds_transforms(value):
             changed[field.name] = _map(function, value)
@@ -72,9 +71,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _accepting(cls: Any) -> frozenset[str]:
-    """The fields of a dataclass that accept a tensor. A compiler takes them as they are, and does not trace the look at annotations."""
+def accepting(cls: Any) -> frozenset[str]:
+    """The fields of a dataclass that accept a tensor. Who compiles code that asks for them takes the answer as a constant."""
     return _annotated_with_tensors(cls)
 
 

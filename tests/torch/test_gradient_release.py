@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused() -> None:
     def clipped(learning_rate: float) -> eb.Transform[Any]:
         return eb.chain(eb.clip_by_global_norm(1.0), eb.scale_by_learning_rate(learning_rate))
 
-    with pytest.raises(ValueError, match=r"looks at all gradients at once .* max_norm clips by the previous"):
+    with pytest.raises(ValueError, match=r"reduces over all gradients .* max_norm clips by the previous"):
         enable_gradient_release(model, TorchOptimizer(model.parameters(), clipped, lr=0.1))
     enable_gradient_release(model, optimizer)
     with pytest.raises(ValueError, match=r"its gradients are released already; call remove\(\)"):

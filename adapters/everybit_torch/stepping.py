@@ -153,7 +153,7 @@ class Group:
             metrics,
             unit.decision,
         )
-        if not needs_whole_tensors(optimizer.transform):
+        if tensor.ndim != 1 and not needs_whole_tensors(optimizer.transform):
             inputs = _as_vectors(inputs)
         measured = self._variants.step(inputs, self._arguments, self.numbers(tensor.device), uncompiled)
         if inputs.tensors is not unit.tensors:
@@ -238,8 +238,6 @@ def _as_vectors(inputs: Inputs) -> Inputs:
     A transform that may be cut anywhere does not see the difference. Where memory is in another order, the inputs are what they were.
     """
     (tensor,) = inputs.tensors
-    if tensor.ndim == 1:
-        return inputs
     leaves = eb.tree.leaves((tensor, inputs.state))
     if not all(x.is_contiguous() for x in leaves):
         return inputs

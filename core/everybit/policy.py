@@ -429,18 +429,17 @@ def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = fr
         dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
         one = known.get((label, leaf.dtype)) if dense else None
         if one is None:
-            path = f"params{tree.paths(params)[index]}"
             if not dense:
                 kind = f"a {leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
                 raise TypeError(
-                    f"{path}: got {kind}; accepted are dense floating-point tensors (None where there is none).{_hint(leaf)}"
+                    f"params{tree.paths(params)[index]}: got {kind}; accepted are dense floating-point tensors (None where there is none).{_hint(leaf)}"
                 )
             try:
                 model = dtype_name(leaf.dtype, field="parameter")
                 chosen = policy.policy_for(label) if isinstance(policy, ByLabel) else policy
                 one = resolve(_kept(chosen, model) if mixed else chosen, model, squares)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{path}: {error}") from None
+                raise type(error)(f"params{tree.paths(params)[index]}: {error}") from None
             known[label, leaf.dtype] = one
         resolved.append(one)
     return resolved

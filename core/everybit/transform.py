@@ -147,7 +147,8 @@ class DeclaresDecays(Protocol):
 
 def decays(*transforms: object) -> tuple[SlotDecay, ...]:
     """What transforms, and those inside them, declare about their slots."""
-    return tuple(one for transform in transforms if isinstance(transform, DeclaresDecays) for one in transform.decays())
+    # Not `isinstance(transform, DeclaresDecays)`: it takes ten times as long, and this is asked at every step.
+    return tuple(one for transform in transforms if hasattr(transform, "decays") for one in transform.decays())
 
 
 def squares(*transforms: object) -> frozenset[str]:

@@ -81,7 +81,8 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 def _squares(x: Tensor) -> Tensor:
     size = CHUNK if x.device.type in ("cpu", "meta") else DEVICE_CHUNK
     flat = x.reshape(-1)
-    sums = [flat[start : start + size].double().square().sum() for start in range(0, max(len(flat), 1), size)]
+    wide = (flat[start : start + size].double() for start in range(0, max(len(flat), 1), size))
+    sums = [torch.dot(chunk, chunk) for chunk in wide]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 

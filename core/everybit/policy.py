@@ -432,7 +432,8 @@ def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = fr
             if not dense:
                 kind = f"a {leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
                 raise TypeError(
-                    f"params{tree.paths(params)[index]}: got {kind}; accepted are dense floating-point tensors (None where there is none).{_hint(leaf)}"
+                    f"params{tree.paths(params)[index]}: got {kind}; accepted are dense floating-point tensors (None where there is"
+                    f" none).{_hint(leaf)}"
                 )
             try:
                 model = dtype_name(leaf.dtype, field="parameter")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.borders import cos
+from everybit.barriers import cos
 from everybit.scalars import Schedule, require
 
 

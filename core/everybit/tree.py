@@ -20,7 +20,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from everybit import borders
+from everybit import barriers
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -208,7 +208,7 @@ def registered_slots() -> frozenset[str]:
 
 def norm(tree: object) -> Tensor:
     """Euclidean norm over all elements: 0-d, float64; see :func:`sum_of_squares`."""
-    return borders.sqrt(sum_of_squares(tree))
+    return barriers.sqrt(sum_of_squares(tree))
 
 
 def sum_of_squares(tree: object) -> Tensor:
@@ -217,8 +217,8 @@ def sum_of_squares(tree: object) -> Tensor:
     It is float64 throughout: parts of a tree add up to the whole, and what is computed of it and of a hyperparameter does not depend on
     how the hyperparameter is given, since those that are tensors are float64 as well.
     """
-    terms = [borders.sum_of_squares(leaf) for leaf in leaves(tree)]
-    return borders.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64)
+    terms = [barriers.sum_of_squares(leaf) for leaf in leaves(tree)]
+    return barriers.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64)
 
 
 def all_finite(tree: object) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import Tensor
 
 from everybit import tree
-from everybit.borders import sqrt
+from everybit.barriers import sqrt
 from everybit.scalars import Hyperparameter, at, require
 from everybit.transform import ALONE, Context, Cut, SlotDecay
 from everybit.tree import Slot

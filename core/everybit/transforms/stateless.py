@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.borders import settle, sqrt
+from everybit.barriers import materialize, sqrt
 from everybit.scalars import Hyperparameter, Scalar, at, require
 from everybit.transform import ALONE, Context, Cut
 
@@ -174,7 +174,7 @@ class ClipByGlobalNorm:
         # otherwise.
         norm = sqrt(ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))))
         # Compared rather than divided first: a zero norm divides nothing.
-        factor = settle(torch.where(norm > limit, limit / norm, 1.0))
+        factor = materialize(torch.where(norm > limit, limit / norm, 1.0))
         return tree.elementwise(lambda u: u * factor, updates), state
 
 

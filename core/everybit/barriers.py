@@ -1,0 +1,121 @@
+"""Optimization barriers: operations that a compiler may neither move nor rewrite.
+
+Compiled code gives the bits of eager code as long as it does the same operations in the same order. A compiler would change a few of
+them, and those are made opaque here: expressions outside of the loop over elements stay outside, sums keep eager's order, and functions
+whose last bit depends on the library are taken from the library that eager code calls. In eager code these functions are the plain
+expressions, except for :func:`sqrt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Elements that are widened at a time: on a CPU what stays in a core's cache.
+CHUNK = 1 << 16
+DEVICE_CHUNK = 1 << 24
+
+
+def materialize(x: Tensor) -> Tensor:
+    """Return ``x``; compiled code computes it once, before the loop over elements, as eager code does.
+
+    A compiler inlines a 0-d expression such as ``beta ** step`` into the loop that uses it: a power per element, from a vector
+    library whose last bit differs from the scalar one.
+    """
+    return _materialize(x) if torch.compiler.is_compiling() else x
+
+
+def sum(x: Tensor) -> Tensor:
+    """The sum of all elements, 0-d, in the dtype of ``x``; in compiled code added up in eager's order."""
+    return _sum(x) if torch.compiler.is_compiling() else x.sum()
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """The sum of the squares of all elements, 0-d, float64; in compiled code added up in eager's order.
+
+    Squares are taken and added up in float64, so that parts of a tensor add up to the whole but for a float64's last bits: the norm of
+    shards is the norm. Elements are widened a chunk at a time: there is no copy of a long tensor.
+    """
+    return _sum_of_squares(x) if torch.compiler.is_compiling() else _squares(x)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The square root, element by element; correctly rounded below float64, and the same eager and compiled.
+
+    Eager torch takes it from a library that on some processors is wrong in the last bit for half a percent of all numbers (MKL's
+    vector mathematics, measured on a Xeon with AVX-512); compiled code uses the processor's instruction, which is exact. Rounding the
+    library's float64 root to float32 is exact too: no root of a float32 lies within 2**-50 of a half-way case (of 25 bits, its square
+    would have 50), and the library is wrong by 2**-52. For float64 itself there is nothing wider, so compiled code calls the library.
+    (A graph that is traced and then run by eager torch, ``backend="eager"``, has the library's float32 roots.)
+    """
+    if torch.compiler.is_compiling():
+        return _sqrt(x) if x.dtype is torch.float64 else x.sqrt()
+    if x.dtype is torch.float64 or x.device.type != "cpu":
+        return x.sqrt()
+    return x.double().sqrt().to(x.dtype)
+
+
+def cos(x: Tensor) -> Tensor:
+    """The cosine, for 0-d expressions of the step."""
+    return _cos(x) if torch.compiler.is_compiling() else x.cos()
+
+
+@torch.library.custom_op("everybit::materialize", mutates_args=())
+def _materialize(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("everybit::sum", mutates_args=())
+def _sum(x: Tensor) -> Tensor:
+    return x.sum()
+
+
+@torch.library.custom_op("everybit::sum_of_squares", mutates_args=())
+def _sum_of_squares(x: Tensor) -> Tensor:
+    return _squares(x)
+
+
+def _squares(x: Tensor) -> Tensor:
+    size = CHUNK if x.device.type in ("cpu", "meta") else DEVICE_CHUNK
+    flat = x.reshape(-1)
+    sums = [flat[start : start + size].double().square().sum() for start in range(0, max(len(flat), 1), size)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+@torch.library.custom_op("everybit::sqrt", mutates_args=())
+def _sqrt(x: Tensor) -> Tensor:
+    return x.sqrt()
+
+
+@torch.library.custom_op("everybit::cos", mutates_args=())
+def _cos(x: Tensor) -> Tensor:
+    return x.cos()
+
+
+def _register(
+    op: Any, derivative: Callable[[Tensor], Tensor], *, reduces: bool = False, dtype: torch.dtype | None = None
+) -> None:
+    """Tell a function of one tensor's elements, or a sum of such (in ``dtype``), to compiler, autograd and vmap."""
+    op.register_fake(lambda x: x.new_empty((), dtype=dtype) if reduces else torch.empty_like(x))
+    op.register_autograd(
+        lambda ctx, gradient: gradient * derivative(ctx.saved_tensors[0]),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),  # noqa: ARG005  # called by name
+    )
+
+    def batched(_info: object, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+        if in_dims[0] is None or not reduces:
+            return op(x), in_dims[0]
+        # Member by member, so that each sum has the order that it has alone.
+        return torch.stack([op(member) for member in x.unbind(in_dims[0])]), 0
+
+    op.register_vmap(batched)
+
+
+_register(_materialize, torch.ones_like)
+_register(_sum, torch.ones_like, reduces=True)
+_register(_sum_of_squares, lambda x: 2 * x, reduces=True, dtype=torch.float64)
+_register(_sqrt, lambda x: 0.5 / x.sqrt())
+_register(_cos, lambda x: -x.sin())

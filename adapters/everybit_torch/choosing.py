@@ -50,7 +50,7 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
             keep, inner = next(left), decide(node.transform)
             if not isinstance(keep, bool):
                 raise TypeError(f"masked: the mask is {keep!r}; accepted are True and False.")
-            return inner if keep else _elsewhere(inner)
+            return inner if keep else _reductions_only(inner)
         if isinstance(node, Partition):
             label = next(left)
             if label not in node.transforms:
@@ -59,37 +59,37 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
                     f" {', '.join(map(repr, node.transforms))}."
                 )
             parts = {name: decide(part) for name, part in node.transforms.items()}
-            return chain(*(part if name == label else _elsewhere(part) for name, part in parts.items()))
+            return chain(*(part if name == label else _reductions_only(part) for name, part in parts.items()))
         return map_parts(decide, node)
 
     return decide(transform)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Stands for a transform that other parameters have: asks what it asks of the axis, contributes nothing, changes nothing.
+class ReductionsOnly:
+    """Takes part in the reductions of a transform that other parameters have, contributes no elements, and changes nothing.
 
-    All parameters have to ask alike, for what is asked goes over all of them.
+    A reduction goes over all parameters, so that all of them have to take part in it, in the same order.
     """
 
     transform: eb.Transform[Any]
 
     @property
     def cut(self) -> eb.Cut:
-        """Anywhere: it does nothing to elements."""
+        """It may be cut anywhere, since it does nothing to elements."""
         return "element"
 
     @property
     def reduces(self) -> bool:
-        """As the transform."""
+        """Whether the transform reduces."""
         return self.transform.reduces
 
     def init(self, params: P) -> Any:
-        """Nothing."""
+        """Return the empty state of ``identity``."""
         return eb.identity().init(params)
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        """The updates as they are."""
+        """Return the updates unchanged, after taking part in the transform's reductions."""
 
         def nothing(tree: P) -> P:
             return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
@@ -99,8 +99,8 @@ class Elsewhere:
         return updates, state
 
 
-def _elsewhere(transform: eb.Transform[Any]) -> eb.Transform[Any]:
-    return Elsewhere(transform) if transform.reduces else eb.identity()
+def _reductions_only(transform: eb.Transform[Any]) -> eb.Transform[Any]:
+    return ReductionsOnly(transform) if transform.reduces else eb.identity()
 
 
 def tree_of(values: Mapping[str, Any]) -> Tree:

@@ -19,7 +19,7 @@ from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
 from everybit_torch.probing import Factory, fits, is_number
-from everybit_torch.reductions import Reads, Replay
+from everybit_torch.reductions import Reads, ReplayAxis
 from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import Inputs, Variants
 
@@ -189,9 +189,9 @@ def step_in_place(
     """The pure step, and its results written over what went in; compiled, the writes become in-place stores."""
     ctx = eb.Context(first_element=first)
     # Who measures adds up what is measured of the parts.
-    advance = optimizer.advance(tensors, grads, state, replace(ctx, axis=Replay(totals)) if totals else ctx)
-    measured = measure(optimizer, advance, ctx) if metrics else None
-    write((tensors, state), (advance.params, advance.state))
+    trace = optimizer.step_traced(tensors, grads, state, replace(ctx, axis=ReplayAxis(totals)) if totals else ctx)
+    measured = measure(optimizer, trace, ctx) if metrics else None
+    write((tensors, state), (trace.params, trace.state))
     return measured
 
 

@@ -156,7 +156,7 @@ def entries(
     found: list[tuple[Entry, Tensor]] = []
     for name, value, is_slot in fields(state):
         if is_slot:
-            own = tree.slots_of(params, value)[position]
+            own = tree.flatten_up_to(params, value)[position]
             found += _of_value(name, own, specs(name, stored))
         else:
             found.append((Entry(name, "shared", None, "copy"), value))
@@ -214,7 +214,7 @@ def map_parts(
     held: list[Any] = []
 
     def mapped(name: str, subtree: Any) -> Any:
-        values = tree.slots_of(params, subtree)
+        values = tree.flatten_up_to(params, subtree)
         known: Any = repeat(None) if stored is None else (specs(name, one) for one in stored)
         return tree.replace(params, [_mapped_value(value, parts, on_part) for value, parts in zip(values, known)])  # noqa: B905
 

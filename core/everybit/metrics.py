@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.optimizer import Advance, Optimizer, OptimizerState
+from everybit.optimizer import Optimizer, OptimizerState, StepTrace
 from everybit.transform import Context, Cut, Local
 
 P = TypeVar("P")
@@ -112,9 +112,9 @@ class Measured(Generic[S]):
         self, params: P, grads: P, state: MeasuredState[S], ctx: Context | None = None
     ) -> tuple[P, MeasuredState[S]]:
         """As the optimizer's, bit for bit; ``state.metrics`` tells how it went."""
-        advance = self.optimizer.advance(params, grads, state.optimizer, ctx)
-        metrics = measure(self.optimizer, advance, ctx)
-        return advance.params, MeasuredState(advance.state, metrics)
+        trace = self.optimizer.step_traced(params, grads, state.optimizer, ctx)
+        metrics = measure(self.optimizer, trace, ctx)
+        return trace.params, MeasuredState(trace.state, metrics)
 
     def export_fp32(self, params: P, state: MeasuredState[S]) -> P:
         """As the optimizer's."""
@@ -145,12 +145,12 @@ def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
     return Measured(optimizer)
 
 
-def measure(optimizer: Optimizer[Any], advance: Advance, ctx: Context | None = None) -> Metrics:
+def measure(optimizer: Optimizer[Any], trace: StepTrace, ctx: Context | None = None) -> Metrics:
     """The metrics of a step, summed over ``ctx.axis``."""
     axis = Local if ctx is None else ctx.axis
-    reached = tree.leaves(optimizer.export_fp32(advance.params, advance.state))
-    total = Metrics.zero(advance.state.step.device)
-    before, updates, grads = (axis.owned(values) for values in (advance.before, advance.updates, advance.grads))
+    reached = tree.leaves(optimizer.export_fp32(trace.params, trace.state))
+    total = Metrics.zero(trace.state.step.device)
+    before, updates, grads = (axis.owned(values) for values in (trace.before, trace.updates, trace.grads))
     for x, y, u, g in zip(tree.leaves(before), reached, tree.leaves(updates), tree.leaves(grads), strict=True):
         moving = u != 0
         total = total + Metrics(

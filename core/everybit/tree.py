@@ -172,8 +172,8 @@ def label(labels: object, tree: P, *, name: str = "labels") -> list[Any]:
     return broadcast
 
 
-def slots_of(params: object, slot: object) -> list[Any]:
-    """What ``slot`` holds for each leaf of ``params``: a tensor, a tuple of stored parts, or ``None`` where a mask left a hole."""
+def flatten_up_to(params: object, slot: object) -> list[Any]:
+    """List what ``slot`` holds for each leaf of ``params``: a tensor, a tuple of stored parts, or ``None`` where a mask left a hole."""
     found: list[Any] = []
     optree.tree_map_(lambda _, stored: found.append(stored), params, slot, namespace=NAMESPACE)  # type: ignore[arg-type]
     return found
@@ -266,7 +266,7 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
             + f". {name} must have one tensor for each of the {len(expected_paths)} in {reference_name}"
             f" (got {len(own_paths)}); give zeros where there is none."
         )
-    for index, (leaf, other) in enumerate(zip(leaves(tree), slots_of(tree, reference), strict=True)):
+    for index, (leaf, other) in enumerate(zip(leaves(tree), flatten_up_to(tree, reference), strict=True)):
         if not isinstance(leaf, Tensor):
             raise ValueError(f"{name}{paths(tree)[index]}: got {leaf!r}; accepted are tensors.")
         if leaf.shape != other.shape:

@@ -1,6 +1,6 @@
 """One reduction for every strategy: partial sums in, the sum over the ranks in the main gradient, at the main gradient's precision.
 
-What is sent is always summed, never averaged: a mean on the wire rounds each contribution by ``1 / N`` first, in the wire's dtype, which
+What is sent is always summed, never averaged: a mean on the wire rounds each summand by ``1 / N`` first, in the wire's dtype, which
 for three ranks and bfloat16 is off by 0.2 % every time. The divisor is applied once, to the sum.
 
 With an exact wire every rank receives the others' parts as they are (all-to-all) and adds them up in float64, so that the sum is
@@ -104,18 +104,21 @@ class Reduction:
         self.pending.wait()
         # Explicitly: threads of the communication library may hold on to tensors for a moment longer.
         if self.received is not None:
-            give_back(self.sent)
+            free_storage(self.sent)
         self.install()
-        give_back(self.sent)
-        give_back(self.received)
+        free_storage(self.sent)
+        free_storage(self.received)
         if self.after is not None:
             self.after()
 
 
-def give_back(x: Tensor | None) -> None:
+def free_storage(x: Tensor | None) -> None:
     """Free the memory of a tensor that nobody reads any more, though a thread of the communication library may still hold it."""
     if x is not None and x.untyped_storage().nbytes():
         x.untyped_storage().resize_(0)
+
+
+give_back = free_storage
 
 
 def can_be_freed(x: Tensor) -> bool:

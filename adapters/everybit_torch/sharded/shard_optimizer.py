@@ -275,11 +275,11 @@ class ShardOptimizer(TorchOptimizer):
         """Forget the gradients of this cycle."""
         self._clear()
 
-    def show_gradients(self, of: Callable[[Slice], bool] = lambda s: True) -> None:
-        """Let this rank's parts of the main gradients be the gradients of its parameters: final, and free to be scaled.
+    def attach_gradients(self, of: Callable[[Slice], bool] = lambda s: True) -> None:
+        """Make this rank's slices of the main gradients the ``.grad`` of its parameters; they are final, and may be scaled.
 
         Args:
-            of: Which parameters have one.
+            of: Which parameters get one; the others get None.
         """
         self._all_gradients.forget()
         for number, shard in enumerate(self._shards):
@@ -296,13 +296,15 @@ class ShardOptimizer(TorchOptimizer):
             none = torch.empty_like(parameter.detach(), dtype=dtype)
             parameter.grad = ShardGradient.of(none, self._all_gradients)
 
-    def hide_gradients(self) -> None:
-        """There are none, until the next cycle's are final."""
+    def detach_gradients(self) -> None:
+        """Set the ``.grad`` of all parameters to None, until the next cycle's gradients are final."""
         for shard in self._shards:
             for parameter in shard.parameters:
                 parameter.grad = None
         for parameter, _ in self._placeholders:
             parameter.grad = None
+
+    show_gradients, hide_gradients = attach_gradients, detach_gradients
 
     def prepare_shards(self, touched: Callable[[Slice], bool]) -> Callable[[], None]:
         """Look at everything that a step needs and may refuse, and ask all ranks what it asks of them; nothing is changed yet.
@@ -313,7 +315,7 @@ class ShardOptimizer(TorchOptimizer):
         Returns:
             Steps what this rank has of them.
         """
-        self.show_gradients(touched)
+        self.attach_gradients(touched)
         self._prepare()
         work = self._split_by_gradients(self._units)
         self._units = [unit for unit, _ in work]

@@ -185,6 +185,6 @@ def _select(values: P, chosen: list[bool]) -> P:
 
 def _merge(values: P, replacements: object) -> P:
     """``values`` with every leaf replaced for which ``replacements`` has one."""
-    new = tree.slots_of(values, replacements)
+    new = tree.flatten_up_to(values, replacements)
     old = tree.leaves(values)
     return tree.replace(values, [b if a is None else a for a, b in zip(new, old, strict=True)])

@@ -118,9 +118,6 @@ def free_storage(x: Tensor | None) -> None:
         x.untyped_storage().resize_(0)
 
 
-give_back = free_storage
-
-
 def can_be_freed(x: Tensor) -> bool:
     """Whether a tensor's memory is ours to free and allocate again. It is not after ``numpy()`` or ``share_memory_()``."""
     storage = x.untyped_storage()

@@ -304,8 +304,6 @@ class ShardOptimizer(TorchOptimizer):
         for parameter, _ in self._placeholders:
             parameter.grad = None
 
-    show_gradients, hide_gradients = attach_gradients, detach_gradients
-
     def prepare_shards(self, touched: Callable[[Slice], bool]) -> Callable[[], None]:
         """Look at everything that a step needs and may refuse, and ask all ranks what it asks of them; nothing is changed yet.
 

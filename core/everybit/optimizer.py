@@ -24,7 +24,7 @@ P = TypeVar("P")
 S = TypeVar("S")
 
 Unsafe = Literal["refuse", "warn", "allow"]
-"""What to do about a policy that cannot work for a transform: refuse it, warn and go on, or go on."""
+"""How a policy that cannot work for a transform is handled: it is refused, or a warning is given, or it is accepted."""
 
 # The two moments of one optimizer are rounded with the two halves of one word.
 _HALVES: dict[str, Literal[0, 1]] = {"momentum": 0, "variance": 1}
@@ -242,7 +242,7 @@ class Optimizer(Generic[S]):
         return tree.replace(params, [p[0] for p in parts]), stored
 
     def decode(self, params: P, state: OptimizerState[S]) -> tuple[P, OptimizerState[S]]:
-        """What the stored bits stand for: weights, and a state without extra parts, all in the compute dtype (float32).
+        """Decode what is stored: return the weights, and a state without extra parts, all in the compute dtype (float32).
 
         With :meth:`encode` of another optimizer of the same transform this carries a run from one policy to another.
 
@@ -477,7 +477,7 @@ def _first(ctx: Context | None) -> int | Tensor:
 
 
 def _zeros(leaf: Tensor, one: Resolved) -> Tensor:
-    """What stands for a value in the compute dtype that nobody reads: of its shape, without its memory."""
+    """Return a placeholder for a value in the compute dtype that nobody reads: of its shape, without its memory."""
     return torch.zeros((), dtype=torch_dtype(one.policy.compute), device=leaf.device).expand(leaf.shape)
 
 

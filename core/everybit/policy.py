@@ -447,7 +447,7 @@ def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = fr
 
 
 def _hint(leaf: object) -> str:
-    """What to write for something that holds a model's parameters, and is no tree of them."""
+    """Suggest what to write instead of something that holds a model's parameters and is no tree of them."""
     if isinstance(leaf, (Iterator, str, torch.nn.Module)):
         return " The parameters of a model, as a tree: dict(model.named_parameters())."
     return ""

@@ -19,7 +19,7 @@ from everybit.scalars import Schedule, require
 
 @dataclass(frozen=True, slots=True)
 class ConstantSchedule:
-    """Always ``value``."""
+    """A schedule that is ``value`` at every step."""
 
     value: float
 
@@ -27,7 +27,7 @@ class ConstantSchedule:
         require("value", self.value, schedule=False)
 
     def __call__(self, step: Tensor) -> Tensor:
-        """The value at ``step``."""
+        """Return the value after ``step`` updates; 0-d."""
         return torch.full_like(step, self.value, dtype=torch.float64)
 
 
@@ -45,7 +45,7 @@ class LinearSchedule:
         _require_steps("steps", self.steps)
 
     def __call__(self, step: Tensor) -> Tensor:
-        """The value at ``step``."""
+        """Return the value after ``step`` updates; 0-d."""
         return self.start + (self.end - self.start) * _progress(step, self.steps)
 
 
@@ -63,7 +63,7 @@ class CosineDecaySchedule:
         _require_steps("steps", self.steps)
 
     def __call__(self, step: Tensor) -> Tensor:
-        """The value at ``step``."""
+        """Return the value after ``step`` updates; 0-d."""
         return self.end + (self.start - self.end) * 0.5 * (1 + cos(math.pi * _progress(step, self.steps)))
 
 
@@ -91,7 +91,7 @@ class JoinSchedules:
             )
 
     def __call__(self, step: Tensor) -> Tensor:
-        """The value at ``step``."""
+        """Return the value after ``step`` updates; 0-d."""
         value = self.schedules[0](step)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
             # What lies before its beginning is not asked for: a schedule sees no negative step.
@@ -100,7 +100,7 @@ class JoinSchedules:
 
 
 def constant_schedule(value: float) -> ConstantSchedule:
-    """Always ``value``."""
+    """Return a schedule that is ``value`` at every step."""
     return ConstantSchedule(value)
 
 

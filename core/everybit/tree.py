@@ -246,7 +246,7 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
     """Refuse ``tree`` unless it has the containers, keys, holes and shapes of ``reference``.
 
     Raises:
-        ValueError: It has not; the message names the first path that differs, what is there and what was expected.
+        ValueError: The structures differ; the message names the first path that differs, what was found and what was expected.
     """
     # The order of a dict's keys is not part of the comparison: trees are matched by key.
     if not same_structure(tree, reference):

@@ -65,7 +65,7 @@ class Accumulate:
         return SlotDecay("gradient", 1 - 1 / self.every), *decays(self.transform)
 
     def init(self, params: P) -> AccumulateState[P]:
-        """No gradients yet."""
+        """Return a state with a zero mean of gradients and the inner transform's state."""
         return AccumulateState(
             zero_step(params), zero_step(params), tree.zeros_like(params), self.transform.init(params)
         )

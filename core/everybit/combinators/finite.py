@@ -64,7 +64,7 @@ class ApplyIfFinite:
         return decays(self.transform)
 
     def init(self, params: P) -> ApplyIfFiniteState:
-        """Nothing skipped yet."""
+        """Return the inner transform's state, and counters of zero skipped updates."""
         return ApplyIfFiniteState(zero_step(params), zero_step(params), zero_step(params), self.transform.init(params))
 
     def update(

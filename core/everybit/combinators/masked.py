@@ -91,7 +91,7 @@ class Partition:
         return any_reduces(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Those of the parts."""
+        """Return the decay rates that the transforms of all labels declare."""
         return decays(*self.transforms.values())
 
     def init(self, params: P) -> PartitionState:

@@ -1,4 +1,4 @@
-"""What the battery tries transforms on, and how it compares."""
+"""The example parameters and gradients of the battery, and its comparison of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam's preconditioner."""
+"""The preconditioner of Adam, and of its variants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ScaleByAdam:
         return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
 
     def init(self, params: P) -> AdamState[P]:
-        """Zero moments."""
+        """Return moments of zero for all parameters."""
         return AdamState(tree.zeros_like(params), tree.zeros_like(params))
 
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:

@@ -60,11 +60,11 @@ class Trace:
             )
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``decay``."""
+        """Declare that ``momentum`` decays with ``decay``."""
         return (SlotDecay("momentum", self.decay),)
 
     def init(self, params: P) -> TraceState[P]:
-        """Zero momentum."""
+        """Return a momentum of zero."""
         return TraceState(tree.zeros_like(params))
 
     def update(self, updates: P, state: TraceState[Any], params: P, ctx: Context = ALONE) -> tuple[P, TraceState[P]]:

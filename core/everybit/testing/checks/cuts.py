@@ -48,7 +48,7 @@ def check_cut(build: Build) -> None:
 
 
 def promises(transform: Transform[Any]) -> str:
-    """What a transform says of itself, for messages."""
+    """Describe what a transform declares of itself, for messages."""
     return f"cut {transform.cut!r}{' and reduces' if transform.reduces else ''}"
 
 

@@ -28,7 +28,7 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank has of a tensor: a plain tensor over the same memory."""
+    """Return this rank's part of a tensor: a plain tensor over the same memory."""
     return local_part(x) if is_dtensor(x) else x
 
 

@@ -57,16 +57,16 @@ class ParameterState(dict[Any, Any]):
 
     @property
     def own(self) -> dict[str, Tensor]:
-        """The optimizer's entries."""
+        """The entries that the optimizer made, by name."""
         return {name: value for name, value in self.items() if name in self._own}
 
     @property
     def kept(self) -> dict[Any, Any]:
-        """Everybody else's entries."""
+        """The entries that other code added, by name."""
         return {name: value for name, value in self.items() if name not in self._own}
 
     def packed(self, own: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
-        """What a state dict holds of them: a plain dict, by names that tell whose an entry is.
+        """Return the entries as a state dict holds them: a plain dict, by names that tell whose an entry is.
 
         Args:
             own: In the place of the optimizer's entries; None: as they are.
@@ -130,7 +130,7 @@ class ParameterState(dict[Any, Any]):
         return isinstance(key, str) and key in self._alias and not self._in_parts(self._alias[key])
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As a dict's."""
+        """Return an entry, or ``default``, as a dict does."""
         return self[key] if key in self else default  # noqa: SIM401 (that would be this function)
 
     # -- writing --------------------------------------------------------------------------------------------------------------
@@ -143,13 +143,13 @@ class ParameterState(dict[Any, Any]):
             super().__setitem__(key, value)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As a dict's."""
+        """Add an entry unless it exists, and return it, as a dict does."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As a dict's."""
+        """Assign several entries, as a dict does."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 

@@ -36,7 +36,7 @@ class _Bucket:
 
 
 class GradientRelease:
-    """What :func:`enable_gradient_release` returns.
+    """The handle of a gradient release, which :func:`enable_gradient_release` returns.
 
     ``optimizer.step()`` is still called once after each backward pass: it ends the step, for parameters that received no gradient in it
     and for the norm. Learning-rate schedulers go on as they did.
@@ -197,7 +197,7 @@ class GradientRelease:
     # -- after it -------------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """End the step: what is left is stepped, and what this step measured is there for the next."""
+        """End the step: the remaining parameters are stepped, and the norm and the metrics of this step are published."""
         if hasattr(self._optimizer, "found_inf"):
             raise RuntimeError(
                 "gradient release: got a GradScaler, whose scale has to be divided out before gradients are used, and they were used"

@@ -26,19 +26,19 @@ def piece(buffer: Tensor, start: int, stop: int, shape: torch.Size) -> Tensor:
 
 
 class UnitGradients(Protocol):
-    """Where the gradients of a flat unit lie, one after the other."""
+    """The buffer in which the gradients of a flat unit lie, one after the other."""
 
     @property
     def buffer(self) -> Tensor:
-        """All of them, 1-d."""
+        """The buffer of all gradients, 1-d."""
         ...
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
-        """The parameters' gradients; None for one without."""
+        """Return the parameters' gradients; None for one without."""
         ...
 
     def part(self, low: int, high: int, start: int, stop: int) -> UnitGradients:
-        """Those of parameters ``low`` to ``high``, which are elements ``start`` to ``stop``."""
+        """Return the gradients of parameters ``low`` to ``high``, which are elements ``start`` to ``stop``."""
         ...
 
 
@@ -164,7 +164,7 @@ class GradientBuffer:
             start += parameter.numel()
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
-        """The parameters' gradients; None for one without."""
+        """Return the parameters' gradients; None for one without."""
         views = [slot.view for slot in self.slots if slot.arrived]
         grads = [parameter.grad for parameter in parameters]
         # Fast for what is usual, that every gradient arrived where it should.

@@ -46,7 +46,7 @@ class Run:
     decision: Decision | None
 
     def tensors(self, *, sharded: bool) -> list[Tensor]:
-        """What a unit of a parameter that stays where it is sees."""
+        """Return the tensors of a unit whose parameter keeps its own memory."""
         (whole,) = [local(p).detach() for p in self.parameters]
         flatten = whole.is_contiguous() and (sharded or not needs_whole_tensors(self.optimizer.transform))
         return [whole.view(-1) if flatten else whole]
@@ -66,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What placing will do.
+    """A plan of which parameters become which units.
 
     Attributes:
         runs: To be made units.

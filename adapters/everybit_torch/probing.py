@@ -92,7 +92,7 @@ def _without_value(value: Any, wanted: bool) -> Any:
 
 @contextmanager
 def _unnoticed() -> Iterator[None]:
-    """What is tried out warns of nothing, and draws no random numbers that others would have drawn."""
+    """Run a trial without warnings, and restore the state of all random generators after it."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if used else []
     numpy: Any = sys.modules.get("numpy")

@@ -52,7 +52,7 @@ def piece_size(device: torch.device) -> int:
 
 
 class Group:
-    """What a param group needs beside its dict: policies, optimizers with the present hyperparameters, compiled steps."""
+    """A param group's policies, its optimizers with the present hyperparameters, and its compiled steps."""
 
     def __init__(
         self,
@@ -91,11 +91,11 @@ class Group:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The factory's keyword arguments."""
+        """The factory's present keyword arguments, by name."""
         return self._arguments
 
     def follow(self, arguments: dict[str, Any], optimizers: dict[torch.dtype, eb.Optimizer[Any]]) -> None:
-        """Step with other hyperparameters from here on; see to it before that the state is what they need."""
+        """Step with other hyperparameters from here on; the caller has migrated the state to them before."""
         self.optimizers = optimizers
         self._arguments = arguments
         self._variants.follow()

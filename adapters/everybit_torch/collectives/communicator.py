@@ -25,7 +25,7 @@ class Pending(Protocol):
     """A collective that may be under way."""
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until the collective is done."""
         ...
 
     def is_done(self) -> bool:
@@ -37,10 +37,10 @@ class Done:
     """A collective that is over."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return at once, since the collective is over."""
 
     def is_done(self) -> bool:
-        """True."""
+        """Return True, since the collective is over."""
         return True
 
 
@@ -167,7 +167,7 @@ class Communicator:
         return other
 
     def close(self) -> None:
-        """Nothing is sent any more. A group that was made here is free for the next who wants one; every rank has to close it."""
+        """End all sending. A group that was made here is kept for the next communicator that needs one; every rank has to close it."""
         if self._give_back is not None and self._give_back.alive:
             self.drain()
             self._give_back()

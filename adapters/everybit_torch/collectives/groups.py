@@ -78,7 +78,7 @@ def _free_everywhere(known: Sequence[_Made], ranks: Sequence[int], timeout: time
 
 
 def give_back(group: dist.ProcessGroup, under_way: Sequence[object] = ()) -> None:
-    """Nobody uses a group any more on this rank. It is used again if no collective is under way in it, and none has failed."""
+    """Release a group that this rank no longer uses. It is used again if no collective is under way in it, and none has failed."""
     for one in _MADE:
         if one.group is group:
             one.idle = not under_way and not one.spoiled

@@ -142,8 +142,8 @@ def reduce_scatter_into(
         partial: This rank's sums for all ranks' parts, in the wire's dtype, prescaled; spoilt.
         communicator: The ranks.
         wire: How ``partial`` travels.
-        mode: ``"copy"`` the sum over what is there, or ``"add"`` it.
-        divisor: What the result, with what was there, is divided by; None if more is to come.
+        mode: ``"copy"`` the sum over the present values, or ``"add"`` it to them.
+        divisor: What the result, with the values before it, is divided by; None if more is to come.
         owned: Nobody needs ``partial`` any more; its memory is freed.
         what: For error messages.
     """
@@ -254,7 +254,7 @@ def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0
     Args:
         into: 1-d, contiguous.
         gradient: Of any shape, strides and floating dtype.
-        mode: Whether it replaces what is there, or is added.
+        mode: Whether it replaces the present values, or is added to them.
         scale: What it is multiplied by.
     """
     if scale == 1.0 and (mode == "copy" or gradient.dtype is into.dtype):

@@ -1,4 +1,4 @@
-"""What autograd knows of the pass that is going on."""
+"""The state of autograd's present pass."""
 
 from __future__ import annotations
 

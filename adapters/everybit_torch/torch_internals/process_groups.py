@@ -1,4 +1,4 @@
-"""What torch knows of a process group and does not tell."""
+"""The attributes of a process group that torch has no public function for."""
 
 from __future__ import annotations
 

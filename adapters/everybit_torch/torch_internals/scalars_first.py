@@ -28,7 +28,7 @@ _ON_ELEMENTS = {
 
 
 class ScalarsFirst(CustomGraphPass):
-    """What depends on 0-d inputs alone is computed first, and handed to the loops packed."""
+    """A pass that computes first whatever depends on 0-d inputs alone, and passes it to the loops packed."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change the graph in place."""
@@ -65,7 +65,7 @@ class ScalarsFirst(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> bytes:
-        """What compiled code is cached by, beside the graph: the text of this pass and of the vector code."""
+        """Return the cache key of compiled code beside the graph: a hash of this pass and of the vector code."""
         return get_hash_for_files((__file__, cpp_vectors.__file__))
 
 

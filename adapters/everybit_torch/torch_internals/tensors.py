@@ -1,4 +1,4 @@
-"""What torch knows of a tensor and does not tell: who holds its memory, and how often it was written to."""
+"""The attributes of a tensor that torch has no public function for: who holds its memory, and how often it was written to."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 T = TypeVar("T", bound=Tensor)
 
 foreach_norm: Any = getattr(torch, "_foreach_norm", None)
-"""What ``clip_grad_norm_`` calls; None in a torch without it, which then calls ``torch.linalg.vector_norm``."""
+"""The function that ``clip_grad_norm_`` calls; None in a torch without it, which then calls ``torch.linalg.vector_norm``."""
 
 check_and_unscale: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
-"""What ``torch.amp.GradScaler.unscale_`` calls; None in a torch without it."""
+"""The function that ``torch.amp.GradScaler.unscale_`` calls; None in a torch without it."""
 
 # These three have no fallback: what needs them could not be right without.
 

@@ -80,7 +80,7 @@ class ShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What is wanted of a checkpoint."""
+        """List the chunks that this rank needs of a checkpoint."""
         return [_chunk(box) for box in self._boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -20,7 +20,7 @@ Given = Mapping[int, Mapping[str, Tensor]]
 
 
 def shared_names(unit: Unit) -> frozenset[str]:
-    """What is kept once for all members of a unit."""
+    """Return the names of entries that are kept once for all members of a unit."""
     return frozenset(name for name, _, is_slot in named_fields(unit.state) if not is_slot)
 
 

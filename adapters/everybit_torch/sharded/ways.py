@@ -181,7 +181,7 @@ class Ways:
         self.current, self._over = None, True
 
     def forget(self) -> None:
-        """Nothing ran."""
+        """Forget the units that ran, for the next cycle."""
         self._uses, self._over, self._forward_uses = [], False, 0
         self._cycle += 1
         self._keep(())
@@ -208,7 +208,7 @@ _TURNS: dict[Turn, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the ranks have in common.
+    """The properties that the ways of all ranks have in common.
 
     Attributes:
         alike: All ranks' units ran in the same order.

@@ -1,4 +1,4 @@
-"""What a result was made with: numbers without it cannot be compared."""
+"""The hardware and software that a result was made with, without which numbers cannot be compared."""
 
 from __future__ import annotations
 

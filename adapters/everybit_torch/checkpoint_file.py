@@ -333,7 +333,7 @@ def _remove_abandoned(target: Path, own: Path, *, now: float) -> None:
 
 
 class _Place(NamedTuple):
-    """Where something lies in nested containers; only put into words where somebody is told."""
+    """The path of a value in nested containers, which is formatted only for messages."""
 
     parent: _Place | None
     step: str

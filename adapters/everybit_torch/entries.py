@@ -220,12 +220,12 @@ class ParameterState(dict[Any, Any]):
         super().__delitem__(key)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As a dict's, for entries that are not the optimizer's."""
+        """Remove and return an entry that is not the optimizer's, as a dict does."""
         self._require_none_gone({key} & self._own if isinstance(key, str) else ())
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[Any, Any]:
-        """As a dict's, for entries that are not the optimizer's."""
+        """Remove and return the last entry that is not the optimizer's, as a dict does."""
         for key in reversed(self):
             if key not in self._own:
                 return key, super().pop(key)
@@ -233,7 +233,7 @@ class ParameterState(dict[Any, Any]):
         return super().popitem()
 
     def clear(self) -> None:
-        """As a dict's, if the optimizer has no entries here yet."""
+        """Remove all entries, if the optimizer has none here yet."""
         self._require_none_gone(self._own)
         super().clear()
 
@@ -287,17 +287,17 @@ class States(defaultdict[Any, Any]):
         super().__delitem__(key)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As a dict's, for keys that are no parameters of the optimizer."""
+        """Remove and return the value of a key that is no parameter of the optimizer."""
         self._require_not_own([key])
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[Any, Any]:
-        """As a dict's, for keys that are no parameters of the optimizer."""
+        """Remove and return the last item, if its key is no parameter of the optimizer."""
         self._require_not_own(list(self)[-1:])
         return super().popitem()
 
     def clear(self) -> None:
-        """As a dict's, as long as the optimizer keeps nothing here."""
+        """Remove all items, as long as the optimizer keeps no state here."""
         self._require_not_own(list(self))
         super().clear()
 
@@ -306,7 +306,7 @@ class States(defaultdict[Any, Any]):
 
 
 def state_replaced() -> RuntimeError:
-    """For an optimizer whose ``state`` attribute was given another object after its first step."""
+    """Return the error for an optimizer whose ``state`` was given another object after its first step."""
     return RuntimeError(
         "optimizer.state was replaced, and the optimizer steps with what it kept in the one before. "
         + _RESET

@@ -92,7 +92,7 @@ class GradientRelease:
             self._accumulating = before
 
     def remove(self) -> None:
-        """From here on ``optimizer.step()`` steps as before. A second time it does nothing."""
+        """End gradient release, so that ``optimizer.step()`` steps as before. A second call does nothing."""
         if self._optimizer._release is not self:
             return
         for hook in self._hooks.values():
@@ -102,7 +102,7 @@ class GradientRelease:
         del self._optimizer._step_supports_amp_scaling
 
     def abandon(self) -> None:
-        """After a backward pass that ended in an exception: the next one begins a new step. What was stepped stays stepped."""
+        """Begin a new step with the next backward pass, after one that ended in an exception. Parameters that were stepped stay stepped."""
         if self._open:
             self._end()
 
@@ -138,7 +138,7 @@ class GradientRelease:
             self._step_bucket(bucket)
 
     def _begin(self) -> None:
-        """At the first gradient of a step: everything in place, hyperparameters as they are now, units no larger than a bucket."""
+        """Prepare a step at its first gradient: place parameters, read hyperparameters, and cut units to buckets."""
         if self._begun:
             return
         optimizer = self._optimizer

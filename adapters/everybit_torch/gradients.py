@@ -1,4 +1,4 @@
-"""Where the gradients of a unit come from: gathered at each step, or accumulated by autograd straight into one buffer."""
+"""The gradients of a unit: gathered at each step, or accumulated by autograd straight into one buffer."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class GradientSlot:
         return bool(self.view.count_nonzero())
 
     def put_back(self, parameter: Tensor) -> None:
-        """After the buffer was zeroed: let the parameter's gradient lie there again."""
+        """Make the parameter's gradient a view of the buffer again, after the buffer was zeroed."""
         self._make_view()
         if (parameter.shape, parameter.stride()) == (self.home.shape, self.home.stride()):
             parameter.grad = self.view
@@ -199,7 +199,7 @@ class GradientBuffer:
                 slot.put_back(parameter)
 
     def restore(self, parameters: list[Tensor]) -> None:
-        """After a copy: tensors over this buffer, and hooks, which are not copied."""
+        """Restore the views of this buffer and the hooks after a copy, which does not copy them."""
         start = 0
         for parameter, slot in zip(parameters, self.slots, strict=True):
             slot.lie_in(self.buffer, start, slot.view.shape)

@@ -226,7 +226,7 @@ def _number(value: Any, name: str) -> Any:
 def expectations(
     optimizer: Loads, settings: Settings, placement: Placement | None, *, full: bool
 ) -> dict[int, dict[str, Kind]]:
-    """By id of the parameter, what the optimizer will keep for it, for every parameter that has a unit or gets one.
+    """Return, by id of the parameter, the entries of every parameter that has a unit or gets one.
 
     Args:
         optimizer: As it is.

@@ -1,4 +1,4 @@
-"""Which parameters share memory, with one another or with tensors that the optimizer does not know."""
+"""Finds parameters that share memory, with one another or with tensors that the optimizer does not know."""
 
 from __future__ import annotations
 

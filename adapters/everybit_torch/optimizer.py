@@ -512,7 +512,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         require_followable(self._units, self._groups, self._parameters)
 
     def _follow(self) -> None:
-        """See to it that what is stepped is what the model computes with.
+        """Re-attach parameters whose storage was replaced since the last step; refuse those that were moved or cast.
 
         Raises:
             RuntimeError: As :meth:`_require_followable`.
@@ -873,7 +873,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return found
 
     def export_dtypes(self) -> dict[int, torch.dtype]:
-        """By id of the parameter, the dtype in which :meth:`export_fp32` gives its weights."""
+        """Return, by id of the parameter, the dtype in which :meth:`export_fp32` gives its weights."""
         dtypes: dict[int, torch.dtype] = {}
         placed = {id(p) for unit in self._units for p in unit.parameters}
         for group, values in zip(self._groups, self.param_groups, strict=True):
@@ -960,7 +960,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @outside_inference
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: per parameter, in its shape; tensors have the dtypes they are stored in, and load under ``weights_only=True``."""
+        """Return the state per parameter, as torch does; tensors have their stored dtypes, and load under ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._settle()

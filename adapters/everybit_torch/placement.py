@@ -1,4 +1,4 @@
-"""Which parameters will be stepped together, and where they will lie: decided for all of them before any is moved.
+"""Plans which parameters are stepped together, and where they lie in memory, for all of them before any is moved.
 
 What can be refused is refused here, so that placing itself does not fail half-way, and a checkpoint can be judged by what placing
 would make.

@@ -1,4 +1,4 @@
-"""Which of a factory's numbers can be data of compiled code, and which have to be constants of it.
+"""Finds which of a factory's numbers can be data of compiled code, and which have to be constants of it.
 
 A number that compiled code reads from a tensor may change without new code. But a factory, or a transform, may branch on a number, count
 with it or print it, and then there has to be a number. What happens to a tensor in its place is tried out on tensors of the meta device,

@@ -46,7 +46,7 @@ class RoundingLoss:
 
 @dataclass(frozen=True, slots=True)
 class TorchNames:
-    """How an optimizer of ``torch.optim`` calls what ours keeps.
+    """The mapping from torch.optim's state names to everybit's.
 
     Attributes:
         slots: Our slot names, and torch's.
@@ -70,7 +70,7 @@ def counts(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[int, ..
 
 
 def decoded(unit: Unit, optimizer: eb.Optimizer[Any]) -> dict[int, dict[str, Tensor]]:
-    """For each of a unit's parameters, by id, its state and weights in the compute dtype, in its shape."""
+    """Return, by id of each of a unit's parameters, its state and weights in the compute dtype, in its shape."""
     weights, wide = _decoded_unit(unit, optimizer)
     return {
         id(m.parameter): {
@@ -226,7 +226,7 @@ def from_torch(optimizer: SpeaksTorch, state_dict: object) -> Saved:
 
 
 def _widened(value: Any) -> Any:
-    """In float32 at least, which is exact; what is too wide for the policy, or no plain tensor, is refused where it is judged."""
+    """Widen a tensor to at least float32, which is exact; what is no plain tensor is returned as it is, and refused where it is judged."""
     plain = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
     if not plain or value.device.type == "meta" or not value.is_floating_point() or not has_memory(value):
         return value

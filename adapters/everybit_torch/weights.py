@@ -229,7 +229,7 @@ def _problems(named: Mapping[str, Tensor], given: Mapping[str, Any], full: Mappi
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    """Equal, where NaN is equal to NaN."""
+    """Whether two tensors are equal, where NaN is equal to NaN."""
     return left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
 
 

@@ -69,7 +69,7 @@ class Entry:
         return tuple(parameter) if self.part is None else self.part.shape(parameter)
 
     def range(self, start: int, stop: int) -> tuple[int, int]:
-        """Which of the entry's numbers belong to the elements ``start`` to ``stop`` of its parameter.
+        """Return the range of the entry's numbers that belong to the elements ``start`` to ``stop`` of its parameter.
 
         Raises:
             ValueError: The entry cannot be cut there; the message names it.

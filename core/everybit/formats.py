@@ -90,7 +90,7 @@ class PartSpec:
             raise ValueError(f"PartSpec.block: got {self.block!r}; accepted is a number of elements, 1 or more.")
 
     def count(self, elements: int) -> int:
-        """How many numbers cover so many elements of the value."""
+        """Return how many numbers of the part cover so many elements of the value."""
         return -(-elements // self.block)
 
     def shape(self, value: Sequence[int]) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class PartSpec:
         return tuple(value) if self.block == 1 else (self.count(math.prod(value)),)
 
     def range(self, start: int, stop: int) -> tuple[int, int]:
-        """Which of its numbers cover the elements ``start`` to ``stop``.
+        """Return the range of its numbers that cover the elements ``start`` to ``stop``.
 
         Raises:
             ValueError: One of them covers elements before ``start``, too.
@@ -556,7 +556,7 @@ class Split(StateFormat, ParamFormat):
 
 @dataclass(frozen=True, slots=True)
 class Master(ParamFormat):
-    """For parameters: the model's tensor in its own dtype, and a main copy that the optimizer works on.
+    """A parameter's own tensor in its own dtype, and a main copy that the optimizer works on.
 
     The main copy is followed as long as it rounds to the model's tensor; if it does not, somebody wrote to the model since, and what
     was written counts.

@@ -82,7 +82,7 @@ class Optimizer(Generic[S]):
 
     @property
     def cut(self) -> Cut:
-        """How finely what is stepped may be cut."""
+        """How finely the parameters may be cut."""
         return "tensor" if isinstance(self.policy, ByLabel) else self.transform.cut
 
     @property
@@ -91,7 +91,7 @@ class Optimizer(Generic[S]):
         return self.transform.reduces
 
     def formats(self, params: object) -> list[Resolved]:
-        """How each leaf of ``params`` and its state are stored, in order.
+        """Return how each leaf of ``params`` and its state are stored, in order.
 
         Raises:
             TypeError: A leaf that is no floating-point tensor.
@@ -353,7 +353,7 @@ def _object(problem: str, unsafe: Unsafe, *, stacklevel: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where each leaf's bits come from and go to during one step."""
+    """The layout of one step: the stored parts and the random bits of each leaf."""
 
     params: Any
     formats: list[Resolved]

@@ -45,7 +45,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grads:
-    """In which dtypes gradients are kept and sent.
+    """The dtypes in which gradients are kept and sent.
 
     Args:
         main: What gradients are accumulated in and handed to the optimizer in. None: the model's own dtype.

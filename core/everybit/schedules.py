@@ -33,7 +33,7 @@ class ConstantSchedule:
 
 @dataclass(frozen=True, slots=True)
 class LinearSchedule:
-    """From ``start`` to ``end`` in ``steps`` updates, then ``end``."""
+    """A schedule from ``start`` to ``end`` in ``steps`` updates, then ``end``."""
 
     start: float
     end: float
@@ -51,7 +51,10 @@ class LinearSchedule:
 
 @dataclass(frozen=True, slots=True)
 class CosineDecaySchedule:
-    r"""From ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end`` (Loshchilov & Hutter 2017, arXiv:1608.03983)."""
+    """A schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``.
+
+    It is the decay of Loshchilov & Hutter 2017, arXiv:1608.03983.
+    """
 
     start: float
     steps: int
@@ -105,12 +108,12 @@ def constant_schedule(value: float) -> ConstantSchedule:
 
 
 def linear_schedule(start: float, end: float, steps: int) -> LinearSchedule:
-    """From ``start`` to ``end`` in ``steps`` updates, then ``end``."""
+    """Return a schedule from ``start`` to ``end`` in ``steps`` updates, then ``end``."""
     return LinearSchedule(start, end, steps)
 
 
 def cosine_decay_schedule(start: float, steps: int, end: float = 0.0) -> CosineDecaySchedule:
-    """From ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``."""
+    """Return a schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``."""
     return CosineDecaySchedule(start, steps, end)
 
 

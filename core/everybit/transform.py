@@ -157,7 +157,7 @@ def squares(*transforms: object) -> frozenset[str]:
 
 
 def coarsest(transforms: Iterable[Transform[Any]]) -> Cut:
-    """How finely the parameters of several transforms applied together may be cut."""
+    """Return how finely the parameters of several transforms applied together may be cut."""
     return "tensor" if any(transform.cut == "tensor" for transform in transforms) else "element"
 
 

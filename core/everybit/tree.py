@@ -103,7 +103,7 @@ def map(function: Callable[..., Any], tree: P, *others: Any) -> P:
 
 
 def elementwise(function: Callable[..., Tensor], tree: P, *others: Any) -> P:
-    """As :func:`map`, for a ``function`` of each element: the mathematics of a transform.
+    """Map a ``function`` of each element over trees, as :func:`map` does: the mathematics of a transform.
 
     A 0-d leaf is shown to ``function`` as a tensor of one element. Otherwise torch would promote it to the float64 of a 0-d coefficient
     such as ``1 - beta ** step``, and the dtype of updates and state would depend on how many dimensions a parameter has.
@@ -141,7 +141,7 @@ def ordered_as(reference: object, tree: P) -> P:
 
 
 def paths(tree: object) -> list[str]:
-    """Where each leaf is, in the order of :func:`leaves`, written as Python would: ``['layers'][0].weight``; ``''`` for a bare tensor."""
+    """List the leaves' paths, in the order of :func:`leaves`, in Python's syntax: ``['layers'][0].weight``; ``''`` for a bare tensor."""
     accessors, _, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
     return [accessor.codify("") for accessor in accessors]
 
@@ -238,7 +238,7 @@ def zeros_like(tree: P) -> P:
 
 
 def size(tree: object) -> int:
-    """How many elements the leaves have in all."""
+    """Return the number of elements of all leaves."""
     return sum(math.prod(leaf.shape) for leaf in leaves(tree))
 
 

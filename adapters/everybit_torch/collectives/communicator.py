@@ -135,7 +135,7 @@ class Communicator:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors may lie that are not the model's: the host, if the backend takes them."""
+        """The device for tensors that are not the model's: the host, if the backend takes them."""
         if self.group is None or CPU in self._devices():
             return CPU
         return self._devices()[0]
@@ -144,7 +144,7 @@ class Communicator:
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long the group's collectives wait for a rank; None if its backend does not say."""
+        """The timeout of the group's collectives; None if its backend does not say."""
         return timeout_of(self._required_group(), self._devices()[0])
 
     def clone(self) -> Communicator:

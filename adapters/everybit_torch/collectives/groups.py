@@ -61,7 +61,7 @@ def take(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.
 
 
 def _free_everywhere(known: Sequence[_Made], ranks: Sequence[int], timeout: timedelta | None) -> list[_Made]:
-    """Which groups are free on all of these ranks."""
+    """Return the groups that are free on all of these ranks."""
     if not known:
         return []
     store: Any = default_store()

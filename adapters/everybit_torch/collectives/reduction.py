@@ -42,7 +42,7 @@ Mode = Literal["copy", "add"]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How gradients travel.
+    """How gradients are sent between ranks.
 
     Attributes:
         dtype: What they are sent in.
@@ -57,7 +57,7 @@ class Wire:
 
     @classmethod
     def of(cls, resolved: Resolved, ranks: int) -> Wire:
-        """As a policy says, between so many ranks. One rank adds nothing up; float32 and more are summed on the way."""
+        """Return the wire of a policy between so many ranks. One rank adds nothing up; float32 and wider are summed by the library."""
         dtype = torch_dtype(resolved.grads_comm)
         exact = resolved.reduce == "fp32" and dtype.itemsize < 4 and ranks > 1
         half = dtype is torch.float16 and not exact
@@ -65,7 +65,7 @@ class Wire:
 
     @classmethod
     def pair(cls, resolved: Resolved, inner: int, outer: int) -> tuple[Wire, Wire]:
-        """Of the inner and of the outer dimension of a mesh with so many ranks.
+        """Return the wires of the inner and of the outer dimension of a mesh with so many ranks.
 
         What the outer ranks send are sums over the inner ones. If those are exact, they are sent as the main gradient holds them, and added
         up at the receiver as well: rounding them to the wire's 16 bits would lose again what the exact sum has gained. They are

@@ -72,7 +72,7 @@ class CheckedWriter(StorageWriter):
         self.folder = folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Once for each writer; nothing is kept."""
+        """Do nothing: a writer keeps no state between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: files are made when data is written."""
@@ -169,10 +169,10 @@ class CheckedReader(StorageReader):
         self._memory = bytearray()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Once for each reader; nothing is kept."""
+        """Do nothing: a reader keeps no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """That of the inventory, which was read and judged already."""
+        """Return the metadata of the inventory, which was read and checked already."""
         return self.inventory.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

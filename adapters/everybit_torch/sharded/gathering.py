@@ -383,7 +383,7 @@ class Gathering:
                 self.release_what_is_over()
 
     def before_reduction(self, number: int) -> None:
-        """Before a unit's gradients are sent: be where a rank is that has come to the unit, so that none waits for this one."""
+        """Join the gathers up to this unit before its gradients are sent, so that no other rank waits for this one."""
         self.take_part(self.ways.lowest_beside(number))
 
     def end_backward(self) -> None:
@@ -430,7 +430,7 @@ class Gathering:
         return self.in_forward or self.in_backward
 
     def begin_to_recover(self) -> bool:
-        """After an error: go on where this rank stopped in what all ranks do, without computing. Whether a backward pass is among it."""
+        """Continue this rank's collectives after an error, without computing; return whether a backward pass is among them."""
         evaluating = self.in_forward and not self._forward_records
         if not self.forward_over:
             self._gather_the_rest(keep=not evaluating)

@@ -128,7 +128,7 @@ class Inventory:
         })  # fmt: skip
 
     def by_index(self) -> dict[MetadataIndex, tuple[str, Piece]]:
-        """By what planners call it, each piece and the name of its tensor."""
+        """Return each piece and the name of its tensor, by the index that DCP's planners use."""
         return {
             MetadataIndex(name, piece.offsets): (name, piece)
             for name, tensor in self.tensors.items()
@@ -227,7 +227,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _where(data: bytes, error: Exception) -> str:
-    """At which tensor a file that cannot be parsed is damaged: at the one whose line it is."""
+    """Name the tensor at whose line a file that cannot be parsed is damaged."""
     if isinstance(error, UnicodeDecodeError):
         at = error.start
     elif isinstance(error, json.JSONDecodeError):

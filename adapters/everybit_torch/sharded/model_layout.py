@@ -1,4 +1,4 @@
-"""From a model to a layout: its parameters, the units they belong to, and what tells them apart."""
+"""Describes a model for its layout: its parameters, their units and their labels."""
 
 from __future__ import annotations
 

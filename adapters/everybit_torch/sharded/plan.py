@@ -130,7 +130,7 @@ def plan_layout(
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
-    """As :func:`plan`, for any rank; ``runs``: for each group that is trained, elements of what is stepped at once."""
+    """Plan for any rank, as :func:`plan`; ``runs`` has for each group that is trained the elements of its runs."""
     where = torch.device(device)
     groups = [GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
     if runs is not None:

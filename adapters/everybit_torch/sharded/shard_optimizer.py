@@ -175,7 +175,7 @@ class ShardOptimizer(TorchOptimizer):
         return with_hyperparameters(self._labelled[label].transform, values)
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """As :class:`TorchOptimizer`'s: the fields of the label's transform; a number that only another label's has, is left out."""
+        """Return the fields of the label's transform; a number that only another label's transform has is left out."""
         arguments: dict[str, Any] = {"label": group["label"]}
         for name, fields in hyperparameter_fields(self._labelled[group["label"]].transform).items():
             arguments |= spread(name, group[name], fields)
@@ -245,7 +245,7 @@ class ShardOptimizer(TorchOptimizer):
             self._publish(unit)
 
     def runs(self) -> list[list[int]]:
-        """For each shard, elements of what is stepped at once: runs, or the parts into which parameters without a gradient cut them."""
+        """Return for each shard the elements of each unit: runs, or the parts into which parameters without a gradient cut them."""
         found: dict[int, list[int]] = {id(shard.gradients): [] for shard in self._shards}
         for unit in self._units:
             assert isinstance(unit.gradients, _ShardGradients)
@@ -414,7 +414,7 @@ class ShardOptimizer(TorchOptimizer):
         raise _refusal("import_fp32", WEIGHTS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """There are no copies.
+        """Refuse to be copied or pickled.
 
         Raises:
             TypeError: Always.

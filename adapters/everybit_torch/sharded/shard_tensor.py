@@ -28,7 +28,7 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
-        """Of the elements ``local``, 1-d, which are those of a tensor of this ``shape`` from ``low`` on. Loading writes into ``local``."""
+        """Wrap ``local``, 1-d, the elements of a tensor of this ``shape`` from ``low`` on. Loading writes into ``local``."""
         whole: ShardTensor = wrapper(cls, shape, dtype=local.dtype, device=local.device)
         whole._local, whole._low = local, low
         whole._boxes = boxes(shape, low, low + local.numel())

@@ -181,7 +181,7 @@ class WeightBuffer:
         self.whole.untyped_storage().resize_(0)
 
     def reset(self) -> None:
-        """After an error: the model's tensors have no values, whatever was done to them."""
+        """Take the values from the model's tensors after an error, whatever was done to them."""
         if not self.sharding.params:
             return
         with suppress(Exception):  # what is wrong was told
@@ -218,7 +218,7 @@ class WeightBuffer:
     # -- after a step -------------------------------------------------------------------------------------------------------------
 
     def start_spread(self) -> Pending:
-        """After this rank's part was stepped: hand it to the ranks that keep a copy."""
+        """Start to gather the stepped weights on the ranks that keep copies of them."""
         if self.sharding.outer == "optim":
             return self.outer.all_gather(self.shard, self.own, self.what)
         if self.sharding.state and not self.sharding.params:

@@ -21,7 +21,7 @@ check_and_unscale: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unsca
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to, as autograd counts."""
+    """Return how often a tensor was written to, as autograd counts."""
     return tensor._version
 
 
@@ -42,7 +42,7 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 
 def count_holders(storage: torch.UntypedStorage) -> int | None:
-    """How many hold a storage, its Python object among them; None where torch does not say."""
+    """Return the number of references to a storage, its Python object among them; None where torch does not say."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     pointer = getattr(storage, "_cdata", None)
     return None if count is None or pointer is None else int(count(pointer))

@@ -52,7 +52,7 @@ class Masked:
         return self.transform.reduces
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Those of the inner transform."""
+        """Return the decay rates that the inner transform declares."""
         return decays(self.transform)
 
     def init(self, params: P) -> MaskedState:

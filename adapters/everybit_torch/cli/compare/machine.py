@@ -13,7 +13,7 @@ import everybit as eb
 
 
 def versions() -> dict[str, str]:
-    """Of everything that could change a number."""
+    """Return the versions of everything that could change a number."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

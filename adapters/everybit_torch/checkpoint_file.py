@@ -30,7 +30,7 @@ except ImportError:  # not on POSIX
     fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".partial"
-"""Of files that are being written. One that nobody writes any more is removed at the next save to the same place."""
+"""The suffix of files that are being written. An abandoned one is removed at the next save to the same place."""
 
 ABANDONED_AFTER = 3600.0
 """Seconds without a write, by the file system's own clock, after which a partial file is taken for abandoned where there are no locks.
@@ -285,7 +285,7 @@ def _locked_file(target: Path) -> tuple[Path, int]:
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool | None:
-    """Whether a file could be locked: False if somebody else has the lock, None where the file system has none."""
+    """Whether a file could be locked: False if another process has the lock, None where the file system has no locks."""
     if fcntl is None:
         return None
     try:

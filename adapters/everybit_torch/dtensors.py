@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is one of FSDP2's. Nobody has one who did not import them, which takes a while."""
+    """Whether a tensor is a DTensor, as FSDP2's are. Their module, which imports slowly, is not imported to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

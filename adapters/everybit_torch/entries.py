@@ -24,7 +24,7 @@ UNUSED = "unused."
 """Before the name of an entry that the present hyperparameters do not need, such as SGD's momentum after ``momentum`` became 0."""
 
 KEPT = "kept."
-"""Before the name of somebody else's entry, in a state dict, where the name could be one of the optimizer's own."""
+"""The prefix of other code's entries in a state dict, where the name could be one of the optimizer's own."""
 
 _RESET = (
     "To begin anew, make a new optimizer, or load a state dict without state:"
@@ -99,7 +99,7 @@ class ParameterState(dict[Any, Any]):
         super().update({UNUSED + name: value for name, value in own.items() if name.split(".")[0] in ended})
 
     def take_up(self, slots: Iterable[str], torch_names: Mapping[str, str]) -> None:
-        """Let slots that have begun go on from what was put aside, or from what somebody keeps here under torch's name for them."""
+        """Continue slots that have begun from values that were put aside, or from those that other code keeps under torch's names."""
         own = self.own
         for slot in slots:
             parts = [name for name in own if name.split(".")[0] == slot]

@@ -167,7 +167,7 @@ class GradientRelease:
         return parts
 
     def _step_bucket(self, bucket: _Bucket) -> None:
-        """Step what has a gradient in a bucket; parameters without are skipped, and fall behind for good."""
+        """Step the parameters of a bucket that have a gradient; others are skipped, and their count of steps stays behind."""
         bucket.stepped = True
         parts = self._optimizer._split_by_gradients([bucket.unit])
         for part, grads in parts:

@@ -220,7 +220,7 @@ def _runs(
 
 
 def _apart(params: Sequence[list[Tensor]]) -> set[int]:
-    """Parameters (by id) that stay where they are, because their memory is somebody else's too."""
+    """Return the ids of parameters that keep their own memory, because other tensors share it."""
     here = [p for given in params for p in given if not is_lazy(p)]
     tensors = [local(p) for p in here]
     numbers = {number for pair in sharing(tensors) for number in pair} | held_elsewhere(tensors)

@@ -198,7 +198,7 @@ def step_in_place(
 def step_in_pieces(
     optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool, totals: Sequence[Tensor] = ()
 ) -> Metrics | None:
-    """The step of a long buffer without a compiler: piece by piece, so that what is computed on the way stays in the cache.
+    """Step a long buffer without a compiler, piece by piece, so that temporaries stay in the cache.
 
     The pieces' results are the whole's, bit for bit: that is what a transform promises that may be cut anywhere.
     """

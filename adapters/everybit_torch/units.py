@@ -248,5 +248,5 @@ def can_be_flat(parameter: Tensor) -> bool:
 
 
 def is_shared(parameter: Tensor) -> bool:
-    """Whether other processes see a parameter's memory; torch says so of every tensor on an accelerator."""
+    """Whether other processes share a parameter's memory; False on accelerators, where torch answers True for every tensor."""
     return parameter.device.type == "cpu" and bool(parameter.is_shared())  # type: ignore[no-untyped-call]

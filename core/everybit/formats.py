@@ -386,7 +386,7 @@ class Kahan(StateFormat, ParamFormat):
         return rounding.nearest(residual, dtype, finite=True)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
-        """The sum, unless the residual is more than half a unit in the last place: then somebody wrote to the value since."""
+        """Return the sum; the value alone if the residual is above half a unit in the last place, since the value was overwritten then."""
         value, residual = rounding.widen(parts[0]), rounding.widen(parts[1])
         reach = rounding.half_ulp(value, _low(_chosen(self.value, self), "Kahan"))
         # An infinite value has an infinite reach, and infinity + residual is infinity. A zero residual, told by its bits because

@@ -65,7 +65,7 @@ class Grads:
 
 
 class FrozenMapping(Mapping[K, V]):
-    """A mapping that nobody can change, and that can be hashed, copied and pickled."""
+    """An immutable mapping, which can be hashed, copied and pickled."""
 
     __slots__ = ("_items",)
 

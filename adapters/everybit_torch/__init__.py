@@ -42,7 +42,7 @@ _SHARDED = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is for sharded training."""
+    """Import the names for sharded training when they are first used."""
     if name not in _SHARDED:
         raise AttributeError(f"module 'everybit_torch' has no attribute {name!r}")
     return getattr(import_module(f"everybit_torch.sharded.{_SHARDED[name]}"), name)

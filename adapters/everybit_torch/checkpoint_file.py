@@ -30,7 +30,7 @@ except ImportError:  # not on POSIX
     fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".partial"
-"""Of files that are being written. One that nobody writes any more is removed at the next save to the same place."""
+"""The suffix of files that are being written. An abandoned one is removed at the next save to the same place."""
 
 ABANDONED_AFTER = 3600.0
 """Seconds without a write, by the file system's own clock, after which a partial file is taken for abandoned where there are no locks.
@@ -41,7 +41,8 @@ def save_checkpoint(contents: Mapping[str, Any], path: str | os.PathLike[str]) -
     """Write ``contents``, such as ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``, to a file, atomically.
 
     At every moment ``path`` is the previous checkpoint or this one, whole: also if the process is killed, the machine stops or the disk
-    is full. Several processes may save to one place; one of theirs is there then. A symbolic link stays one, and its target is replaced.
+    is full. Several processes may save to one path, which then holds the checkpoint of one of them. A symbolic link is kept, and its
+    target is replaced.
 
     Args:
         contents: Nested dicts and lists of tensors, numbers and strings: what ``torch.load(weights_only=True)`` reads.
@@ -198,7 +199,7 @@ class FailingStream:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of it."""
+        """Write ``data`` as a whole, and keep the error if that fails."""
         try:
             return self._file.write(data)
         except OSError as error:
@@ -284,7 +285,7 @@ def _locked_file(target: Path) -> tuple[Path, int]:
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool | None:
-    """Whether a file could be locked: False if somebody else has the lock, None where the file system has none."""
+    """Whether a file could be locked: False if another process has the lock, None where the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -332,7 +333,7 @@ def _remove_abandoned(target: Path, own: Path, *, now: float) -> None:
 
 
 class _Place(NamedTuple):
-    """Where something lies in nested containers; only put into words where somebody is told."""
+    """The path of a value in nested containers, which is formatted only for messages."""
 
     parent: _Place | None
     step: str
@@ -377,7 +378,7 @@ def _refuse_what_cannot_be_saved(contents: Mapping[str, Any], error: Exception) 
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[_Place, Any]]:
-    """What containers hold, in order, and an empty one for each dict; each container once, for one may hold itself."""
+    """List the contents of containers, in order, and an empty one for each dict; each container once, for one may hold itself."""
     left: list[tuple[Any, _Place]] = [(value, _Place(None, name, 0))]
     seen: set[int] = set()
     while left:

@@ -1,7 +1,7 @@
-"""What masks and labels come out as for parameters, and the transforms and policies that are left once that is known.
+"""Evaluate masks and labels for parameters, and specialize transforms and policies to the results.
 
-A mask, the labels of a partition and those of ``by_label`` are functions of (path, parameter), or trees. They are asked once, of whole
-parameters, when parameters are placed, so that what they see does not depend on the layout: a step that works on a buffer, or on one
+A mask, the labels of a partition and those of ``by_label`` are functions of (path, parameter), or trees. They are evaluated once, on
+whole parameters, when parameters are placed, so that what they see does not depend on the layout: a step that works on a buffer, or on one
 parameter, does not know the names.
 """
 
@@ -37,7 +37,7 @@ def choices(transform: eb.Transform[Any]) -> list[Any]:
 
 
 def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Transform[Any]:
-    """What a transform is for parameters of which its :func:`choices` came out as ``decisions``: it treats them all alike.
+    """Specialize a transform to parameters for which its masks and labels evaluated to ``decisions``.
 
     Raises:
         TypeError: A mask that is neither True nor False.
@@ -50,7 +50,7 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
             keep, inner = next(left), decide(node.transform)
             if not isinstance(keep, bool):
                 raise TypeError(f"masked: the mask is {keep!r}; accepted are True and False.")
-            return inner if keep else _elsewhere(inner)
+            return inner if keep else _reductions_only(inner)
         if isinstance(node, Partition):
             label = next(left)
             if label not in node.transforms:
@@ -59,37 +59,37 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
                     f" {', '.join(map(repr, node.transforms))}."
                 )
             parts = {name: decide(part) for name, part in node.transforms.items()}
-            return chain(*(part if name == label else _elsewhere(part) for name, part in parts.items()))
+            return chain(*(part if name == label else _reductions_only(part) for name, part in parts.items()))
         return map_parts(decide, node)
 
     return decide(transform)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Stands for a transform that other parameters have: asks what it asks of the axis, contributes nothing, changes nothing.
+class ReductionsOnly:
+    """Takes part in the reductions of a transform that other parameters have, contributes no elements, and changes nothing.
 
-    All parameters have to ask alike, for what is asked goes over all of them.
+    A reduction goes over all parameters, so that all of them have to take part in it, in the same order.
     """
 
     transform: eb.Transform[Any]
 
     @property
     def cut(self) -> eb.Cut:
-        """Anywhere: it does nothing to elements."""
+        """It may be cut anywhere, since it does nothing to elements."""
         return "element"
 
     @property
     def reduces(self) -> bool:
-        """As the transform."""
+        """Whether the transform asks for reductions."""
         return self.transform.reduces
 
     def init(self, params: P) -> Any:
-        """Nothing."""
+        """Return the empty state of ``identity``."""
         return eb.identity().init(params)
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        """The updates as they are."""
+        """Return the updates unchanged, after taking part in the transform's reductions."""
 
         def nothing(tree: P) -> P:
             return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
@@ -99,8 +99,8 @@ class Elsewhere:
         return updates, state
 
 
-def _elsewhere(transform: eb.Transform[Any]) -> eb.Transform[Any]:
-    return Elsewhere(transform) if transform.reduces else eb.identity()
+def _reductions_only(transform: eb.Transform[Any]) -> eb.Transform[Any]:
+    return ReductionsOnly(transform) if transform.reduces else eb.identity()
 
 
 def tree_of(values: Mapping[str, Any]) -> Tree:
@@ -110,7 +110,7 @@ def tree_of(values: Mapping[str, Any]) -> Tree:
 
 
 def ask(choice: Any, tree: Tree, wanted: Sequence[Tensor], *, name: str) -> list[Any]:
-    """What a mask, or labels, say of ``wanted`` parameters of ``tree``; functions are asked of no others.
+    """Evaluate a mask, or labels, for the ``wanted`` parameters of ``tree``; functions are called for no others.
 
     Raises:
         ValueError: A tree that does not fit the parameters'.
@@ -129,11 +129,11 @@ def ask(choice: Any, tree: Tree, wanted: Sequence[Tensor], *, name: str) -> list
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the masks and labels of an optimizer came out as for the parameters of a unit, which are all alike.
+    """The results of an optimizer's masks and labels for the parameters of a unit, which are the same for all of them.
 
     Attributes:
-        choices: What each mask and each partition said.
-        label: What the policy's labels said; None if it has none.
+        choices: The result of each mask and each partition.
+        label: The result of the policy's labels; None if it has none.
     """
 
     choices: tuple[Any, ...]
@@ -156,7 +156,7 @@ class Decision:
 
 
 def decide(optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor]) -> list[Decision | None]:
-    """What the masks and labels of ``optimizer`` say of each of ``parameters``, some of ``tree``; None if it has none.
+    """Evaluate the masks and labels of ``optimizer`` for each of ``parameters``, some of ``tree``; None if it has none.
 
     Raises:
         ValueError: A tree of masks or labels that does not fit the parameters'.

@@ -1,4 +1,4 @@
-"""How a step is compiled: as a whole, in one pass over memory.
+"""The compilation of a step: as a whole, in one pass over memory.
 
 What is told to torch's compiler beside is in :mod:`everybit_torch.torch_internals.compiler`. It is imported when a step is compiled, and
 not before: that takes longer than ``import torch``.

@@ -210,7 +210,7 @@ class _WithOptionalMomentum(TorchOptimizer):
         return arguments
 
     def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
-        """As torch: a momentum's first gradient is not dampened, whenever it comes. Here it is the first step whose gradient is not."""
+        """Refuse a dampened momentum that begins late: torch does not dampen its first gradient, everybit only that of the first step."""
         dampening = arguments.get("dampening", 0.0)
         again = all(UNUSED + "momentum" in self.state[parameter] for parameter in unit.parameters)
         late = "momentum" in begun and not again and int(unit.state.step) > 0

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is one of FSDP2's. Nobody has one who did not import them, which takes a while."""
+    """Whether a tensor is a DTensor, as FSDP2's are. Their module, which imports slowly, is not imported to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank has of a tensor: a plain tensor over the same memory."""
+    """Return this rank's part of a tensor: a plain tensor over the same memory."""
     return local_part(x) if is_dtensor(x) else x
 
 

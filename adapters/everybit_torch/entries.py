@@ -24,7 +24,7 @@ UNUSED = "unused."
 """Before the name of an entry that the present hyperparameters do not need, such as SGD's momentum after ``momentum`` became 0."""
 
 KEPT = "kept."
-"""Before the name of somebody else's entry, in a state dict, where the name could be one of the optimizer's own."""
+"""The prefix of other code's entries in a state dict, where the name could be one of the optimizer's own."""
 
 _RESET = (
     "To begin anew, make a new optimizer, or load a state dict without state:"
@@ -57,16 +57,16 @@ class ParameterState(dict[Any, Any]):
 
     @property
     def own(self) -> dict[str, Tensor]:
-        """The optimizer's entries."""
+        """The entries that the optimizer made, by name."""
         return {name: value for name, value in self.items() if name in self._own}
 
     @property
     def kept(self) -> dict[Any, Any]:
-        """Everybody else's entries."""
+        """The entries that other code added, by name."""
         return {name: value for name, value in self.items() if name not in self._own}
 
     def packed(self, own: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
-        """What a state dict holds of them: a plain dict, by names that tell whose an entry is.
+        """Return the entries as a state dict holds them: a plain dict, by names that tell whose an entry is.
 
         Args:
             own: In the place of the optimizer's entries; None: as they are.
@@ -99,7 +99,7 @@ class ParameterState(dict[Any, Any]):
         super().update({UNUSED + name: value for name, value in own.items() if name.split(".")[0] in ended})
 
     def take_up(self, slots: Iterable[str], torch_names: Mapping[str, str]) -> None:
-        """Let slots that have begun go on from what was put aside, or from what somebody keeps here under torch's name for them."""
+        """Continue slots that have begun from values that were put aside, or from those that other code keeps under torch's names."""
         own = self.own
         for slot in slots:
             parts = [name for name in own if name.split(".")[0] == slot]
@@ -130,7 +130,7 @@ class ParameterState(dict[Any, Any]):
         return isinstance(key, str) and key in self._alias and not self._in_parts(self._alias[key])
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As a dict's."""
+        """Return an entry, or ``default``, as a dict does."""
         return self[key] if key in self else default  # noqa: SIM401 (that would be this function)
 
     # -- writing --------------------------------------------------------------------------------------------------------------
@@ -143,13 +143,13 @@ class ParameterState(dict[Any, Any]):
             super().__setitem__(key, value)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As a dict's."""
+        """Add an entry unless it exists, and return it, as a dict does."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As a dict's."""
+        """Assign several entries, as a dict does."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
@@ -220,12 +220,12 @@ class ParameterState(dict[Any, Any]):
         super().__delitem__(key)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As a dict's, for entries that are not the optimizer's."""
+        """Remove and return an entry that is not the optimizer's, as a dict does."""
         self._require_none_gone({key} & self._own if isinstance(key, str) else ())
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[Any, Any]:
-        """As a dict's, for entries that are not the optimizer's."""
+        """Remove and return the last entry that is not the optimizer's, as a dict does."""
         for key in reversed(self):
             if key not in self._own:
                 return key, super().pop(key)
@@ -233,7 +233,7 @@ class ParameterState(dict[Any, Any]):
         return super().popitem()
 
     def clear(self) -> None:
-        """As a dict's, if the optimizer has no entries here yet."""
+        """Remove all entries, if the optimizer has none here yet."""
         self._require_none_gone(self._own)
         super().clear()
 
@@ -287,17 +287,17 @@ class States(defaultdict[Any, Any]):
         super().__delitem__(key)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As a dict's, for keys that are no parameters of the optimizer."""
+        """Remove and return the value of a key that is no parameter of the optimizer."""
         self._require_not_own([key])
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[Any, Any]:
-        """As a dict's, for keys that are no parameters of the optimizer."""
+        """Remove and return the last item, if its key is no parameter of the optimizer."""
         self._require_not_own(list(self)[-1:])
         return super().popitem()
 
     def clear(self) -> None:
-        """As a dict's, as long as the optimizer keeps nothing here."""
+        """Remove all items, as long as the optimizer keeps no state here."""
         self._require_not_own(list(self))
         super().clear()
 
@@ -306,7 +306,7 @@ class States(defaultdict[Any, Any]):
 
 
 def state_replaced() -> RuntimeError:
-    """For an optimizer whose ``state`` attribute was given another object after its first step."""
+    """Return the error for an optimizer whose ``state`` was given another object after its first step."""
     return RuntimeError(
         "optimizer.state was replaced, and the optimizer steps with what it kept in the one before. "
         + _RESET

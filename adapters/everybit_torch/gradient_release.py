@@ -36,7 +36,7 @@ class _Bucket:
 
 
 class GradientRelease:
-    """What :func:`enable_gradient_release` returns.
+    """The handle of a gradient release, which :func:`enable_gradient_release` returns.
 
     ``optimizer.step()`` is still called once after each backward pass: it ends the step, for parameters that received no gradient in it
     and for the norm. Learning-rate schedulers go on as they did.
@@ -92,7 +92,7 @@ class GradientRelease:
             self._accumulating = before
 
     def remove(self) -> None:
-        """From here on ``optimizer.step()`` steps as before. A second time it does nothing."""
+        """End gradient release, so that ``optimizer.step()`` steps as before. A second call does nothing."""
         if self._optimizer._release is not self:
             return
         for hook in self._hooks.values():
@@ -102,7 +102,7 @@ class GradientRelease:
         del self._optimizer._step_supports_amp_scaling
 
     def abandon(self) -> None:
-        """After a backward pass that ended in an exception: the next one begins a new step. What was stepped stays stepped."""
+        """Begin a new step with the next backward pass, after one that ended in an exception. Parameters that were stepped stay stepped."""
         if self._open:
             self._end()
 
@@ -138,7 +138,7 @@ class GradientRelease:
             self._step_bucket(bucket)
 
     def _begin(self) -> None:
-        """At the first gradient of a step: everything in place, hyperparameters as they are now, units no larger than a bucket."""
+        """Prepare a step at its first gradient: place parameters, read hyperparameters, and cut units to buckets."""
         if self._begun:
             return
         optimizer = self._optimizer
@@ -167,7 +167,7 @@ class GradientRelease:
         return parts
 
     def _step_bucket(self, bucket: _Bucket) -> None:
-        """Step what has a gradient in a bucket; parameters without are skipped, and fall behind for good."""
+        """Step the parameters of a bucket that have a gradient; others are skipped, and their count of steps stays behind."""
         bucket.stepped = True
         parts = self._optimizer._split_by_gradients([bucket.unit])
         for part, grads in parts:
@@ -197,7 +197,7 @@ class GradientRelease:
     # -- after it -------------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """End the step: what is left is stepped, and what this step measured is there for the next."""
+        """End the step: the remaining parameters are stepped, and the norm and the metrics of this step are published."""
         if hasattr(self._optimizer, "found_inf"):
             raise RuntimeError(
                 "gradient release: got a GradScaler, whose scale has to be divided out before gradients are used, and they were used"

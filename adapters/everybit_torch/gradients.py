@@ -1,4 +1,4 @@
-"""Where the gradients of a unit come from: gathered at each step, or accumulated by autograd straight into one buffer."""
+"""The gradients of a unit: gathered at each step, or accumulated by autograd straight into one buffer."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def piece(buffer: Tensor, start: int, stop: int, shape: torch.Size) -> Tensor:
 
 
 class UnitGradients(Protocol):
-    """Where the gradients of a flat unit lie, one after the other."""
+    """The buffer in which the gradients of a flat unit lie, one after the other."""
 
     @property
     def buffer(self) -> Tensor:
-        """All of them, 1-d."""
+        """The buffer of all gradients, 1-d."""
         ...
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
-        """The parameters' gradients; None for one without."""
+        """Return the parameters' gradients; None for one without."""
         ...
 
     def part(self, low: int, high: int, start: int, stop: int) -> UnitGradients:
-        """Those of parameters ``low`` to ``high``, which are elements ``start`` to ``stop``."""
+        """Return the gradients of parameters ``low`` to ``high``, which are elements ``start`` to ``stop``."""
         ...
 
 
@@ -137,7 +137,7 @@ class GradientSlot:
         return bool(self.view.count_nonzero())
 
     def put_back(self, parameter: Tensor) -> None:
-        """After the buffer was zeroed: let the parameter's gradient lie there again."""
+        """Make the parameter's gradient a view of the buffer again, after the buffer was zeroed."""
         self._make_view()
         if (parameter.shape, parameter.stride()) == (self.home.shape, self.home.stride()):
             parameter.grad = self.view
@@ -164,7 +164,7 @@ class GradientBuffer:
             start += parameter.numel()
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
-        """The parameters' gradients; None for one without."""
+        """Return the parameters' gradients; None for one without."""
         views = [slot.view for slot in self.slots if slot.arrived]
         grads = [parameter.grad for parameter in parameters]
         # Fast for what is usual, that every gradient arrived where it should.
@@ -199,7 +199,7 @@ class GradientBuffer:
                 slot.put_back(parameter)
 
     def restore(self, parameters: list[Tensor]) -> None:
-        """After a copy: tensors over this buffer, and hooks, which are not copied."""
+        """Restore the views of this buffer and the hooks after a copy, which does not copy them."""
         start = 0
         for parameter, slot in zip(parameters, self.slots, strict=True):
             slot.lie_in(self.buffer, start, slot.view.shape)

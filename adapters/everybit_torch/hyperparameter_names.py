@@ -1,7 +1,7 @@
-"""What ``torch.optim`` calls a hyperparameter, and what the core does: one table for every front end.
+"""The names of hyperparameters in ``torch.optim`` and in the core: one table for every front end.
 
-torch's name stands for the core's only where nothing goes by torch's name itself: an argument ``lr`` or ``alpha`` of somebody's own
-factory, a field ``alpha`` of their transform, are what they are called.
+torch's name stands for the core's only where nothing has torch's name itself: an argument ``lr`` or ``alpha`` of a user's factory, or a
+field ``alpha`` of a user's transform, keeps its own meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {**FIELDS, "alpha": ("decay",)}
 
 
 def argument_names(function: Callable[..., Any]) -> frozenset[str]:
-    """What a factory's arguments are called; nothing if it does not tell."""
+    """Return the names of a factory's arguments; empty if it has no signature."""
     try:
         return frozenset(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -26,7 +26,7 @@ def argument_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def core_names(name: str, table: Mapping[str, tuple[str, ...]], known: Collection[str]) -> tuple[str, ...]:
-    """What is meant by ``name``: itself, if something is called so, or what it stands for in ``table``."""
+    """Return ``name`` itself if it is known, or the names for which it stands in ``table``."""
     return (name,) if name in known else table.get(name, (name,))
 
 

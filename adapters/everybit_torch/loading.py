@@ -61,7 +61,7 @@ _TORCHS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"})
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What an entry has to be.
+    """The requirements on an entry of a state dict.
 
     Attributes:
         dtype: Exactly.
@@ -83,7 +83,7 @@ class Kind:
 
 @dataclass(slots=True)
 class Settings:
-    """What becomes of the param groups.
+    """The new settings of the param groups.
 
     Attributes:
         groups: For each, the entries to put into its dict.
@@ -119,7 +119,7 @@ class Loaded:
 
 
 class Loads(Protocol):
-    """What is asked of an optimizer whose state dicts are judged: how it is now, and what it would be with other hyperparameters."""
+    """The interface of an optimizer whose state dicts are judged: its present state, and its state under other hyperparameters."""
 
     param_groups: list[dict[str, Any]]
     _groups: list[Group]
@@ -226,7 +226,7 @@ def _number(value: Any, name: str) -> Any:
 def expectations(
     optimizer: Loads, settings: Settings, placement: Placement | None, *, full: bool
 ) -> dict[int, dict[str, Kind]]:
-    """By id of the parameter, what the optimizer will keep for it, for every parameter that has a unit or gets one.
+    """Return, by id of the parameter, the entries of every parameter that has a unit or gets one.
 
     Args:
         optimizer: As it is.

@@ -1,4 +1,4 @@
-"""Which parameters share memory, with one another or with tensors that the optimizer does not know."""
+"""Finds parameters that share memory, with one another or with tensors that the optimizer does not know."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def has_repeated_elements(tensor: Tensor) -> bool:
 
 
 def held_elsewhere(tensors: Sequence[Tensor]) -> set[int]:
-    """Numbers of the tensors whose storage somebody else holds, too: a buffer that is a view of a parameter, a state dict, a graph.
+    """Return the numbers of tensors whose storage others hold, too: a buffer that is a view of a parameter, a state dict, a graph.
 
     torch counts who holds a storage. It does not say who does, so a holder that will never look again counts as one that will.
     """

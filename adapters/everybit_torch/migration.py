@@ -28,12 +28,12 @@ _INDEX = re.compile(r"\[\d+\]")
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """What becomes of a unit's state.
+    """The new state of a unit whose optimizer changes its slots.
 
     Attributes:
-        state: The new one; what is carried over lies where it lay.
-        begun: Names of slots that were not there before.
-        ended: Names of slots that are not there any more.
+        state: The new state; tensors that are carried over keep their memory.
+        begun: Names of slots that are new.
+        ended: Names of slots that are dropped.
     """
 
     state: OptimizerState[Any]
@@ -42,7 +42,7 @@ class Migration:
 
 
 def skeleton(transform: Any) -> Any:
-    """What can decide how a transform nests its state: the types of its parts, and all their arguments that are not numbers."""
+    """Return what determines how a transform nests its state: the types of its parts, and their arguments that are not numbers."""
     if is_transform(transform):
         return type(transform), tuple(skeleton(getattr(transform, field.name)) for field in fields(transform))
     if isinstance(transform, Mapping):
@@ -57,7 +57,7 @@ def skeleton(transform: Any) -> Any:
 
 
 def plan_migration(unit: Unit, optimizer: eb.Optimizer[Any]) -> Migration:
-    """The state of ``unit`` for an optimizer with other hyperparameters; nothing that is there is changed.
+    """Plan the state of ``unit`` for an optimizer with other hyperparameters; the present state is not changed.
 
     Raises:
         ValueError: It cannot be told which of several entries of one name is which, or a count would begin or end.
@@ -100,7 +100,7 @@ def shadow_state(tensors: list[Tensor], optimizer: eb.Optimizer[Any], first: int
 
 
 def _key(name: str, is_slot: bool) -> tuple[str, bool]:
-    """What an entry is called, wherever in a chain it stands."""
+    """Return an entry's name without its position in a chain."""
     return (name.split("#")[0] if is_slot else _INDEX.sub("", name)), is_slot
 
 

@@ -79,14 +79,14 @@ def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Release(Protocol):
-    """Who steps instead, during the backward pass."""
+    """Steps parameters during the backward pass (gradient release)."""
 
     def finish(self) -> None:
-        """The step's end."""
+        """End the step: step the parameters that are left."""
         ...
 
     def abandon(self) -> None:
-        """The gradients are cleared, and with them a step that an exception interrupted."""
+        """Drop a step that an exception interrupted; called when the gradients are cleared."""
         ...
 
 
@@ -311,7 +311,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _plan(
         self, wanted: frozenset[int], optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]] | None = None
     ) -> Placement | None:
-        """What placing will do; nothing is changed. None: nothing.
+        """Plan the placement of parameters, without changing anything; None if there is nothing to place.
 
         Args:
             wanted: Parameters, by id, that get state although they are frozen.
@@ -457,7 +457,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _plan_migrations(
         self, group: Group, arguments: dict[str, Any], optimizers: dict[torch.dtype, eb.Optimizer[Any]]
     ) -> list[tuple[Unit, Migration]]:
-        """What becomes of the state of a group's units with other hyperparameters.
+        """Plan the state of a group's units for other hyperparameters.
 
         Raises:
             ValueError: It cannot be told.
@@ -512,7 +512,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         require_followable(self._units, self._groups, self._parameters)
 
     def _follow(self) -> None:
-        """See to it that what is stepped is what the model computes with.
+        """Re-attach parameters whose storage was replaced since the last step; refuse those that were moved or cast.
 
         Raises:
             RuntimeError: As :meth:`_require_followable`.
@@ -662,7 +662,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _find_totals(
         self, work: list[tuple[Unit, list[Tensor | None]]], gathered: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """What the transform asks of everything that is stepped, on all ranks if parameters are sharded over them."""
+        """Find the totals of the transform's reductions over all units, on all ranks if parameters are sharded over them."""
         asking = [unit for unit, _ in work if self._reduces(unit)]
         if not asking:
             return []
@@ -686,7 +686,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return mesh is None or is_counted(unit.parameters[0], mesh)
 
     def _over_ranks(self, measured: Metrics | None) -> Metrics | None:
-        """What all ranks measured, where parameters are sharded over them."""
+        """Sum metrics over the ranks, where parameters are sharded over them."""
         parameters = [p for unit in self._units for p in unit.parameters]
         mesh = mesh_of(parameters) if parameters else None
         if mesh is None:
@@ -744,7 +744,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     # -- what one sees --------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> Metrics:
-        """What became of the last measured step's updates, over all parameters.
+        """Return the metrics of the last measured step, over all parameters.
 
         Raises:
             RuntimeError: No step was measured.
@@ -873,7 +873,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return found
 
     def export_dtypes(self) -> dict[int, torch.dtype]:
-        """By id of the parameter, the dtype in which :meth:`export_fp32` gives its weights."""
+        """Return, by id of the parameter, the dtype in which :meth:`export_fp32` gives its weights."""
         dtypes: dict[int, torch.dtype] = {}
         placed = {id(p) for unit in self._units for p in unit.parameters}
         for group, values in zip(self._groups, self.param_groups, strict=True):
@@ -960,7 +960,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @outside_inference
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: per parameter, in its shape; tensors have the dtypes they are stored in, and load under ``weights_only=True``."""
+        """Return the state per parameter, as torch does; tensors have their stored dtypes, and load under ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._settle()
@@ -992,7 +992,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             self._follow_hyperparameters()
 
     def _numbers(self) -> dict[int, int]:
-        """What checkpoints call each parameter, by its id."""
+        """Return the number of each parameter in checkpoints, by its id."""
         numbers: dict[int, int] = {}
         for number, parameter in enumerate(self._parameters()):
             numbers.setdefault(id(parameter), number)
@@ -1187,7 +1187,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
 
 def _number(numbers: Mapping[int, int], parameter: Tensor) -> int:
-    """What a checkpoint calls a parameter.
+    """Return the number of a parameter in checkpoints.
 
     Raises:
         ValueError: It is none of the optimizer's.
@@ -1201,7 +1201,7 @@ def _number(numbers: Mapping[int, int], parameter: Tensor) -> int:
 
 
 def _listed(where: str, values: Any, accepted: str) -> list[Any]:
-    """What is in a list, a tuple or a generator.
+    """Return the items of a list, a tuple or a generator.
 
     Raises:
         ValueError: It is none of them.

@@ -1,4 +1,4 @@
-"""What is given as parameters and policies of param groups, looked at before anything is made of it."""
+"""Check the parameters and policies of param groups before anything is made from them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def main_gradients(
     """The parameters whose gradients a policy keeps in another dtype than the model's, with that dtype.
 
     Raises:
-        ValueError: A policy that does not fit a parameter, or a gradient that is there already, in the model's dtype.
+        ValueError: A policy that does not fit a parameter, or a gradient that exists already, in the model's dtype.
     """
     found = []
     resolved = resolve_parameters(policies, tree)

@@ -1,4 +1,4 @@
-"""Which parameters will be stepped together, and where they will lie: decided for all of them before any is moved.
+"""Plans which parameters are stepped together, and where they lie in memory, for all of them before any is moved.
 
 What can be refused is refused here, so that placing itself does not fail half-way, and a checkpoint can be judged by what placing
 would make.
@@ -46,7 +46,7 @@ class Run:
     decision: Decision | None
 
     def tensors(self, *, sharded: bool) -> list[Tensor]:
-        """What a unit of a parameter that stays where it is sees."""
+        """Return the tensors of a unit whose parameter keeps its own memory."""
         (whole,) = [local(p).detach() for p in self.parameters]
         flatten = whole.is_contiguous() and (sharded or not needs_whole_tensors(self.optimizer.transform))
         return [whole.view(-1) if flatten else whole]
@@ -66,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What placing will do.
+    """A plan of which parameters become which units.
 
     Attributes:
         runs: To be made units.
@@ -220,7 +220,7 @@ def _runs(
 
 
 def _apart(params: Sequence[list[Tensor]]) -> set[int]:
-    """Parameters (by id) that stay where they are, because their memory is somebody else's too."""
+    """Return the ids of parameters that keep their own memory, because other tensors share it."""
     here = [p for given in params for p in given if not is_lazy(p)]
     tensors = [local(p) for p in here]
     numbers = {number for pair in sharing(tensors) for number in pair} | held_elsewhere(tensors)

@@ -1,4 +1,4 @@
-"""Which of a factory's numbers can be data of compiled code, and which have to be constants of it.
+"""Finds which of a factory's numbers can be data of compiled code, and which have to be constants of it.
 
 A number that compiled code reads from a tensor may change without new code. But a factory, or a transform, may branch on a number, count
 with it or print it, and then there has to be a number. What happens to a tensor in its place is tried out on tensors of the meta device,
@@ -92,7 +92,7 @@ def _without_value(value: Any, wanted: bool) -> Any:
 
 @contextmanager
 def _unnoticed() -> Iterator[None]:
-    """What is tried out warns of nothing, and draws no random numbers that others would have drawn."""
+    """Run a trial without warnings, and restore the state of all random generators after it."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if used else []
     numpy: Any = sys.modules.get("numpy")

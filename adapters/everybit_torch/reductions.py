@@ -1,8 +1,10 @@
-"""What a transform asks of its axis, answered over everything that is stepped: piece by piece, without a tree of all parameters.
+"""Two-phase reductions: the totals that a transform asks of its axis are found first, chunk by chunk, and it is stepped with them then.
 
-A transform that reduces works element by element (or tensor by tensor) but for what it asks of ``ctx.axis``. So it is run on every part
-until it asks, the answers are added up, and it is run again with the total: as often as it asks. No part needs to see another. While it
-is run for what it asks, nothing is decoded but what the answer is computed from.
+A transform that reduces works element by element (or tensor by tensor) except for what it asks of ``ctx.axis``. In the first phase it is
+run on every chunk until it asks for a reduction whose total is not known yet: that is the *pending reduction*, and the value that it
+passes is the chunk's *partial result*. The partial results are reduced over all chunks and processes, and the transform is run again with
+the total, once more for each further reduction. In the second phase it is stepped with all totals. No tree of all parameters is made, and
+the first phase decodes only those slots which the pending reduction is computed from.
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ from everybit_torch.units import Unit, map_state
 
 P = TypeVar("P")
 
-# Elements of which a contribution is computed at a time: the temporaries are those of a few operations, and there are few calls.
+# Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
 PIECE = 1 << 20
 DEVICE_PIECE = 1 << 24
 
 WEIGHTS = "params"
-"""What an answer is computed from beside slots, by name: the weights."""
+"""The name of the weights among the inputs of a reduction; the others go by the names of their slots."""
 
 
-class UnansweredError(Exception):
-    """A transform asked for a reduction that is not known yet.
+class NeedsReductionError(Exception):
+    """A transform asked for a reduction whose total is not known yet: the pending reduction.
 
     Args:
         kind: ``"sum"`` or ``"max"``.
-        value: What the part that was looked at contributes.
+        value: The partial result of the chunk on which the transform was run.
     """
 
     def __init__(self, kind: Literal["sum", "max"], value: Tensor) -> None:
@@ -42,28 +44,33 @@ class UnansweredError(Exception):
         self.kind, self.value = kind, value
 
 
-class Replay:
-    """An axis that answers a transform's reductions, in order, with totals that were found before."""
+class ReplayAxis:
+    """An axis that answers a transform's reductions, in order, with totals that were found before.
+
+    Args:
+        totals: The totals that are known.
+        counted: Whether this process contributes the elements on which the transform is run.
+    """
 
     def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
         self._totals, self._counted = totals, counted
         self._asked = 0
 
     def sum(self, value: Tensor) -> Tensor:
-        """The total, if it is known."""
+        """Return the total if it is known; else raise :class:`NeedsReductionError`."""
         return self._answer("sum", value)
 
     def max(self, value: Tensor) -> Tensor:
-        """The greatest, if it is known."""
+        """Return the maximum if it is known; else raise :class:`NeedsReductionError`."""
         return self._answer("max", value)
 
     def owned(self, tree: P) -> P:
-        """``tree``; zeros, if another process counts this part."""
+        """Return ``tree``, or zeros if another process contributes these elements."""
         return tree if self._counted else eb.tree.zeros_like(tree)
 
     def _answer(self, kind: Literal["sum", "max"], value: Tensor) -> Tensor:
         if self._asked == len(self._totals):
-            raise UnansweredError(kind, value)
+            raise NeedsReductionError(kind, value)
         self._asked += 1
         return self._totals[self._asked - 1]
 
@@ -72,10 +79,10 @@ class Part(NamedTuple):
     """A unit of one tensor that takes part in reductions.
 
     Attributes:
-        optimizer: Its own.
+        optimizer: The optimizer that steps it.
         unit: The unit.
-        grad: In the shape of its tensor; None if it only takes part in asking.
-        counted: Whether this process is the one that counts it.
+        grad: In the shape of its tensor; None if it contributes nothing, and only takes part in the reductions.
+        counted: Whether this process is the one that contributes its elements.
     """
 
     optimizer: eb.Optimizer[Any]
@@ -85,16 +92,16 @@ class Part(NamedTuple):
 
 
 class Reads:
-    """From which slots, and whether from the weights, a transform computes what it asks next; found out once for each optimizer.
+    """The slots, and maybe the weights, which a transform computes a reduction from; found once for each optimizer and reduction.
 
-    Found by running it on tensors without elements, and following which tensors are computed from which.
+    They are found by running the transform on tensors without elements, and recording which tensors are computed from which.
     """
 
     def __init__(self) -> None:
         self._known: list[tuple[eb.Optimizer[Any], int, frozenset[str]]] = []
 
     def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
-        """The names, for the reduction after those that ``totals`` answer."""
+        """Return the names for the pending reduction, which comes after those that ``totals`` answer."""
         for known, asked, names in self._known:
             if known is optimizer and asked == len(totals):
                 return names
@@ -107,7 +114,7 @@ class Reads:
     def _find(optimizer: eb.Optimizer[Any], empty: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
         params, state = optimizer.decode(empty.tensors, empty.state)
         grads = [torch.empty_like(x) for x in params]
-        ctx = eb.Context(axis=Replay(totals), first_element=empty.first).at(state.step + 1)
+        ctx = eb.Context(axis=ReplayAxis(totals), first_element=empty.first).at(state.step + 1)
         numbers = [value for _, value in hyperparameters(optimizer.transform) if isinstance(value, Tensor)]
         following = _Origins(
             {id(x): frozenset() for x in (*totals, *numbers, *eb.tree.leaves(state), *grads, ctx.step)}
@@ -122,13 +129,13 @@ class Reads:
         try:
             with following:
                 optimizer.transform.update(grads, state.inner, params, ctx)
-        except UnansweredError as question:
-            return following.of(question.value)
+        except NeedsReductionError as pending:
+            return following.of(pending.value)
         return frozenset()
 
 
 class _Origins(TorchFunctionMode):
-    """Follows which tensors are computed from which, by id.
+    """Records which tensors are computed from which, by id.
 
     A tensor that comes from elsewhere may have been computed from anything.
     """
@@ -154,36 +161,37 @@ class _Origins(TorchFunctionMode):
 
 
 def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads) -> list[Tensor]:
-    """The totals, over all parts and processes, of what a transform asks of its axis, in order; none if it asks nothing.
+    """Find the totals, over all parts and processes, of a transform's reductions, in order; an empty list if it does not reduce.
 
-    Every process has to call it, with one part at least: all ask the same, in the same order, also one that has nothing to step.
+    Every process has to call it, with at least one part: all take part in the same reductions, in the same order, and so does a process
+    that has nothing to step.
 
     Raises:
         RuntimeError: Parts that reduce differently.
     """
     totals: list[Tensor] = []
-    while (question := _next_question(parts[0], totals)) is not None:
-        total = question.value.double()
+    while (pending := _pending_reduction(parts[0], totals)) is not None:
+        total = pending.value.double()
         for part in parts:
             if part.grad is None:
                 continue
-            for one in _contributions(part, totals, reads):
-                if one.kind != question.kind:
+            for one in _partial_results(part, totals, reads):
+                if one.kind != pending.kind:
                     raise RuntimeError(
                         f"{part.optimizer.transform}: reduces differently for different parameters; accepted is a transform whose"
                         " reductions go over all of its parameters."
                     )
                 value = one.value.double().to(total.device)
                 total = total + value if one.kind == "sum" else torch.maximum(total, value)
-        total = axis.sum(total) if question.kind == "sum" else axis.max(total)
-        totals.append(total.to(question.value.dtype))
+        total = axis.sum(total) if pending.kind == "sum" else axis.max(total)
+        totals.append(total.to(pending.value.dtype))
     return totals
 
 
-def _contributions(part: Part, totals: Sequence[Tensor], reads: Reads | None) -> Iterator[UnansweredError]:
-    """What a part contributes to the first reduction that ``totals`` do not answer, piece by piece; at least one, if it has no elements.
+def _partial_results(part: Part, totals: Sequence[Tensor], reads: Reads | None) -> Iterator[NeedsReductionError]:
+    """Yield a part's partial results, chunk by chunk, for the first reduction whose total is still unknown.
 
-    Nothing comes if the transform asks for no more.
+    A part without elements yields one. Nothing is yielded if ``totals`` answer all of the transform's reductions.
     """
     optimizer, unit, grad, counted = part
     assert grad is not None
@@ -196,25 +204,25 @@ def _contributions(part: Part, totals: Sequence[Tensor], reads: Reads | None) ->
         stop = min(start + size, tensor.numel())
         cut = slice(None) if whole else slice(start, stop)
         state = unit.state if whole else unit.cut_state(start, stop, lambda x: x)
-        ctx = eb.Context(first_element=unit.first + start, axis=Replay(totals, counted=counted))
+        ctx = eb.Context(first_element=unit.first + start, axis=ReplayAxis(totals, counted=counted))
         given, gradient = (tensor, grad) if whole else (tensor[cut], grad[cut])
         try:
             optimizer.ask([given], [gradient], state, ctx, reads=names)
-        except UnansweredError as question:
-            question.__traceback__ = None  # its frames hold what was computed on the way
-            yield question
+        except NeedsReductionError as pending:
+            pending.__traceback__ = None  # its frames hold what was computed on the way
+            yield pending
         else:
             return
 
 
-def _next_question(part: Part, totals: Sequence[Tensor]) -> UnansweredError | None:
-    """What a transform asks for next, and what nothing contributes to it."""
+def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionError | None:
+    """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
     if not part.optimizer.transform.reduces:
         return None
     empty = _without_elements(part.unit)
     none = torch.empty_like(empty.tensors[0], dtype=torch.float32)
-    question = _contributions(Part(part.optimizer, empty, none), totals, None)
-    return next(question, None)
+    partials = _partial_results(Part(part.optimizer, empty, none), totals, None)
+    return next(partials, None)
 
 
 def _without_elements(unit: Unit) -> Unit:

@@ -1,4 +1,4 @@
-"""What checkpoints hold, carried over between policies and from and to ``torch.optim``; :mod:`everybit_torch.loading` judges it before."""
+"""Convert state dicts between policies, and from and to ``torch.optim``; :mod:`everybit_torch.loading` checks them before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from everybit_torch.units import Member, Unit, init_state
 
 @dataclass(frozen=True, slots=True)
 class RoundingLoss:
-    """What storing values in a coarser format changed.
+    """The error of storing values in a coarser format.
 
     Attributes:
         largest: The greatest absolute difference.
@@ -46,7 +46,7 @@ class RoundingLoss:
 
 @dataclass(frozen=True, slots=True)
 class TorchNames:
-    """How an optimizer of ``torch.optim`` calls what ours keeps.
+    """The mapping from torch.optim's state names to everybit's.
 
     Attributes:
         slots: Our slot names, and torch's.
@@ -70,7 +70,7 @@ def counts(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[int, ..
 
 
 def decoded(unit: Unit, optimizer: eb.Optimizer[Any]) -> dict[int, dict[str, Tensor]]:
-    """For each of a unit's parameters, by id, its state and weights in the compute dtype, in its shape."""
+    """Return, by id of each of a unit's parameters, its state and weights in the compute dtype, in its shape."""
     weights, wide = _decoded_unit(unit, optimizer)
     return {
         id(m.parameter): {
@@ -127,7 +127,7 @@ def _weights(member: Member, weights: list[Tensor]) -> Tensor:
 
 
 def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
-    """What became of ``value``."""
+    """Measure the error of ``stored`` as a copy of ``value``."""
     difference = stored.double() - value.double()
     # Infinities and NaN that were carried over are no loss.
     difference = torch.where((stored == value) | (stored.isnan() & value.isnan()), 0.0, difference)
@@ -139,7 +139,7 @@ def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
 
 
 class SpeaksTorch(Protocol):
-    """What is asked of an optimizer whose state is translated.
+    """The interface of an optimizer whose state is converted from or to ``torch.optim``.
 
     Attributes:
         torch_names: How torch's optimizer of the same name calls what this one keeps; None if torch has none.
@@ -226,7 +226,7 @@ def from_torch(optimizer: SpeaksTorch, state_dict: object) -> Saved:
 
 
 def _widened(value: Any) -> Any:
-    """In float32 at least, which is exact; what is too wide for the policy, or no plain tensor, is refused where it is judged."""
+    """Widen a tensor to at least float32, which is exact; what is no plain tensor is returned as it is, and refused where it is judged."""
     plain = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
     if not plain or value.device.type == "meta" or not value.is_floating_point() or not has_memory(value):
         return value
@@ -239,7 +239,7 @@ _TORCHS_NAMES = frozenset({
     "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "exp_inf", "eta",
     "mu", "mu_product", "ax", "prev", "step_size",
 })  # fmt: skip
-"""What torch's optimizers call their state; anything else in it is somebody else's, and kept."""
+"""The names of state in torch's optimizers; anything else in it was added by other code, and is kept."""
 
 
 def _names_of(optimizer: SpeaksTorch) -> TorchNames:

@@ -19,7 +19,7 @@ from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
 from everybit_torch.probing import Factory, fits, is_number
-from everybit_torch.reductions import Reads, Replay
+from everybit_torch.reductions import Reads, ReplayAxis
 from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import Inputs, Variants
 
@@ -52,7 +52,7 @@ def piece_size(device: torch.device) -> int:
 
 
 class Group:
-    """What a param group needs beside its dict: policies, optimizers with the present hyperparameters, compiled steps."""
+    """A param group's policies, its optimizers with the present hyperparameters, and its compiled steps."""
 
     def __init__(
         self,
@@ -91,11 +91,11 @@ class Group:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The factory's keyword arguments."""
+        """The factory's present keyword arguments, by name."""
         return self._arguments
 
     def follow(self, arguments: dict[str, Any], optimizers: dict[torch.dtype, eb.Optimizer[Any]]) -> None:
-        """Step with other hyperparameters from here on; see to it before that the state is what they need."""
+        """Step with other hyperparameters from here on; the caller has migrated the state to them before."""
         self.optimizers = optimizers
         self._arguments = arguments
         self._variants.follow()
@@ -189,16 +189,16 @@ def step_in_place(
     """The pure step, and its results written over what went in; compiled, the writes become in-place stores."""
     ctx = eb.Context(first_element=first)
     # Who measures adds up what is measured of the parts.
-    advance = optimizer.advance(tensors, grads, state, replace(ctx, axis=Replay(totals)) if totals else ctx)
-    measured = measure(optimizer, advance, ctx) if metrics else None
-    write((tensors, state), (advance.params, advance.state))
+    trace = optimizer.step_traced(tensors, grads, state, replace(ctx, axis=ReplayAxis(totals)) if totals else ctx)
+    measured = measure(optimizer, trace, ctx) if metrics else None
+    write((tensors, state), (trace.params, trace.state))
     return measured
 
 
 def step_in_pieces(
     optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool, totals: Sequence[Tensor] = ()
 ) -> Metrics | None:
-    """The step of a long buffer without a compiler: piece by piece, so that what is computed on the way stays in the cache.
+    """Step a long buffer without a compiler, piece by piece, so that temporaries stay in the cache.
 
     The pieces' results are the whole's, bit for bit: that is what a transform promises that may be cut anywhere.
     """

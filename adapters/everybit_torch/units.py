@@ -1,4 +1,4 @@
-"""What an optimizer steps at once, and where it lies in memory.
+"""Units: the tensors that an optimizer steps at once, and their place in memory.
 
 A *unit* is a list of tensors with one state and one count of steps. Under the flat layout the parameters of a group with one dtype and
 device become views of one buffer, and a unit is a run of it: at first the whole. A parameter without a gradient is skipped, as torch
@@ -148,7 +148,7 @@ class Unit:
         return max(elements // self.block, 1) * self.block
 
     def entries(self, member: Member) -> list[tuple[Entry, Tensor]]:
-        """What is kept for one parameter: views, those of one number for each element in its shape; what members share, as it is."""
+        """List the entries of one parameter: views, in its shape where there is one number for each element; shared entries as they are."""
         found = entries(
             self.state, self.tensors, member.position, None if self.stored is None else self.stored[member.position]
         )
@@ -156,7 +156,7 @@ class Unit:
         return [(entry, self._shaped(entry, x, member) if flat else x) for entry, x in found]
 
     def named_state(self, member: Member) -> dict[str, Tensor]:
-        """As :meth:`entries`, by name."""
+        """Return the tensors of :meth:`entries` by name."""
         return {entry.name: value for entry, value in self.entries(member)}
 
     @staticmethod
@@ -248,5 +248,5 @@ def can_be_flat(parameter: Tensor) -> bool:
 
 
 def is_shared(parameter: Tensor) -> bool:
-    """Whether other processes see a parameter's memory; torch says so of every tensor on an accelerator."""
+    """Whether other processes share a parameter's memory; False on accelerators, where torch answers True for every tensor."""
     return parameter.device.type == "cpu" and bool(parameter.is_shared())  # type: ignore[no-untyped-call]

@@ -42,17 +42,17 @@ Shape = tuple[torch.Size, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Inputs:
-    """What a compiled step is called with, beside hyperparameters.
+    """The arguments of a compiled step, beside hyperparameters.
 
     Attributes:
         tensors: The unit's tensor, alone in a list.
         grads: Its gradient, in the same shape.
         state: The optimizer's state for it.
         first: Number of the first element, int64, 0-d.
-        totals: Answers to the transform's reductions.
+        totals: The totals of the transform's reductions.
         policy: How all of it is stored: the param group's, for parameters of this dtype.
         metrics: Whether the step is measured.
-        decision: What the optimizer's masks and labels said of the parameters.
+        decision: The results of the optimizer's masks and labels for the parameters.
     """
 
     tensors: list[Tensor]
@@ -65,11 +65,11 @@ class Inputs:
     decision: Decision | None
 
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Return the dtype of the parameters."""
         return self.tensors[0].dtype
 
     def shape(self) -> Shape:
-        """Shape and strides."""
+        """Return the shape and strides of the tensor."""
         return self.tensors[0].shape, self.tensors[0].stride()
 
 
@@ -125,7 +125,7 @@ class Variants:
         self._level = logging.WARNING if announce else logging.INFO
 
     def follow(self) -> None:
-        """Hyperparameters changed."""
+        """Forget which variants were chosen, because hyperparameters changed."""
         self._chosen.clear()
 
     def step(

@@ -45,7 +45,7 @@ def import_weights(
 ) -> dict[str, RoundingLoss]:
     """Store full-precision weights: the model's tensors are rounded, residuals in the optimizer hold the rest.
 
-    Moments and counts stay. A name that is missing is filled where the model ties it to one that is there.
+    Moments and counts stay. A name that is missing is filled in where the model ties it to one that is given.
 
     Args:
         model: Whose parameters the optimizer holds.
@@ -158,10 +158,10 @@ def load_safetensors(
 
 
 def _tied(path: str | os.PathLike[str], header: Mapping[str, str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a file's record of tied names adds to its tensors.
+    """Return the tensors that a file's record of tied names adds to those in the file.
 
     Raises:
-        ValueError: The record is no such record, or names what is not there.
+        ValueError: The record is no such record, or names a tensor that is not in the file.
     """
     written = header.get(TIED, "{}")
     try:
@@ -229,12 +229,12 @@ def _problems(named: Mapping[str, Tensor], given: Mapping[str, Any], full: Mappi
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    """Equal, where NaN is equal to NaN."""
+    """Whether two tensors are equal, where NaN is equal to NaN."""
     return left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 class _Safetensors:
-    """What is used of an optional dependency."""
+    """The functions that are used of ``safetensors``, an optional dependency."""
 
     def __init__(self) -> None:
         from safetensors import safe_open

@@ -1,4 +1,4 @@
-"""Well-known optimizers, as compositions."""
+"""Well-known optimizers, each a composition of transforms."""
 
 from __future__ import annotations
 

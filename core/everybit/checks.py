@@ -33,7 +33,7 @@ _CANDIDATES: tuple[tuple[str, StateFormat], ...] = (
 
 
 def problems(policy: Policy, declared: Iterable[SlotDecay]) -> list[str]:
-    """What in ``policy`` cannot work for an optimizer whose slots move like this, and what would; nothing if all is well.
+    """List what in ``policy`` cannot work for an optimizer whose slots decay as declared, and what would; empty if all is well.
 
     Rates that are tensors or schedules are judged as if they were 1: the value of a tensor is on the device, and that of a schedule lies
     in the future.

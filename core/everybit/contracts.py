@@ -1,6 +1,6 @@
-"""What every transform has to keep to, checked where it is put to use: a mistake is named at once, and not where it is felt.
+"""The contract of a transform, checked where the transform is used, so that a mistake is named where it is made.
 
-The full promises are checked by :mod:`everybit.testing`. Here is what would otherwise be accepted without a word, and train wrongly.
+:mod:`everybit.testing` checks all promises. This module checks those whose violation would otherwise raise nothing and train wrongly.
 """
 
 from __future__ import annotations

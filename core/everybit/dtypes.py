@@ -24,7 +24,7 @@ _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
 def torch_dtype(name: FloatDType) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    """Return the dtype of a name: ``"bfloat16"`` -> ``torch.bfloat16``."""
     return _BY_NAME[name]
 
 
@@ -51,5 +51,5 @@ def require_member(value: object, accepted: tuple[str, ...], *, field: str) -> N
 
 
 def itemsize(name: FloatDType) -> int:
-    """Bytes of one element."""
+    """Return the number of bytes of one element."""
     return _BY_NAME[name].itemsize

@@ -1,6 +1,6 @@
-"""What an optimizer keeps, entry by entry: the name of each, what it is for, and how it may be cut.
+"""The entries of an optimizer's state: the name of each tensor, its role, and how it may be cut.
 
-Whoever cuts a state, names its tensors in a checkpoint, shards them or counts their bytes reads this, and decides nothing by shapes.
+Code that cuts a state, names its tensors in a checkpoint, shards them or counts their bytes uses these, and infers nothing from shapes.
 
 An entry goes by the name of its slot, and a part that is not the first of a value also by its own: ``momentum``, ``momentum.residual``,
 ``variance#2.scale``. Of the weights the first part is the model's own tensor, so that their entries are ``param.remainder`` and the like.
@@ -31,7 +31,7 @@ VERSION = 2
 VERSION_KEY = "format_version"
 
 Role = Literal["weights", "slot", "shared"]
-"""What an entry is for: the weights, beside the model's own tensors; a slot of the state; or what parameters stepped together share."""
+"""The role of an entry: a part of the weights beside the model's own tensor, a slot, or a value that parameters stepped together share."""
 
 Cut = Literal["element", "tensor", "copy"] | int
 """How an entry may be cut where its parameter is.
@@ -69,7 +69,7 @@ class Entry:
         return tuple(parameter) if self.part is None else self.part.shape(parameter)
 
     def range(self, start: int, stop: int) -> tuple[int, int]:
-        """Which of the entry's numbers belong to the elements ``start`` to ``stop`` of its parameter.
+        """Return the range of the entry's numbers that belong to the elements ``start`` to ``stop`` of its parameter.
 
         Raises:
             ValueError: The entry cannot be cut there; the message names it.
@@ -145,7 +145,7 @@ def specs(field: str, stored: Resolved | None) -> tuple[PartSpec, ...] | None:
 def entries(
     state: OptimizerState[Any], params: object, position: int, stored: Resolved | None
 ) -> list[tuple[Entry, Tensor]]:
-    """What a state holds for one parameter, and what it shares with the others, in order.
+    """List the entries of one parameter, those that it shares with other parameters included, in order.
 
     Args:
         state: Of the optimizer.
@@ -156,7 +156,7 @@ def entries(
     found: list[tuple[Entry, Tensor]] = []
     for name, value, is_slot in fields(state):
         if is_slot:
-            own = tree.slots_of(params, value)[position]
+            own = tree.flatten_up_to(params, value)[position]
             found += _of_value(name, own, specs(name, stored))
         else:
             found.append((Entry(name, "shared", None, "copy"), value))
@@ -180,7 +180,7 @@ def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iter
 
 
 def former_names(found: Sequence[Entry]) -> dict[str, str]:
-    """What state dicts of version 1 called the entries of one parameter: parts by their numbers, ``momentum.1``. Old name to new."""
+    """Map the names of one parameter's entries in state dicts of version 1, which number parts (``momentum.1``), to the present names."""
     numbers: dict[str, int] = {}
     former: dict[str, str] = {}
     for entry in found:
@@ -214,7 +214,7 @@ def map_parts(
     held: list[Any] = []
 
     def mapped(name: str, subtree: Any) -> Any:
-        values = tree.slots_of(params, subtree)
+        values = tree.flatten_up_to(params, subtree)
         known: Any = repeat(None) if stored is None else (specs(name, one) for one in stored)
         return tree.replace(params, [_mapped_value(value, parts, on_part) for value, parts in zip(values, known)])  # noqa: B905
 

@@ -60,7 +60,7 @@ Parts = tuple[Tensor, ...]
 
 
 SlotKind = Literal["signed", "non-negative"]
-"""What the numbers of a slot are like: of either sign, or never below zero (running means of squares)."""
+"""The range of a slot's numbers: of either sign, or never below zero (running means of squares)."""
 
 SLOT_KINDS: tuple[SlotKind, ...] = get_args(SlotKind)
 
@@ -90,7 +90,7 @@ class PartSpec:
             raise ValueError(f"PartSpec.block: got {self.block!r}; accepted is a number of elements, 1 or more.")
 
     def count(self, elements: int) -> int:
-        """How many numbers cover so many elements of the value."""
+        """Return how many numbers of the part cover so many elements of the value."""
         return -(-elements // self.block)
 
     def shape(self, value: Sequence[int]) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class PartSpec:
         return tuple(value) if self.block == 1 else (self.count(math.prod(value)),)
 
     def range(self, start: int, stop: int) -> tuple[int, int]:
-        """Which of its numbers cover the elements ``start`` to ``stop``.
+        """Return the range of its numbers that cover the elements ``start`` to ``stop``.
 
         Raises:
             ValueError: One of them covers elements before ``start``, too.
@@ -137,7 +137,7 @@ class Format(Protocol):
         return False
 
     def parts(self) -> tuple[PartSpec, ...]:
-        """What is stored, in order; every dtype is known, as after ``for_slot`` or ``for_params``."""
+        """Describe the tensors that are stored, in order; every dtype is known, as after ``for_slot`` or ``for_params``."""
         ...
 
     def encode(self, x: Tensor, key: Key) -> Parts:
@@ -216,31 +216,31 @@ class Nearest(StateFormat, ParamFormat):
             require_member(self.dtype, FLOAT_DTYPES, field="Nearest.dtype")
 
     def for_params(self, model: FloatDType) -> Nearest:
-        """With ``dtype`` named."""
+        """Return the format with ``dtype`` filled in: the model's, if none was chosen."""
         return self if self.dtype is not None else Nearest(model)
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Nearest:
-        """With ``dtype`` named: the compute dtype, if none was chosen."""
+        """Return the format with ``dtype`` filled in: the compute dtype, if none was chosen."""
         return self if self.dtype is not None else Nearest(compute)
 
     @property
     def loses_small_numbers(self) -> bool:
-        """Of a float16."""
+        """Whether the value is stored in float16, whose smallest number is 6e-8."""
         return self.dtype == "float16"
 
     def parts(self) -> tuple[PartSpec, ...]:
-        """The value."""
+        """Describe the one part, the value."""
         return (PartSpec("value", torch_dtype(_chosen(self.dtype, self))),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
-        """Round once."""
+        """Round the value once, to nearest."""
         dtype = _chosen(self.dtype, self)
         if dtype in ("bfloat16", "float16"):
             return (straight_through(rounding.to_nearest(x.detach().float(), dtype), x),)
         return (x.to(torch_dtype(dtype)),)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
-        """Exactly."""
+        """Widen the stored value, which is exact."""
         return rounding.widen(parts[0]).to(torch_dtype(compute))
 
     def resolution(self, compute: ComputeDType) -> float:
@@ -268,39 +268,39 @@ class Stochastic(StateFormat, ParamFormat):
             require_member(self.dtype, LOW_DTYPES, field="Stochastic.dtype")
 
     def for_params(self, model: FloatDType) -> Stochastic:
-        """With ``dtype`` named."""
+        """Return the format with ``dtype`` filled in: the model's, if none was chosen."""
         return self if self.dtype is not None else Stochastic(_low(model, "Stochastic"))
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Stochastic:
-        """With ``dtype`` named: bfloat16, if none was chosen."""
+        """Return the format with ``dtype`` filled in: bfloat16, if none was chosen."""
         return self.for_params("bfloat16")
 
     @property
     def draws_bits(self) -> bool:
-        """Always."""
+        """True, since every ``encode`` rounds at random."""
         return True
 
     @property
     def loses_small_numbers(self) -> bool:
-        """Of a float16."""
+        """Whether the value is stored in float16, whose smallest number is 6e-8."""
         return self.dtype == "float16"
 
     def objection(self, compute: ComputeDType) -> str | None:
-        """To float64."""
+        """Return the objection to float64 as the compute dtype: this format splits a float32."""
         return _SPLITS_FLOAT32 if compute == "float64" else None
 
     def parts(self) -> tuple[PartSpec, ...]:
-        """The value."""
+        """Describe the one part, the value."""
         return (PartSpec("value", torch_dtype(_chosen(self.dtype, self))),)
 
     def encode(self, x: Tensor, key: Key) -> Parts:
-        """Round once, at random."""
+        """Round the value once, up or down at random."""
         dtype = _low(_chosen(self.dtype, self), "Stochastic")
         exact = x.detach()
         return (straight_through(rounding.to_stochastic(exact, dtype, _dither(dtype, exact, key)), x),)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
-        """Exactly."""
+        """Widen the stored value, which is exact."""
         return rounding.widen(parts[0]).to(torch_dtype(compute))
 
     def resolution(self, compute: ComputeDType) -> float:
@@ -334,29 +334,29 @@ class Kahan(StateFormat, ParamFormat):
             require_member(self.value, LOW_DTYPES, field="Kahan.value")
 
     def for_params(self, model: FloatDType) -> Kahan:
-        """With ``value`` named."""
+        """Return the format with ``value`` filled in: the model's dtype, if none was chosen."""
         return self if self.value is not None else replace(self, value=_low(model, "Kahan"))
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Kahan:
-        """With ``value`` named: bfloat16, if none was chosen."""
+        """Return the format with ``value`` filled in: bfloat16, if none was chosen."""
         return self.for_params("bfloat16")
 
     @property
     def draws_bits(self) -> bool:
-        """If the residual is rounded stochastically."""
+        """Whether the residual is rounded stochastically."""
         return self.rounding == "stochastic"
 
     @property
     def loses_small_numbers(self) -> bool:
-        """Of a float16, in either part."""
+        """Whether either part is stored in float16, whose smallest number is 6e-8."""
         return "float16" in (self.value, self.residual)
 
     def objection(self, compute: ComputeDType) -> str | None:
-        """To float64."""
+        """Return the objection to float64 as the compute dtype: this format splits a float32."""
         return _SPLITS_FLOAT32 if compute == "float64" else None
 
     def parts(self) -> tuple[PartSpec, ...]:
-        """The value and the residual."""
+        """Describe the two parts, value and residual."""
         return PartSpec("value", torch_dtype(_chosen(self.value, self))), PartSpec(
             "residual", torch_dtype(self.residual)
         )
@@ -386,7 +386,7 @@ class Kahan(StateFormat, ParamFormat):
         return rounding.nearest(residual, dtype, finite=True)
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
-        """The sum, unless the residual is more than half a unit in the last place: then somebody wrote to the value since."""
+        """Return the sum; the value alone if the residual is above half a unit in the last place, since the value was overwritten then."""
         value, residual = rounding.widen(parts[0]), rounding.widen(parts[1])
         reach = rounding.half_ulp(value, _low(_chosen(self.value, self), "Kahan"))
         # An infinite value has an infinite reach, and infinity + residual is infinity. A zero residual, told by its bits because
@@ -451,25 +451,25 @@ class Split(StateFormat, ParamFormat):
             require_member(self.value, LOW_DTYPES, field="Split.value")
 
     def for_params(self, model: FloatDType) -> Split:
-        """With ``value`` named."""
+        """Return the format with ``value`` filled in: the model's dtype, if none was chosen."""
         return self if self.value is not None else replace(self, value=_low(model, "Split"))
 
     def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Split:
-        """With ``value`` named: bfloat16, if none was chosen."""
+        """Return the format with ``value`` filled in: bfloat16, if none was chosen."""
         return self.for_params("bfloat16")
 
     @property
     def draws_bits(self) -> bool:
-        """If what does not fit is dropped stochastically."""
+        """Whether the digits that do not fit are rounded stochastically."""
         return self.rounding == "stochastic"
 
     @property
     def loses_small_numbers(self) -> bool:
-        """Of a float16."""
+        """Whether the value is stored in float16, whose smallest number is 6e-8."""
         return self.value == "float16"
 
     def objection(self, compute: ComputeDType) -> str | None:
-        """To float64."""
+        """Return the objection to float64 as the compute dtype: this format splits a float32."""
         return _SPLITS_FLOAT32 if compute == "float64" else None
 
     def parts(self) -> tuple[PartSpec, ...]:
@@ -556,7 +556,7 @@ class Split(StateFormat, ParamFormat):
 
 @dataclass(frozen=True, slots=True)
 class Master(ParamFormat):
-    """For parameters: the model's tensor in its own dtype, and a main copy that the optimizer works on.
+    """A parameter's own tensor in its own dtype, and a main copy that the optimizer works on.
 
     The main copy is followed as long as it rounds to the model's tensor; if it does not, somebody wrote to the model since, and what
     was written counts.
@@ -576,13 +576,13 @@ class Master(ParamFormat):
             require_member(self.value, accepted, field="Master.value")
 
     def for_params(self, model: FloatDType) -> Master:
-        """With ``value`` named."""
+        """Return the format with ``value`` filled in: the model's dtype, if none was chosen."""
         if self.value is not None:
             return self
         return replace(self, value="float32" if self._narrows_float64(model) else _low(model, "Master"))
 
     def objection(self, compute: ComputeDType) -> str | None:
-        """To a compute dtype that is not the main copy's."""
+        """Return the objection to a compute dtype that is not the main copy's."""
         if self.dtype == compute:
             return None
         if compute == "float64":

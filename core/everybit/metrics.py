@@ -1,4 +1,4 @@
-"""How a user sees that a policy is failing."""
+"""Metrics of a step, which show whether a policy loses updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.optimizer import Advance, Optimizer, OptimizerState
+from everybit.optimizer import Optimizer, OptimizerState, StepTrace
 from everybit.transform import Context, Cut, Local
 
 P = TypeVar("P")
@@ -19,7 +19,7 @@ S = TypeVar("S")
 @tree.state
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What became of one step's updates. Sums, 0-d float64, so that those of several buffers or shards can be added.
+    """The effect of one step's updates on what is stored: sums, 0-d float64, so that those of several buffers or shards can be added.
 
     Attributes:
         lost: Elements whose update was not zero and left parameter and compensation as they were.
@@ -63,7 +63,7 @@ class Metrics:
         return self.gradient.sqrt()
 
     def __add__(self, other: Metrics) -> Metrics:
-        """Of both together."""
+        """Return the metrics of both together."""
         return Metrics(
             self.lost + other.lost,
             self.moved + other.moved,
@@ -74,7 +74,7 @@ class Metrics:
 
     @staticmethod
     def zero(device: torch.device | None = None) -> Metrics:
-        """Of nothing."""
+        """Return the metrics of no elements: all sums are zero."""
         return Metrics(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(5)))
 
 
@@ -88,7 +88,7 @@ class MeasuredState(Generic[S]):
 
     @property
     def step(self) -> Tensor:
-        """Calls done."""
+        """The number of calls of ``step`` so far; int64, 0-d."""
         return self.optimizer.step
 
 
@@ -100,28 +100,28 @@ class Measured(Generic[S]):
 
     @property
     def cut(self) -> Cut:
-        """That of the optimizer; sums over elements can be added up afterwards."""
+        """How finely parameters may be cut: as the optimizer's, since sums over elements can be added up afterwards."""
         return self.optimizer.cut
 
     def init(self, params: P, ctx: Context | None = None) -> MeasuredState[S]:
-        """As the optimizer's."""
+        """Return the optimizer's initial state, and metrics of zero."""
         leaves = tree.leaves(params)
         return MeasuredState(self.optimizer.init(params, ctx), Metrics.zero(leaves[0].device if leaves else None))
 
     def step(
         self, params: P, grads: P, state: MeasuredState[S], ctx: Context | None = None
     ) -> tuple[P, MeasuredState[S]]:
-        """As the optimizer's, bit for bit; ``state.metrics`` tells how it went."""
-        advance = self.optimizer.advance(params, grads, state.optimizer, ctx)
-        metrics = measure(self.optimizer, advance, ctx)
-        return advance.params, MeasuredState(advance.state, metrics)
+        """Step as the optimizer does, bit for bit; ``state.metrics`` has the metrics of this step."""
+        trace = self.optimizer.step_traced(params, grads, state.optimizer, ctx)
+        metrics = measure(self.optimizer, trace, ctx)
+        return trace.params, MeasuredState(trace.state, metrics)
 
     def export_fp32(self, params: P, state: MeasuredState[S]) -> P:
-        """As the optimizer's."""
+        """Return the weights in float32, as the optimizer's ``export_fp32`` does."""
         return self.optimizer.export_fp32(params, state.optimizer)
 
     def import_fp32(self, weights: P, params: P, state: MeasuredState[S] | None = None) -> tuple[P, MeasuredState[S]]:
-        """As the optimizer's."""
+        """Store float32 weights, as the optimizer's ``import_fp32`` does; the metrics start at zero."""
         new, stored = self.optimizer.import_fp32(weights, params, None if state is None else state.optimizer)
         return new, MeasuredState(stored, Metrics.zero(stored.step.device))
 
@@ -145,12 +145,12 @@ def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
     return Measured(optimizer)
 
 
-def measure(optimizer: Optimizer[Any], advance: Advance, ctx: Context | None = None) -> Metrics:
+def measure(optimizer: Optimizer[Any], trace: StepTrace, ctx: Context | None = None) -> Metrics:
     """The metrics of a step, summed over ``ctx.axis``."""
     axis = Local if ctx is None else ctx.axis
-    reached = tree.leaves(optimizer.export_fp32(advance.params, advance.state))
-    total = Metrics.zero(advance.state.step.device)
-    before, updates, grads = (axis.owned(values) for values in (advance.before, advance.updates, advance.grads))
+    reached = tree.leaves(optimizer.export_fp32(trace.params, trace.state))
+    total = Metrics.zero(trace.state.step.device)
+    before, updates, grads = (axis.owned(values) for values in (trace.before, trace.updates, trace.grads))
     for x, y, u, g in zip(tree.leaves(before), reached, tree.leaves(updates), tree.leaves(grads), strict=True):
         moving = u != 0
         total = total + Metrics(

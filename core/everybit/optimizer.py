@@ -24,7 +24,7 @@ P = TypeVar("P")
 S = TypeVar("S")
 
 Unsafe = Literal["refuse", "warn", "allow"]
-"""What to do about a policy that cannot work for a transform: refuse it, warn and go on, or go on."""
+"""How a policy that cannot work for a transform is handled: it is refused, or a warning is given, or it is accepted."""
 
 # The two moments of one optimizer are rounded with the two halves of one word.
 _HALVES: dict[str, Literal[0, 1]] = {"momentum": 0, "variance": 1}
@@ -46,8 +46,17 @@ class OptimizerState(Generic[S]):
     inner: S
 
 
-class Advance(NamedTuple):
-    """A step with its working shown: what metrics look at. Trees of tensors in the compute dtype, with the parameters' structure."""
+class StepTrace(NamedTuple):
+    """A step with its intermediate results, which metrics are computed from; returned by :meth:`Optimizer.step_traced`.
+
+    Attributes:
+        params: The new parameters, as stored.
+        state: The new state.
+        before: The weights before the step. This and the following are trees in the compute dtype, with the parameters' structure.
+        grads: The gradients.
+        updates: The transform's updates.
+        after: The weights after the step, before they are rounded to what is stored.
+    """
 
     params: Any
     state: OptimizerState[Any]
@@ -73,7 +82,7 @@ class Optimizer(Generic[S]):
 
     @property
     def cut(self) -> Cut:
-        """How finely what is stepped may be cut."""
+        """How finely the parameters may be cut."""
         return "tensor" if isinstance(self.policy, ByLabel) else self.transform.cut
 
     @property
@@ -82,7 +91,7 @@ class Optimizer(Generic[S]):
         return self.transform.reduces
 
     def formats(self, params: object) -> list[Resolved]:
-        """How each leaf of ``params`` and its state are stored, in order.
+        """Return how each leaf of ``params`` and its state are stored, in order.
 
         Raises:
             TypeError: A leaf that is no floating-point tensor.
@@ -145,11 +154,11 @@ class Optimizer(Generic[S]):
             TypeError: A gradient that is complex, sparse or no floating-point tensor.
             ValueError: Structures, shapes or formats that do not fit; the message names the path.
         """
-        advance = self.advance(params, grads, state, ctx)
-        return advance.params, advance.state
+        trace = self.step_traced(params, grads, state, ctx)
+        return trace.params, trace.state
 
-    def advance(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> Advance:
-        """As :meth:`step`, keeping what was computed on the way."""
+    def step_traced(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> StepTrace:
+        """As :meth:`step`, and return the intermediate results too."""
         _warn_of_growing_graphs(params)
         formats = self.formats(params)
         step = state.step + 1
@@ -169,7 +178,7 @@ class Optimizer(Generic[S]):
         after = [x + u for x, u in zip(values, moves, strict=True)]
         parts = layout.encode_params(after)
         new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), layout.encode_state(inner))
-        return Advance(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
+        return StepTrace(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
 
     def ask(
         self,
@@ -233,7 +242,7 @@ class Optimizer(Generic[S]):
         return tree.replace(params, [p[0] for p in parts]), stored
 
     def decode(self, params: P, state: OptimizerState[S]) -> tuple[P, OptimizerState[S]]:
-        """What the stored bits stand for: weights, and a state without extra parts, all in the compute dtype (float32).
+        """Decode what is stored: return the weights, and a state without extra parts, all in the compute dtype (float32).
 
         With :meth:`encode` of another optimizer of the same transform this carries a run from one policy to another.
 
@@ -344,7 +353,7 @@ def _object(problem: str, unsafe: Unsafe, *, stacklevel: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where each leaf's bits come from and go to during one step."""
+    """The layout of one step: the stored parts and the random bits of each leaf."""
 
     params: Any
     formats: list[Resolved]
@@ -379,7 +388,7 @@ class _Layout:
     def decode_params(self, extra: object) -> list[Tensor]:
         leaves = tree.leaves(self.params)
         try:
-            extras = tree.slots_of(self.params, extra)
+            extras = tree.flatten_up_to(self.params, extra)
         except ValueError as error:
             raise ValueError(f"state.extra: structure differs from params: {error}") from None
         values = []
@@ -428,7 +437,7 @@ class _Layout:
             count = seen[name] = seen.get(name, 0) + 1
             own_keys = keys(name if count == 1 else f"{name}#{count}")
             try:
-                found = tree.slots_of(self.params, slot)
+                found = tree.flatten_up_to(self.params, slot)
             except ValueError as error:
                 raise ValueError(f"state.{name}: structure differs from params: {error}") from None
             return tree.replace(
@@ -468,7 +477,7 @@ def _first(ctx: Context | None) -> int | Tensor:
 
 
 def _zeros(leaf: Tensor, one: Resolved) -> Tensor:
-    """What stands for a value in the compute dtype that nobody reads: of its shape, without its memory."""
+    """Return a placeholder for a value in the compute dtype that nobody reads: of its shape, without its memory."""
     return torch.zeros((), dtype=torch_dtype(one.policy.compute), device=leaf.device).expand(leaf.shape)
 
 
@@ -505,7 +514,7 @@ def _widened(grads: P, params: P, formats: list[Resolved], *, name: str = "grads
     tree.require_same_structure(grads, params, name=name, reference_name="params")
     wide = []
     # By the parameters' order: the keys of a dict may come in another.
-    for index, (grad, one) in enumerate(zip(tree.slots_of(params, grads), formats, strict=True)):
+    for index, (grad, one) in enumerate(zip(tree.flatten_up_to(params, grads), formats, strict=True)):
         compute = one.policy.compute
         accepted = FLOAT_DTYPES if compute == "float64" else FLOAT_DTYPES[1:]
         if grad.layout is not torch.strided or not any(grad.dtype is torch_dtype(dtype) for dtype in accepted):

@@ -45,7 +45,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grads:
-    """In which dtypes gradients are kept and sent.
+    """The dtypes in which gradients are kept and sent.
 
     Args:
         main: What gradients are accumulated in and handed to the optimizer in. None: the model's own dtype.
@@ -65,7 +65,7 @@ class Grads:
 
 
 class FrozenMapping(Mapping[K, V]):
-    """A mapping that nobody can change, and that can be hashed, copied and pickled."""
+    """An immutable mapping, which can be hashed, copied and pickled."""
 
     __slots__ = ("_items",)
 
@@ -447,7 +447,7 @@ def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = fr
 
 
 def _hint(leaf: object) -> str:
-    """What to write for something that holds a model's parameters, and is no tree of them."""
+    """Suggest what to write instead of something that holds a model's parameters and is no tree of them."""
     if isinstance(leaf, (Iterator, str, torch.nn.Module)):
         return " The parameters of a model, as a tree: dict(model.named_parameters())."
     return ""

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from everybit.borders import settle
+from everybit.barriers import materialize
 
 
 class Lane(NamedTuple):
@@ -66,10 +66,10 @@ class Key:
         word, inner = self._words(stream)
         count, low, high, carry = _index(like, _known(self.first, self.step))
         # Indices and the key's first word are added before the elements are looked at: one operation on each element, not two.
-        start = settle(_mix(word ^ high) + low)
+        start = materialize(_mix(word ^ high) + low)
         if carry is not None:
-            start = torch.where(carry, settle(_mix(word ^ (high + 1)) + low), start)
-        return _mix(count + start, settle(inner)).reshape(like.shape)
+            start = torch.where(carry, materialize(_mix(word ^ (high + 1)) + low), start)
+        return _mix(count + start, materialize(inner)).reshape(like.shape)
 
     def _words(self, stream: int) -> tuple[Tensor, Tensor]:
         """Two words that depend on every bit of seed, stream and step, each in its own way: computed once for the whole tensor.
@@ -122,7 +122,7 @@ def _known(value: int | Tensor, like: Tensor) -> int | Tensor:
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     # Settled, because Inductor's CPU code shifts a symbol as if it were a float.
-    return value if has_static_value(value) else settle(like.new_full((), value))
+    return value if has_static_value(value) else materialize(like.new_full((), value))
 
 
 def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int, Tensor, Tensor | None]:
@@ -142,7 +142,7 @@ def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int, Ten
         until_carry = (1 << 32) - (first & _WORD)
         return count, _signed(first), high, None if until_carry >= like.numel() else count >= until_carry
     left = ((1 << 32) - (first & _WORD)).clamp(max=(1 << 31) - 1)
-    return count, first.to(torch.int32), (first >> 32).to(torch.int32), count >= settle(left.to(torch.int32))
+    return count, first.to(torch.int32), (first >> 32).to(torch.int32), count >= materialize(left.to(torch.int32))
 
 
 def stream(name: str) -> int:

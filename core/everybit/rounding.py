@@ -24,7 +24,7 @@ DROPPED_BITS: dict[LowDType, int] = {"bfloat16": 16, "float16": 13}
 
 
 def nearest(x: Tensor, dtype: LowDType, *, finite: bool = False) -> Tensor:
-    """To the nearest value, ties to even (IEEE 754-2019, 4.3.1), as ``x.to(dtype)`` does.
+    """Round to the nearest value, ties to even (IEEE 754-2019, 4.3.1), as ``x.to(dtype)`` does.
 
     ``finite`` promises that no element is infinite or NaN, here as below.
     """
@@ -78,7 +78,7 @@ def _dithered(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
 
 
 def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """To one of the two neighbouring integers, with probabilities that make the expectation ``x``."""
+    """Round to one of the two neighbouring integers, with probabilities that make the expectation ``x``."""
     whole = torch.floor(x)
     return whole + (x - whole > uniform(bits)).float()
 

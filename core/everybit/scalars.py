@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from everybit.borders import settle
+from everybit.barriers import materialize
 
 Scalar = float | Tensor
 Schedule = Callable[[Tensor], Tensor]
@@ -75,7 +75,7 @@ def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
     if not isinstance(now, Tensor):
         raise TypeError(f"{name}: its schedule gave {now!r}; accepted is a 0-d float32 or float64 tensor.")
     require(f"{name}, from its schedule", now)
-    return settle(now)
+    return materialize(now)
 
 
 def require_step(step: Tensor | None, who: str) -> Tensor:
@@ -92,6 +92,6 @@ def require_step(step: Tensor | None, who: str) -> Tensor:
     return step
 
 
-def minus_power(base: Scalar, step: Tensor) -> Tensor:
-    """``1 - base ** step``, in float64 on purpose: in less, it loses every digit for small steps."""
+def bias_correction(base: Scalar, step: Tensor) -> Tensor:
+    """The bias correction ``1 - base ** step`` of a running mean, 0-d and float64: in less it loses every digit for small steps."""
     return 1 - base ** step.double()

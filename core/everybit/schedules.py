@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.borders import cos
+from everybit.barriers import cos
 from everybit.scalars import Schedule, require
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantSchedule:
-    """Always ``value``."""
+    """A schedule that is ``value`` at every step."""
 
     value: float
 
@@ -27,13 +27,13 @@ class ConstantSchedule:
         require("value", self.value, schedule=False)
 
     def __call__(self, step: Tensor) -> Tensor:
-        """The value at ``step``."""
+        """Return the value after ``step`` updates; 0-d."""
         return torch.full_like(step, self.value, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSchedule:
-    """From ``start`` to ``end`` in ``steps`` updates, then ``end``."""
+    """A schedule from ``start`` to ``end`` in ``steps`` updates, then ``end``."""
 
     start: float
     end: float
@@ -45,13 +45,16 @@ class LinearSchedule:
         _require_steps("steps", self.steps)
 
     def __call__(self, step: Tensor) -> Tensor:
-        """The value at ``step``."""
+        """Return the value after ``step`` updates; 0-d."""
         return self.start + (self.end - self.start) * _progress(step, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class CosineDecaySchedule:
-    r"""From ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end`` (Loshchilov & Hutter 2017, arXiv:1608.03983)."""
+    """A schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``.
+
+    It is the decay of Loshchilov & Hutter 2017, arXiv:1608.03983.
+    """
 
     start: float
     steps: int
@@ -63,7 +66,7 @@ class CosineDecaySchedule:
         _require_steps("steps", self.steps)
 
     def __call__(self, step: Tensor) -> Tensor:
-        """The value at ``step``."""
+        """Return the value after ``step`` updates; 0-d."""
         return self.end + (self.start - self.end) * 0.5 * (1 + cos(math.pi * _progress(step, self.steps)))
 
 
@@ -91,7 +94,7 @@ class JoinSchedules:
             )
 
     def __call__(self, step: Tensor) -> Tensor:
-        """The value at ``step``."""
+        """Return the value after ``step`` updates; 0-d."""
         value = self.schedules[0](step)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
             # What lies before its beginning is not asked for: a schedule sees no negative step.
@@ -100,17 +103,17 @@ class JoinSchedules:
 
 
 def constant_schedule(value: float) -> ConstantSchedule:
-    """Always ``value``."""
+    """Return a schedule that is ``value`` at every step."""
     return ConstantSchedule(value)
 
 
 def linear_schedule(start: float, end: float, steps: int) -> LinearSchedule:
-    """From ``start`` to ``end`` in ``steps`` updates, then ``end``."""
+    """Return a schedule from ``start`` to ``end`` in ``steps`` updates, then ``end``."""
     return LinearSchedule(start, end, steps)
 
 
 def cosine_decay_schedule(start: float, steps: int, end: float = 0.0) -> CosineDecaySchedule:
-    """From ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``."""
+    """Return a schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``."""
     return CosineDecaySchedule(start, steps, end)
 
 

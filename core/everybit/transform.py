@@ -21,43 +21,43 @@ class Axis(Protocol):
     """Reductions over everything that shares one optimizer step: one process, or all shards of a model."""
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of ``value`` over the axis; same shape and dtype."""
+        """Return the sum of ``value`` over the axis; same shape and dtype."""
         ...
 
     def max(self, value: Tensor) -> Tensor:
-        """The greatest ``value`` over the axis, element by element."""
+        """Return the maximum of ``value`` over the axis, element by element."""
         ...
 
     def owned(self, tree: P) -> P:
-        """``tree`` with every element that another process counts, or that is padding, set to zero."""
+        """Return ``tree`` with every element that another process counts, or that is padding, set to zero."""
         ...
 
 
 class Local:
-    """The axis of a single process: what is here is all there is.
+    """The axis of a single process, over which a reduction returns its argument.
 
     The class itself is the axis, there are no instances: compilers trace a default that is a class, not one that is an object.
     """
 
     @staticmethod
     def sum(value: Tensor) -> Tensor:
-        """``value``."""
+        """Return ``value``: there is no other process."""
         return value
 
     @staticmethod
     def max(value: Tensor) -> Tensor:
-        """``value``."""
+        """Return ``value``: there is no other process."""
         return value
 
     @staticmethod
     def owned(tree: P) -> P:
-        """``tree``."""
+        """Return ``tree``: this process counts all elements."""
         return tree
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a step knows beyond gradients, state and parameters.
+    """The inputs of a step beyond gradients, state and parameters.
 
     Attributes:
         axis: Reductions over all that shares this step.
@@ -74,16 +74,16 @@ class Context:
     first_element: int | Tensor = 0
 
     def at(self, step: Tensor) -> Context:
-        """This context at ``step``."""
+        """Return this context with ``step`` filled in."""
         return replace(self, step=step)
 
 
 ALONE = Context()
-"""One process, nothing known but the gradients."""
+"""The context of a single process that knows nothing but the gradients."""
 
 
 PARTS = ("cut", "reduces", "init", "update")
-"""What a transform has."""
+"""The attributes that a transform has to have."""
 
 
 class Transform(Protocol[S]):
@@ -146,7 +146,7 @@ class DeclaresDecays(Protocol):
 
 
 def decays(*transforms: object) -> tuple[SlotDecay, ...]:
-    """What transforms, and those inside them, declare about their slots."""
+    """List what transforms, and the transforms inside them, declare about their slots."""
     # Not `isinstance(transform, DeclaresDecays)`: it takes ten times as long, and this is asked at every step.
     return tuple(one for transform in transforms if hasattr(transform, "decays") for one in transform.decays())
 
@@ -158,7 +158,7 @@ def squares(*transforms: object) -> frozenset[str]:
 
 
 def coarsest(transforms: Iterable[Transform[Any]]) -> Cut:
-    """How finely the parameters of several transforms applied together may be cut."""
+    """Return how finely the parameters of several transforms applied together may be cut."""
     return "tensor" if any(transform.cut == "tensor" for transform in transforms) else "element"
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from everybit import borders
+from everybit import barriers
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def map(function: Callable[..., Any], tree: P, *others: Any) -> P:
 
 
 def elementwise(function: Callable[..., Tensor], tree: P, *others: Any) -> P:
-    """As :func:`map`, for a ``function`` of each element: the mathematics of a transform.
+    """Map a ``function`` of each element over trees, as :func:`map` does: the mathematics of a transform.
 
     A 0-d leaf is shown to ``function`` as a tensor of one element. Otherwise torch would promote it to the float64 of a 0-d coefficient
     such as ``1 - beta ** step``, and the dtype of updates and state would depend on how many dimensions a parameter has.
@@ -141,7 +141,7 @@ def ordered_as(reference: object, tree: P) -> P:
 
 
 def paths(tree: object) -> list[str]:
-    """Where each leaf is, in the order of :func:`leaves`, written as Python would: ``['layers'][0].weight``; ``''`` for a bare tensor."""
+    """List the leaves' paths, in the order of :func:`leaves`, in Python's syntax: ``['layers'][0].weight``; ``''`` for a bare tensor."""
     accessors, _, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
     return [accessor.codify("") for accessor in accessors]
 
@@ -172,8 +172,8 @@ def label(labels: object, tree: P, *, name: str = "labels") -> list[Any]:
     return broadcast
 
 
-def slots_of(params: object, slot: object) -> list[Any]:
-    """What ``slot`` holds for each leaf of ``params``: a tensor, a tuple of stored parts, or ``None`` where a mask left a hole."""
+def flatten_up_to(params: object, slot: object) -> list[Any]:
+    """List what ``slot`` holds for each leaf of ``params``: a tensor, a tuple of stored parts, or ``None`` where a mask left a hole."""
     found: list[Any] = []
     optree.tree_map_(lambda _, stored: found.append(stored), params, slot, namespace=NAMESPACE)  # type: ignore[arg-type]
     return found
@@ -208,7 +208,7 @@ def registered_slots() -> frozenset[str]:
 
 def norm(tree: object) -> Tensor:
     """Euclidean norm over all elements: 0-d, float64; see :func:`sum_of_squares`."""
-    return borders.sqrt(sum_of_squares(tree))
+    return barriers.sqrt(sum_of_squares(tree))
 
 
 def sum_of_squares(tree: object) -> Tensor:
@@ -217,8 +217,8 @@ def sum_of_squares(tree: object) -> Tensor:
     It is float64 throughout: parts of a tree add up to the whole, and what is computed of it and of a hyperparameter does not depend on
     how the hyperparameter is given, since those that are tensors are float64 as well.
     """
-    terms = [borders.sum_of_squares(leaf) for leaf in leaves(tree)]
-    return borders.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64)
+    terms = [barriers.sum_of_squares(leaf) for leaf in leaves(tree)]
+    return barriers.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64)
 
 
 def all_finite(tree: object) -> Tensor:
@@ -238,7 +238,7 @@ def zeros_like(tree: P) -> P:
 
 
 def size(tree: object) -> int:
-    """How many elements the leaves have in all."""
+    """Return the number of elements of all leaves."""
     return sum(math.prod(leaf.shape) for leaf in leaves(tree))
 
 
@@ -246,7 +246,7 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
     """Refuse ``tree`` unless it has the containers, keys, holes and shapes of ``reference``.
 
     Raises:
-        ValueError: It has not; the message names the first path that differs, what is there and what was expected.
+        ValueError: The structures differ; the message names the first path that differs, what was found and what was expected.
     """
     # The order of a dict's keys is not part of the comparison: trees are matched by key.
     if not same_structure(tree, reference):
@@ -266,7 +266,7 @@ def require_same_structure(tree: object, reference: object, *, name: str, refere
             + f". {name} must have one tensor for each of the {len(expected_paths)} in {reference_name}"
             f" (got {len(own_paths)}); give zeros where there is none."
         )
-    for index, (leaf, other) in enumerate(zip(leaves(tree), slots_of(tree, reference), strict=True)):
+    for index, (leaf, other) in enumerate(zip(leaves(tree), flatten_up_to(tree, reference), strict=True)):
         if not isinstance(leaf, Tensor):
             raise ValueError(f"{name}{paths(tree)[index]}: got {leaf!r}; accepted are tensors.")
         if leaf.shape != other.shape:

@@ -69,7 +69,7 @@ def test_none_is_a_hole_and_no_leaf() -> None:
     assert doubled["a"] is None
     assert doubled["b"][1] is None
     assert doubled["c"].first is None
-    assert tree.slots_of({"a": leaf(0), "b": leaf(0)}, {"a": None, "b": (leaf(1), leaf(2))})[0] is None
+    assert tree.flatten_up_to({"a": leaf(0), "b": leaf(0)}, {"a": None, "b": (leaf(1), leaf(2))})[0] is None
 
 
 def test_elementwise_does_not_let_a_coefficient_promote_a_number() -> None:

@@ -1,4 +1,4 @@
-"""What a command reports to the shell: the error for a bad option, and exit codes."""
+"""The error for a bad option, and the exit codes that a command returns to the shell."""
 
 from __future__ import annotations
 

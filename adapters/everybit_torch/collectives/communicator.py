@@ -25,7 +25,7 @@ class Pending(Protocol):
     """A collective that may be under way."""
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until the collective is done."""
         ...
 
     def is_done(self) -> bool:
@@ -37,10 +37,10 @@ class Done:
     """A collective that is over."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return at once, since the collective is over."""
 
     def is_done(self) -> bool:
-        """True."""
+        """Return True, since the collective is over."""
         return True
 
 
@@ -135,7 +135,7 @@ class Communicator:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors may lie that are not the model's: the host, if the backend takes them."""
+        """The device for tensors that are not the model's: the host, if the backend takes them."""
         if self.group is None or CPU in self._devices():
             return CPU
         return self._devices()[0]
@@ -144,7 +144,7 @@ class Communicator:
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long the group's collectives wait for a rank; None if its backend does not say."""
+        """The timeout of the group's collectives; None if its backend does not say."""
         return timeout_of(self._required_group(), self._devices()[0])
 
     def clone(self) -> Communicator:
@@ -167,7 +167,7 @@ class Communicator:
         return other
 
     def close(self) -> None:
-        """Nothing is sent any more. A group that was made here is free for the next who wants one; every rank has to close it."""
+        """End all sending. A group that was made here is kept for the next communicator that needs one; every rank has to close it."""
         if self._give_back is not None and self._give_back.alive:
             self.drain()
             self._give_back()

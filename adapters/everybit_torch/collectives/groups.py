@@ -61,7 +61,7 @@ def take(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.
 
 
 def _free_everywhere(known: Sequence[_Made], ranks: Sequence[int], timeout: timedelta | None) -> list[_Made]:
-    """Which groups are free on all of these ranks."""
+    """Return the groups that are free on all of these ranks."""
     if not known:
         return []
     store: Any = default_store()
@@ -78,7 +78,7 @@ def _free_everywhere(known: Sequence[_Made], ranks: Sequence[int], timeout: time
 
 
 def give_back(group: dist.ProcessGroup, under_way: Sequence[object] = ()) -> None:
-    """Nobody uses a group any more on this rank. It is used again if no collective is under way in it, and none has failed."""
+    """Release a group that this rank no longer uses. It is used again if no collective is under way in it, and none has failed."""
     for one in _MADE:
         if one.group is group:
             one.idle = not under_way and not one.spoiled

@@ -1,4 +1,4 @@
-"""Which ranks a stepper is for."""
+"""The ranks of a stepper: process groups and device meshes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One reduction for every strategy: partial sums in, the sum over the ranks in the main gradient, at the main gradient's precision.
 
-What is sent is always summed, never averaged: a mean on the wire rounds each contribution by ``1 / N`` first, in the wire's dtype, which
+What is sent is always summed, never averaged: a mean on the wire rounds each summand by ``1 / N`` first, in the wire's dtype, which
 for three ranks and bfloat16 is off by 0.2 % every time. The divisor is applied once, to the sum.
 
 With an exact wire every rank receives the others' parts as they are (all-to-all) and adds them up in float64, so that the sum is
@@ -42,7 +42,7 @@ Mode = Literal["copy", "add"]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How gradients travel.
+    """How gradients are sent between ranks.
 
     Attributes:
         dtype: What they are sent in.
@@ -57,7 +57,7 @@ class Wire:
 
     @classmethod
     def of(cls, resolved: Resolved, ranks: int) -> Wire:
-        """As a policy says, between so many ranks. One rank adds nothing up; float32 and more are summed on the way."""
+        """Return the wire of a policy between so many ranks. One rank adds nothing up; float32 and wider are summed by the library."""
         dtype = torch_dtype(resolved.grads_comm)
         exact = resolved.reduce == "fp32" and dtype.itemsize < 4 and ranks > 1
         half = dtype is torch.float16 and not exact
@@ -65,7 +65,7 @@ class Wire:
 
     @classmethod
     def pair(cls, resolved: Resolved, inner: int, outer: int) -> tuple[Wire, Wire]:
-        """Of the inner and of the outer dimension of a mesh with so many ranks.
+        """Return the wires of the inner and of the outer dimension of a mesh with so many ranks.
 
         What the outer ranks send are sums over the inner ones. If those are exact, they are sent as the main gradient holds them, and added
         up at the receiver as well: rounding them to the wire's 16 bits would lose again what the exact sum has gained. They are
@@ -104,15 +104,15 @@ class Reduction:
         self.pending.wait()
         # Explicitly: threads of the communication library may hold on to tensors for a moment longer.
         if self.received is not None:
-            give_back(self.sent)
+            free_storage(self.sent)
         self.install()
-        give_back(self.sent)
-        give_back(self.received)
+        free_storage(self.sent)
+        free_storage(self.received)
         if self.after is not None:
             self.after()
 
 
-def give_back(x: Tensor | None) -> None:
+def free_storage(x: Tensor | None) -> None:
     """Free the memory of a tensor that nobody reads any more, though a thread of the communication library may still hold it."""
     if x is not None and x.untyped_storage().nbytes():
         x.untyped_storage().resize_(0)
@@ -142,8 +142,8 @@ def reduce_scatter_into(
         partial: This rank's sums for all ranks' parts, in the wire's dtype, prescaled; spoilt.
         communicator: The ranks.
         wire: How ``partial`` travels.
-        mode: ``"copy"`` the sum over what is there, or ``"add"`` it.
-        divisor: What the result, with what was there, is divided by; None if more is to come.
+        mode: ``"copy"`` the sum over the present values, or ``"add"`` it to them.
+        divisor: What the result, with the values before it, is divided by; None if more is to come.
         owned: Nobody needs ``partial`` any more; its memory is freed.
         what: For error messages.
     """
@@ -254,7 +254,7 @@ def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0
     Args:
         into: 1-d, contiguous.
         gradient: Of any shape, strides and floating dtype.
-        mode: Whether it replaces what is there, or is added.
+        mode: Whether it replaces the present values, or is added to them.
         scale: What it is multiplied by.
     """
     if scale == 1.0 and (mode == "copy" or gradient.dtype is into.dtype):

@@ -1,4 +1,4 @@
-"""What one rank finds out, or what each one does, becomes the same on all: a value on every rank, or an error on every rank."""
+"""Agreement of the ranks on a value or an error: a result of one rank, or of each, becomes a value or an error on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Told = tuple[str, str]
 
 
 def from_first(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What ``function`` gives on the first rank, on all of them; what it raises there is raised everywhere."""
+    """Call ``function`` on the first rank, and return its result on all ranks; an exception is raised on all of them."""
     if group is None:
         return function()
     require_group(group)
@@ -38,7 +38,7 @@ def from_first(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def on_all(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What ``function`` gives on this rank, if it raises on none; what it raises on one is raised on all."""
+    """Call ``function`` on all ranks, and return this rank's result; an exception on one rank is raised on all of them."""
     if group is None:
         return function()
     require_group(group)

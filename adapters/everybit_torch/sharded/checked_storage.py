@@ -1,4 +1,4 @@
-"""Where ``torch.distributed.checkpoint`` puts bytes and gets them from, here: plain files, and a checksum for each piece that is written.
+"""The storage of ``torch.distributed.checkpoint`` for sharded checkpoints: plain files, and a checksum for each piece that is written.
 
 A rank that loads reads whole pieces, as DCP does, however little of one it needs; so it compares the checksum of everything that it takes
 over, and no rank has to read anything that it would not have read without. The files are laid out as DCP lays them out, and its own reader
@@ -39,7 +39,7 @@ from everybit_torch.sharded.inventory import Inventory, Piece, SavedTensor, writ
 
 
 class _Written(NamedTuple):
-    """What a rank tells the first one about a piece."""
+    """A piece that was written, as a rank reports it to the first rank."""
 
     file: str
     start: int
@@ -72,17 +72,17 @@ class CheckedWriter(StorageWriter):
         self.folder = folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Once for each writer; nothing is kept."""
+        """Do nothing: a writer keeps no state between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing: files are made when data is written."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return this rank's plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Each rank's file."""
+        """Add to each rank's plan the name of its file."""
         return [replace(plan, storage_data=f"__{rank}_0{DEFAULT_SUFFIX}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -169,21 +169,21 @@ class CheckedReader(StorageReader):
         self._memory = bytearray()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Once for each reader; nothing is kept."""
+        """Do nothing: a reader keeps no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """That of the inventory, which was read and judged already."""
+        """Return the metadata of the inventory, which was read and checked already."""
         return self.inventory.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing: files are opened when data is read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return this rank's plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans of all ranks as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -57,7 +57,7 @@ Flat = dict[str, Tensor]
 
 
 def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
-    """This rank's part of everything, by name: what ``dcp.save`` takes. No collective is needed to make it.
+    """Return this rank's part of weights and state by name, as ``dcp.save`` takes it. No collective is needed for it.
 
     Args:
         stepper: Before its first step, too.
@@ -119,7 +119,7 @@ def _state_parts(stepper: FlatStepper) -> Flat:
 
 
 def _slices(stepper: FlatStepper) -> dict[int, Slice]:
-    """Which part of which parameter the optimizer's parameters are, by their ids."""
+    """Map the ids of the optimizer's parameters to the slices of the model's parameters that they are."""
     return {
         id(parameter): s
         for shard in stepper._shards
@@ -321,7 +321,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
 
 
 def _read(place: Path, group: dist.ProcessGroup | None) -> Inventory:
-    """What a checkpoint holds.
+    """Read the inventory of a checkpoint.
 
     Raises:
         OSError: Something of it cannot be read.
@@ -368,14 +368,14 @@ def _verify_rest(found: Inventory, read: Mapping[str, Tensor], group: dist.Proce
 
 
 def _room_for(value: Tensor) -> Tensor:
-    """As much memory on the host, to load into."""
+    """Allocate as much memory on the host, to load into."""
     if isinstance(value, ShardTensor):
         return ShardTensor(torch.empty_like(value.local, device="cpu"), value.shape, value.low)
     return torch.empty(value.shape, dtype=value.dtype)
 
 
 def _elements(value: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Return this rank's elements of a tensor."""
     return value.local if isinstance(value, ShardTensor) else local(value)
 
 
@@ -441,7 +441,7 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def _expected(stepper: FlatStepper, into: Mapping[str, Tensor]) -> set[str]:
-    """What a checkpoint of this model, transform and policy holds, on whatever rank."""
+    """Return the names in a checkpoint of this model, transform and policy, over all ranks."""
     kept = _kept(stepper)
     names = {key for key in into if key.startswith("model.")}
     for group in stepper.layout.groups:
@@ -453,7 +453,7 @@ def _expected(stepper: FlatStepper, into: Mapping[str, Tensor]) -> set[str]:
 
 
 def _kept(stepper: FlatStepper) -> dict[str, list[Entry]]:
-    """What the optimizer keeps for each parameter that is trained, by name, on whatever rank it lies."""
+    """Return the entries of each parameter that is trained, by the parameter's name, over all ranks."""
     optimizer = stepper.as_optimizer()
     by_label: dict[str, list[Entry]] = {}
     for unit in optimizer._units:

@@ -53,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_dcp_metadata(folder: Path) -> Inventory:
-    """What a folder holds that ``dcp.save`` wrote.
+    """Read the inventory of a folder that ``dcp.save`` wrote.
 
     Raises:
         OSError: The file cannot be read.

@@ -44,7 +44,7 @@ class ExactReduceScatter(ReduceScatter):
         self.sent = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An empty tensor."""
+        """Return an uninitialized tensor for FSDP2."""
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(

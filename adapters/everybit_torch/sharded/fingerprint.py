@@ -23,7 +23,7 @@ from everybit_torch.sharded.model_layout import ModelLayout
 from everybit_torch.sharded.strategies import Sharding
 
 Facts = Sequence[tuple[str, str]]
-"""What has to be the same on every rank: names and values, in the order in which differences are looked for."""
+"""Names and values that have to be the same on every rank, in the order in which they are compared."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _DEPTH = 12
@@ -74,7 +74,7 @@ def _content(cell: CellType) -> object:
 
 
 def facts_of(model: nn.Module, described: ModelLayout, kind: Sharding, sizes: tuple[int, int]) -> list[tuple[str, str]]:
-    """What of a stepper's model, layout, transforms and policies has to be the same on every rank.
+    """List the facts of a stepper's model, layout, transforms and policies that have to be the same on every rank.
 
     Args:
         model: For its buffers, which are sent.

@@ -1,4 +1,4 @@
-"""Which units' weights are there at which moment, where parameters are sharded too.
+"""Decides when each unit's weights are gathered and freed, where parameters are sharded too.
 
 Units are gathered in the layout's order, forwards, and backwards in the reverse: one ahead of the one that computes. They are given back
 as soon as they have computed: after the forward pass, and in the backward pass when it has left them for good. The order is that of the
@@ -48,7 +48,7 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether its weights are there, or on their way."""
+        """Whether the weights of the unit are gathered, or being gathered."""
         return all(buffer.gathered for buffer in self.buffers)
 
     @property
@@ -57,17 +57,17 @@ class Unit:
         return False not in [buffer.shown for buffer in self.buffers]  # fast: asked before every module's forward pass
 
     def start(self, communicator: Communicator) -> None:
-        """Begin to gather."""
+        """Start to gather the weights of the unit."""
         for buffer in self.buffers:
             buffer.start_gather(communicator)
 
     def wait(self) -> None:
-        """Until it is there."""
+        """Wait until the weights of the unit are gathered."""
         for buffer in self.buffers:
             buffer.wait()
 
     def release(self) -> None:
-        """Give it back, all of it, also if some of it is not as it should be."""
+        """Free all gathered weights of the unit, also if one buffer raises an error."""
         each([buffer.release for buffer in self.buffers])
 
 
@@ -146,7 +146,7 @@ class Gathering:
             handle.remove()
 
     def gather_all(self) -> None:
-        """All units' weights, at once."""
+        """Gather the weights of all units at once."""
         for number in range(len(self.units)):
             self._start(number)
         for unit in self.units:
@@ -162,13 +162,13 @@ class Gathering:
             each([unit.release for unit in self.units])
 
     def begin_cycle(self) -> None:
-        """A step is over."""
+        """Begin a new cycle after a step, and forget the ways of the last one."""
         self.ran = set()
         self.ways.forget()
 
     @contextmanager
     def everything(self) -> Iterator[None]:
-        """All units at once, to look at, evaluate or save; passes in here give nothing back."""
+        """Keep all units gathered, to evaluate or save the model; passes in here free no weights."""
         self.gather_all()
         before, self._held = self._held, True
         try:
@@ -331,7 +331,7 @@ class Gathering:
                 self._release(number)
 
     def agreement(self) -> Agreement:
-        """What the ranks' ways have in common; known soon after their backward passes have begun.
+        """Return what the ranks' ways have in common; it is known soon after their backward passes have begun.
 
         Raises:
             RuntimeError: Another rank has not begun a backward pass.
@@ -383,7 +383,7 @@ class Gathering:
                 self.release_what_is_over()
 
     def before_reduction(self, number: int) -> None:
-        """Before a unit's gradients are sent: be where a rank is that has come to the unit, so that none waits for this one."""
+        """Join the gathers up to this unit before its gradients are sent, so that no other rank waits for this one."""
         self.take_part(self.ways.lowest_beside(number))
 
     def end_backward(self) -> None:
@@ -430,7 +430,7 @@ class Gathering:
         return self.in_forward or self.in_backward
 
     def begin_to_recover(self) -> bool:
-        """After an error: go on where this rank stopped in what all ranks do, without computing. Whether a backward pass is among it."""
+        """Continue this rank's collectives after an error, without computing; return whether a backward pass is among them."""
         evaluating = self.in_forward and not self._forward_records
         if not self.forward_over:
             self._gather_the_rest(keep=not evaluating)
@@ -450,7 +450,7 @@ class Gathering:
         return True
 
     def recover(self) -> None:
-        """After an error: nothing is going on, and nothing is there, whatever failed."""
+        """Recover from an error: end all collectives and the pass, and free all gathered weights, whatever failed."""
         self.communicator.drain()
         self._end_pass()
         self.in_forward = self.forward_over = self._forward_records = False

@@ -1,4 +1,4 @@
-"""Where gradients lie: sums of this rank's own (partial) first, sums over all ranks (reduced) then, and never both.
+"""The buffers of gradients, which hold sums of this rank's own (partial) first, then sums over all ranks (reduced), and never both.
 
 A buffer knows which of the two it holds. What would add a sum to itself, reduce twice or accumulate into what has been reduced is an
 error and not a wrong gradient. Whether a sum is copied or added is decided here once, by strategy, and not by what happens to alias what:
@@ -6,7 +6,7 @@ error and not a wrong gradient. Whether a sum is copied or added is decided here
 ==========================  ==============================  =======================================================
 strategy                    a gradient arrives              a reduction is over
 ==========================  ==============================  =======================================================
-no_shard, optim             copied, then added, to main     *copied* to main (or is there: it was reduced in place)
+no_shard, optim             copied, then added, to main     *copied* to main (or it was reduced in place)
 optim_grads, ..._params     copied to a bucket, for sending  copied to main, *added* from the second backward pass on
 ==========================  ==============================  =======================================================
 """
@@ -41,7 +41,7 @@ class GradientBuffer:
     Args:
         group: Of the layout.
         sharding: Decides what is kept.
-        inner: The ranks that share buffers out.
+        inner: The ranks that buffers are sharded over.
         outer: The ranks that hold copies of the same shards.
         main: dtype of the main gradient.
         wire: How gradients travel between the inner ranks.
@@ -82,7 +82,7 @@ class GradientBuffer:
 
     @property
     def what(self) -> str:
-        """For error messages."""
+        """The name of this buffer in error messages."""
         first = self.group.placements[0].spec.name
         others = len(self.group.placements) - 1
         return f"the gradients of {first}" + (f" and {others} other parameters" if others else "")
@@ -162,7 +162,7 @@ class GradientBuffer:
         return self._bucket
 
     def _fill_gaps(self, whole: Tensor) -> None:
-        """Zeros where nothing arrived, and in the padding."""
+        """Write zeros where no gradient arrived, and in the padding."""
         for number, placement in enumerate(self.group.placements):
             if number not in self.arrived:
                 whole[placement.start : placement.stop].zero_()
@@ -178,7 +178,7 @@ class GradientBuffer:
             divisor: What the sum over all ranks is to be divided by; None if more is to come in this cycle.
 
         Raises:
-            RuntimeError: What is there is a sum over the ranks already.
+            RuntimeError: The buffer holds a sum over the ranks already.
         """
         if self.phase == "final" or (self.phase == "reduced" and not self.sharding.grads):
             raise RuntimeError(
@@ -272,7 +272,7 @@ class GradientBuffer:
         ).finish()
 
     def clear(self) -> None:
-        """Nothing has arrived."""
+        """Forget all gradients, and free their memory unless it is kept."""
         self.phase = "empty"
         self.arrived, self.seen = set(), set()
         self._bucket = None

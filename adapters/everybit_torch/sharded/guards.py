@@ -47,13 +47,13 @@ class Guards:
                 ]
 
     def close(self) -> None:
-        """No hooks any more."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Nothing is refused inside, for code that knows what is not there."""
+        """Refuse nothing inside, for code that handles absent weights itself."""
         before, self._lifted = self._lifted, True
         try:
             yield
@@ -131,11 +131,11 @@ class _Hook:
         self._function, self._before_copying = function, before_copying
 
     def __call__(self, *arguments: Any) -> None:
-        """Torch calls it."""
+        """Call the function; torch calls hooks so."""
         self._function(*arguments)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        """In copies of the model everything is there.
+        """Leave no hook in copies of the model, whose weights are present.
 
         Raises:
             RuntimeError: In this one it is not.

@@ -1,4 +1,4 @@
-"""What lies where in a checkpoint's folder, with a checksum for each piece: a file of our own beside ``torch.distributed.checkpoint``'s.
+"""The inventory of a checkpoint's folder: the place and checksum of each piece, in a file beside ``torch.distributed.checkpoint``'s.
 
 DCP's own ``.metadata`` is a pickle, which runs what it is told to when it is read, and has no checksums. It is written too, for DCP's own
 functions; where there is an inventory, it is not read here. The inventory is JSON, a tensor on each line, each with a checksum of its own,
@@ -31,10 +31,10 @@ FILE = "everybit.json"
 """The inventory of a checkpoint's folder."""
 
 FORMAT = 2
-"""What is written. Of format 1 parts of a value went by their numbers: ``momentum.1``."""
+"""The format that is written. In format 1 parts of a value are numbered: ``momentum.1``."""
 
 READ = (1, 2)
-"""What is read."""
+"""The formats that can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         folder: Where it lies.
@@ -108,7 +108,7 @@ class Inventory:
     checked: bool = True
 
     def renamed(self, former: Mapping[str, str]) -> Inventory:
-        """With the tensors of another name, where there is none of the new name.
+        """Return the inventory with tensors renamed, where there is none of the new name.
 
         Args:
             former: New names, by those that a tensor may have here.
@@ -117,7 +117,7 @@ class Inventory:
         return replace(self, tensors={names.get(name, name): tensor for name, tensor in self.tensors.items()})
 
     def metadata(self) -> Metadata:
-        """For DCP's planners. Where bytes lie stays here: see :meth:`piece`."""
+        """Return the metadata for DCP's planners; the places of bytes are not in it: see :meth:`piece`."""
         return Metadata({
             name: TensorStorageMetadata(
                 TensorProperties(dtype=tensor.dtype),
@@ -128,7 +128,7 @@ class Inventory:
         })  # fmt: skip
 
     def by_index(self) -> dict[MetadataIndex, tuple[str, Piece]]:
-        """By what planners call it, each piece and the name of its tensor."""
+        """Return each piece and the name of its tensor, by the index that DCP's planners use."""
         return {
             MetadataIndex(name, piece.offsets): (name, piece)
             for name, tensor in self.tensors.items()
@@ -227,7 +227,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _where(data: bytes, error: Exception) -> str:
-    """At which tensor a file that cannot be parsed is damaged: at the one whose line it is."""
+    """Name the tensor at whose line a file that cannot be parsed is damaged."""
     if isinstance(error, UnicodeDecodeError):
         at = error.start
     elif isinstance(error, json.JSONDecodeError):

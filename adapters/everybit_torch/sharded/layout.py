@@ -1,4 +1,4 @@
-"""Where every parameter lies in the flat buffers of a sharded model: pure data, the same on every rank without a collective.
+"""The place of every parameter in the flat buffers of a sharded model: pure data, the same on every rank without a collective.
 
 A layout is made of names, shapes and dtypes alone, so it can be built from a model on the meta device. Parameters that are gathered and
 reduced together (one unit's), with one dtype, one ``requires_grad`` and one label, form a *group*, and lie one after the other in its
@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What a layout knows of a parameter.
+    """A parameter, as a layout describes it.
 
     Attributes:
         names: All of its names in the model; more than one if it is tied.
@@ -54,7 +54,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
 
@@ -159,7 +159,7 @@ class Layout:
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """All parameters, in the order of the buffers."""
+        """The specs of all parameters, in the order of the buffers."""
         return tuple(placement.spec for group in self.groups for placement in group.placements)
 
     @property

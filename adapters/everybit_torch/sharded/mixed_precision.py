@@ -24,7 +24,7 @@ from everybit.dtypes import FLOAT_DTYPES, FloatDType, dtype_name, require_member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """In which dtypes main weights, main gradients and gradients on the wire are.
+    """The dtypes of main weights, main gradients and gradients on the wire.
 
     Args:
         main_params: Of the weights that the optimizer works on. None: the model's own.

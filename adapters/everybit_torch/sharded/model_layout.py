@@ -1,4 +1,4 @@
-"""From a model to a layout: its parameters, the units they belong to, and what tells them apart."""
+"""Describes a model for its layout: its parameters, their units and their labels."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Labels = Callable[[str, nn.Parameter], str]
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """What is laid out, before it is known over how many ranks.
+    """The parameters of a model and their units, before the number of ranks is known.
 
     Attributes:
         specs: Each parameter once, in the model's order.
         parameters: The same, as the model's.
         units: Name and module of each unit, the model first.
-        labelled: What parameters of each label are stepped with.
+        labelled: The transform and policy of each label.
     """
 
     specs: tuple[ParameterSpec, ...]

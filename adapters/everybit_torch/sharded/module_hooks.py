@@ -27,7 +27,7 @@ class ModuleHook:
         self._method, self._number = method, number
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        """Torch calls it."""
+        """Call the owner's method; torch calls hooks so."""
         if not self._compiled and torch.compiler.is_compiling():
             return
         owner = self._owner()
@@ -35,7 +35,7 @@ class ModuleHook:
             _untraced(getattr(owner, self._method), self._number, *arguments)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        """In copies of the model there is nothing to gather."""
+        """Leave no hook in copies of the model, whose weights are not sharded."""
         return no_hook, ()
 
 
@@ -50,5 +50,5 @@ def _ignore(*arguments: object) -> None:
 
 
 def no_hook() -> Callable[..., None]:
-    """What a hook is in a copy of its module."""
+    """Return the hook that stands for a hook in copies of its module: one that does nothing."""
     return _ignore

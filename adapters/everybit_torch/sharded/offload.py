@@ -38,7 +38,7 @@ class HostCopies:
         self._last: Any = None
 
     def begin(self, device: torch.device) -> None:
-        """What the device was told to do so far comes before the next copy."""
+        """Order the next copies after the work that is queued on the device."""
         if device.type != "cuda":
             return
         if self._stream is None:
@@ -50,13 +50,13 @@ class HostCopies:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def end(self, device: torch.device) -> None:
-        """What the device is told to do from here on comes after the copies so far. The host does not wait."""
+        """Order work that is queued on the device from here on after the copies so far. The host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(device).wait_stream(self._stream)
             self._last = self._stream.record_event()
 
     def keep(self, x: Tensor) -> None:
-        """A tensor's memory is not given to another before the copies so far are made."""
+        """Keep a tensor's memory from being reused before the copies so far are made."""
         if self._stream is not None:
             x.record_stream(self._stream)
 
@@ -78,7 +78,7 @@ def step_streamed(
         unit: Its tensor is on the device, its state's elements are on the host, its counters on the device.
         grad: On the device.
         step: Steps a part, which is on the device, in place.
-        copies: The same for every call, so that what one call writes is there for the next.
+        copies: The same for every call, so that a call reads what the one before it wrote.
         bucket: Elements at a time; None: :data:`BUCKET`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Where memory goes, to the byte, and what travels: predicted from names, shapes and dtypes, before anything is allocated.
+"""Predicts memory, to the byte, and traffic from names, shapes and dtypes, before anything is allocated.
 
 Persistent bytes are the sums of what is kept. Transient bytes follow the stepper through a forward pass, a backward pass and a step, as
 it allocates and frees; what a step computes on the way is found by stepping one piece of a buffer. Tensors of one element that come and
@@ -64,31 +64,31 @@ def plan(
     device: torch.device | str = "cpu",
     rank: int | tuple[int, int] = 0,
 ) -> Plan:
-    """What a :class:`FlatStepper` of these arguments takes on one of its ranks, from the moment when it is made.
+    """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
     Ranks differ by their padding and by counters, some bytes. What a model has beside its parameters (buffers) is not counted. Where a
     parameter had no gradient on any rank in some step, counters of its own are added, which only ``FlatStepper.plan`` can know.
 
     Args:
         model: May be on the meta device: no memory is taken.
-        transform: As the stepper's.
-        policy: As the stepper's.
-        strategy: As the stepper's.
-        outer: As the stepper's.
-        ranks: How many there are, or (outer, inner).
-        units: As the stepper's.
-        labels: As the stepper's.
-        microbatches: In a step.
-        reshard_after_forward: As the stepper's.
-        compile: As the stepper's.
-        keep_gradients: As the stepper's; gradients that are not kept are among what is there for moments.
-        metrics: As the stepper's; they are there from the first step on.
+        transform: The transform that computes updates; or one for each label, with ``labels``.
+        policy: How weights, state and gradients are stored and sent, as for the stepper.
+        strategy: What is sharded over the inner ranks: a name, or the number of the ZeRO stage.
+        outer: What is sharded over the outer ranks as well: ``"no_shard"``, or ``"optim"``.
+        ranks: The number of ranks, or (outer, inner).
+        units: Modules, or classes of modules, whose parameters are gathered and reduced together.
+        labels: A function from (name, parameter) to the key of its transform.
+        microbatches: The number of backward passes in a step.
+        reshard_after_forward: Whether a unit's weights are freed after its forward pass, under ``optim_grads_params``.
+        compile: Whether the step is compiled, which changes its transient memory.
+        keep_gradients: Whether main gradients are kept from one step to the next; if not, they count as transient.
+        metrics: Whether steps are measured; metrics persist from the first step on.
         device: Where it will run: accelerators are given larger pieces to work on than a CPU.
         rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
 
     Raises:
         TypeError: As the stepper.
-        ValueError: As the stepper; and for numbers below 1, or a rank that there is not.
+        ValueError: As the stepper; and for numbers below 1, or a rank that does not exist.
 
     Example:
         >>> import torch, everybit as eb
@@ -130,7 +130,7 @@ def plan_layout(
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
-    """As :func:`plan`, for any rank; ``runs``: for each group that is trained, elements of what is stepped at once."""
+    """Plan for any rank, as :func:`plan`; ``runs`` has for each group that is trained the elements of its runs."""
     where = torch.device(device)
     groups = [GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
     if runs is not None:

@@ -1,4 +1,4 @@
-"""Which group's gradients are summed over the ranks next, and which sums are under way: the layout's last group first, on every rank."""
+"""The queue of reductions: gradients are reduced from the layout's last group to its first, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReductionQueue:
 
     @property
     def next(self) -> GradientBuffer | None:
-        """Whose turn it is; None when all were sent."""
+        """The group whose turn it is; None when all were sent."""
         return self._buffers[self._next] if self._next >= 0 else None
 
     @property

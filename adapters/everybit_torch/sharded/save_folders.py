@@ -15,7 +15,7 @@ LATEST = "latest"
 """The file that names the checkpoint that is whole, with a checksum of the name."""
 
 MARK = ".everybit"
-"""In every folder that a save made. It is empty in those of the first versions, which wrote no checksums."""
+"""A file in every folder that a save made. It is empty in those of the first versions, which wrote no checksums."""
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
@@ -71,7 +71,7 @@ def remove_unless_named(place: Path) -> None:
 
 
 def remove_old(directory: Path, latest: str, keep: int) -> None:
-    """What is older than the ``keep`` before the latest; what a killed rank left half-written is among the first to go."""
+    """Remove the saves that are older than the ``keep`` before the latest, and those that a killed rank left half-written."""
     older = [one for one in _saves(directory) if int(one.name) < int(latest)]
     whole = [one for one in older if (one / ".metadata").is_file()]
     kept = whole[len(whole) - keep :] if keep else []

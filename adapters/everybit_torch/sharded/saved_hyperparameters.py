@@ -29,24 +29,24 @@ HYPERPARAMETERS, OPTIONS, GROUPS = "hyperparameters.", "options.", "groups."
 KEEP = "load_sharded(..., hyperparameters=False) keeps the stepper's own."
 
 _MOST = 64
-"""Values of one hyperparameter."""
+"""The largest number of values of one hyperparameter."""
 
 Values = tuple[float, ...]
 
 
 class _Saved(NamedTuple):
-    """What a checkpoint has for one label."""
+    """The values that a checkpoint has for one label."""
 
     own: dict[str, Values]
     options: dict[str, Values]
 
 
 def tensors(optimizer: ShardOptimizer, labels: Mapping[str, str]) -> dict[str, Tensor]:
-    """What is saved.
+    """Return the hyperparameters as the tensors that are saved.
 
     Args:
-        optimizer: The stepper's.
-        labels: Of each parameter that is trained, on any rank, by name.
+        optimizer: The optimizer of the stepper.
+        labels: The label of each parameter that is trained, on any rank, by name.
     """
     found: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
@@ -73,7 +73,7 @@ def _values(value: object) -> Values:
 
 
 def empty(found: Inventory, labels: Mapping[str, str]) -> dict[str, Tensor]:
-    """What a checkpoint has of them, to be loaded into.
+    """Allocate tensors for the hyperparameters in a checkpoint, to load into.
 
     Raises:
         ValueError: Something of these names that is not of this kind.
@@ -100,10 +100,10 @@ def empty(found: Inventory, labels: Mapping[str, str]) -> dict[str, Tensor]:
 def restored(
     optimizer: ShardOptimizer, loaded: Mapping[str, Tensor], labels: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """For each param group, what is to be put into it.
+    """Return for each param group the values to put into it.
 
     Args:
-        optimizer: The stepper's.
+        optimizer: The optimizer of the stepper.
         loaded: What :func:`empty` made, with its values.
         labels: As of :func:`tensors`.
 
@@ -151,7 +151,7 @@ def _by_label(loaded: Mapping[str, Tensor]) -> dict[str, _Saved]:
 def _of_group(
     label: str, members: list[int], names: list[str], there: Mapping[str, _Saved], loaded: Mapping[str, Tensor]
 ) -> _Saved:
-    """What was saved under a group's label, or for its parameters."""
+    """Return the values that were saved under a group's label, or for its parameters."""
     if label in there:
         # Before it was written who is of which label, nobody told what is a hyperparameter and what an option.
         return there[label] if f"{GROUPS}{label}" in loaded else _Saved({}, there[label].own)
@@ -190,7 +190,7 @@ def _shown(saved: _Saved) -> str:
 
 
 def _like(present: Any, values: Values) -> Any:
-    """Saved values, as what is there is kept; None if they cannot be."""
+    """Return saved values in the type of the present ones; None if that cannot be done."""
     if isinstance(present, (tuple, list)):
         return type(present)(values) if len(present) == len(values) else None
     if present is None:

@@ -46,7 +46,7 @@ def _refusal(name: str, instead: str) -> RuntimeError:
 
 @dataclass(frozen=True, slots=True)
 class LabelledTransform:
-    """What parameters of one label are stepped with.
+    """The transform and policy that the parameters of one label are stepped with.
 
     Attributes:
         source: Whose reductions go over the same parameters: two labels may be two cases of one transform.
@@ -61,7 +61,7 @@ class LabelledTransform:
 
 @dataclass(slots=True)
 class Shard:
-    """This rank's part of one group: what is stepped.
+    """This rank's shard of one group, which it steps.
 
     Attributes:
         weights: Of the group.
@@ -77,7 +77,7 @@ class Shard:
 
     @classmethod
     def of(cls, weights: WeightBuffer, gradients: GradientBuffer, low: int, high: int) -> Shard:
-        """Elements ``low`` to ``high`` of the group's buffer."""
+        """Return the shard of elements ``low`` to ``high`` of the group's buffer."""
         slices = list(weights.group.slices(low, high))
         own = weights.own
         parameters = [nn.Parameter(own[s.offset : s.offset + s.high - s.low]) for s in slices]
@@ -85,7 +85,7 @@ class Shard:
 
     @property
     def without_padding(self) -> Tensor:
-        """What is some parameter's of the main gradient that this rank steps."""
+        """This rank's slice of the main gradient, without padding: 1-d, in the main dtype."""
         end = self.slices[-1].offset + self.parameters[-1].numel() if self.slices else 0
         return self.gradients.own[:end]
 
@@ -98,7 +98,7 @@ class _ShardGradients:
 
     @property
     def buffer(self) -> Tensor:
-        """The gradients, while they are there."""
+        """The gradients, while their memory is allocated."""
         return self.source.own[self._low : self._high]
 
     def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:
@@ -175,7 +175,7 @@ class ShardOptimizer(TorchOptimizer):
         return with_hyperparameters(self._labelled[label].transform, values)
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """As :class:`TorchOptimizer`'s: the fields of the label's transform; a number that only another label's has, is left out."""
+        """Return the fields of the label's transform; a number that only another label's transform has is left out."""
         arguments: dict[str, Any] = {"label": group["label"]}
         for name, fields in hyperparameter_fields(self._labelled[group["label"]].transform).items():
             arguments |= spread(name, group[name], fields)
@@ -245,7 +245,7 @@ class ShardOptimizer(TorchOptimizer):
             self._publish(unit)
 
     def runs(self) -> list[list[int]]:
-        """For each shard, elements of what is stepped at once: runs, or the parts into which parameters without a gradient cut them."""
+        """Return for each shard the elements of each unit: runs, or the parts into which parameters without a gradient cut them."""
         found: dict[int, list[int]] = {id(shard.gradients): [] for shard in self._shards}
         for unit in self._units:
             assert isinstance(unit.gradients, _ShardGradients)
@@ -275,11 +275,11 @@ class ShardOptimizer(TorchOptimizer):
         """Forget the gradients of this cycle."""
         self._clear()
 
-    def show_gradients(self, of: Callable[[Slice], bool] = lambda s: True) -> None:
-        """Let this rank's parts of the main gradients be the gradients of its parameters: final, and free to be scaled.
+    def attach_gradients(self, of: Callable[[Slice], bool] = lambda s: True) -> None:
+        """Make this rank's slices of the main gradients the ``.grad`` of its parameters; they are final, and may be scaled.
 
         Args:
-            of: Which parameters have one.
+            of: Which parameters get one; the others get None.
         """
         self._all_gradients.forget()
         for number, shard in enumerate(self._shards):
@@ -296,8 +296,8 @@ class ShardOptimizer(TorchOptimizer):
             none = torch.empty_like(parameter.detach(), dtype=dtype)
             parameter.grad = ShardGradient.of(none, self._all_gradients)
 
-    def hide_gradients(self) -> None:
-        """There are none, until the next cycle's are final."""
+    def detach_gradients(self) -> None:
+        """Set the ``.grad`` of all parameters to None, until the next cycle's gradients are final."""
         for shard in self._shards:
             for parameter in shard.parameters:
                 parameter.grad = None
@@ -313,7 +313,7 @@ class ShardOptimizer(TorchOptimizer):
         Returns:
             Steps what this rank has of them.
         """
-        self.show_gradients(touched)
+        self.attach_gradients(touched)
         self._prepare()
         work = self._split_by_gradients(self._units)
         self._units = [unit for unit, _ in work]
@@ -336,7 +336,7 @@ class ShardOptimizer(TorchOptimizer):
         return step
 
     def _step_parts(self, group: Group, unit: Unit, totals: Sequence[Tensor]) -> list[Metrics]:
-        """Step a unit, at once or as its state comes by; what was measured."""
+        """Step a unit, at once or bucket by bucket if its state is offloaded, and return the metrics."""
         assert unit.gradients is not None
 
         def step(part: Unit, grad: Tensor) -> Metrics | None:
@@ -414,7 +414,7 @@ class ShardOptimizer(TorchOptimizer):
         raise _refusal("import_fp32", WEIGHTS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """There are no copies.
+        """Refuse to be copied or pickled.
 
         Raises:
             TypeError: Always.
@@ -426,7 +426,7 @@ class ShardOptimizer(TorchOptimizer):
     # -- counts and reductions ------------------------------------------------------------------------------------------------------
 
     def _entries(self, unit: Unit) -> list[Entry]:
-        """What is kept for each parameter of a unit."""
+        """List the entries of each parameter of a unit."""
         assert unit.stored is not None
         return [entry for entry, _ in entries(unit.state, unit.tensors, 0, unit.stored[0])]
 
@@ -434,7 +434,7 @@ class ShardOptimizer(TorchOptimizer):
         return self._labelled[self.param_groups[unit.group]["label"]].source
 
     def _reduce(self, stepped: list[Unit]) -> dict[str, list[Tensor]]:
-        """For each transform, what :func:`find_totals` finds. In the order of the labels, on every rank."""
+        """Find the totals of each transform's reductions, in the order of the labels, which is the same on every rank."""
         parts: dict[str, list[Part]] = {}
         taking_part = set(map(id, stepped))
         for unit in self._units:

@@ -28,7 +28,7 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
-        """Of the elements ``local``, 1-d, which are those of a tensor of this ``shape`` from ``low`` on. Loading writes into ``local``."""
+        """Wrap ``local``, 1-d, the elements of a tensor of this ``shape`` from ``low`` on. Loading writes into ``local``."""
         whole: ShardTensor = wrapper(cls, shape, dtype=local.dtype, device=local.device)
         whole._local, whole._low = local, low
         whole._boxes = boxes(shape, low, low + local.numel())
@@ -80,7 +80,7 @@ class ShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What is wanted of a checkpoint."""
+        """List the chunks that this rank needs of a checkpoint."""
         return [_chunk(box) for box in self._boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

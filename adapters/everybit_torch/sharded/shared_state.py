@@ -20,7 +20,7 @@ Given = Mapping[int, Mapping[str, Tensor]]
 
 
 def shared_names(unit: Unit) -> frozenset[str]:
-    """What is kept once for all members of a unit."""
+    """Return the names of entries that are kept once for all members of a unit."""
     return frozenset(name for name, _, is_slot in named_fields(unit.state) if not is_slot)
 
 
@@ -46,7 +46,7 @@ def adopt(optimizer: TorchOptimizer, given: Given) -> None:
 
 
 def _values(unit: Unit, given: Given) -> list[tuple[bytes | None, ...]]:
-    """For each member the bits of what it is given; None where that is nothing."""
+    """Return for each member the bits of the shared values that it is given; None for those that it is not given."""
     names = sorted(shared_names(unit))
     return [
         tuple(_bits(entries[name]) if name in entries else None for name in names)

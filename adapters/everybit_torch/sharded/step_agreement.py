@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everybit import borders
+from everybit import barriers
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import give_back
+from everybit_torch.collectives.reduction import free_storage
 from everybit_torch.sharded.nonfinite import find_nonfinite, has_nonfinite
 from everybit_torch.sharded.planning.traffic import AGREED
 from everybit_torch.sharded.reports import NanCheck, NonFinite
@@ -92,8 +92,8 @@ def agree(
         numbers[count] = _sum_of_squares(shards, torch.float64, device) if counts else 0.0
         for communicator in (inner, outer):
             communicator.all_reduce(numbers[count : count + 1], "the gradient's norm").wait()
-    norm = borders.sqrt(numbers[count])
-    give_back(numbers)
+    norm = barriers.sqrt(numbers[count])
+    free_storage(numbers)
     found = find_nonfinite(shards, names, nonfinite, inner, outer) if nan == "param" else ()
     return StepAgreement([flag > 0 for flag in flags], norm, math.isnan(square), bad > 0 or bool(found), found)
 

@@ -491,7 +491,7 @@ class FlatStepper:
             if self._passes == passes:
                 self._empty_pass()
             if last:
-                self._optimizer.show_gradients()
+                self._optimizer.attach_gradients()
 
     def _empty_pass(self) -> None:
         """Take part in what other ranks' passes do."""
@@ -657,7 +657,7 @@ class FlatStepper:
         for buffer in reversed(self.gradients):
             buffer.finalize(self.divisor)
         self._finishing = False
-        self._optimizer.show_gradients()
+        self._optimizer.attach_gradients()
 
     @torch.no_grad()
     def zero_grad(self) -> None:
@@ -672,7 +672,7 @@ class FlatStepper:
     def _forget(self) -> None:
         for buffer in self.gradients:
             buffer.clear()
-        self._optimizer.hide_gradients()
+        self._optimizer.detach_gradients()
         self._touched = [False] * len(self._names)
         self._nonfinite.zero_()
         for _, parameter in self._parameters:

@@ -1,4 +1,4 @@
-"""What is kept whole on every rank and what is shared out: the four strategies, and what follows from each."""
+"""The four strategies: which of state, gradients and parameters are replicated on every rank, and which are sharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the ranks of a group share out.
+    """The buffers that are sharded over the ranks of a group.
 
     ====================  =====  =====  ======  =====================================================
     strategy              state  grads  params  also known as
@@ -25,9 +25,9 @@ class Sharding:
     ====================  =====  =====  ======  =====================================================
 
     Attributes:
-        strategy: Of the inner dimension.
-        outer: Of the outer dimension of a two-dimensional mesh: ``"no_shard"`` keeps copies of everything the inner ranks share out
-            (HSDP); ``"optim"`` shares out the optimizer's state further (HFSDP).
+        strategy: The strategy of the inner dimension.
+        outer: The strategy of the outer dimension of a two-dimensional mesh: ``"no_shard"`` keeps copies of the inner ranks' shards
+            (HSDP); ``"optim"`` shards the optimizer's state further (HFSDP).
     """
 
     strategy: Strategy
@@ -35,21 +35,21 @@ class Sharding:
 
     @property
     def state(self) -> bool:
-        """Whether main parameters and optimizer state are shared out."""
+        """Whether main parameters and optimizer state are sharded."""
         return self.strategy != "no_shard"
 
     @property
     def grads(self) -> bool:
-        """Whether main gradients are. If not, they are accumulated locally and reduced once, in place."""
+        """Whether main gradients are sharded. If not, they are accumulated locally and reduced once, in place."""
         return self.strategy in ("optim_grads", "optim_grads_params")
 
     @property
     def params(self) -> bool:
-        """Whether the model's own parameters are, and are gathered unit by unit."""
+        """Whether the model's own parameters are sharded, and gathered unit by unit."""
         return self.strategy == "optim_grads_params"
 
     def own_range(self, padded: int, inner_rank: int, inner: int, outer_rank: int, outer: int) -> tuple[int, int]:
-        """Which elements of a group's buffer a rank steps."""
+        """Return the range of a group's buffer that a rank steps."""
         if not self.state:
             return 0, padded
         size = padded // inner
@@ -64,7 +64,7 @@ def sharding(strategy: Strategy | int, outer: OuterStrategy = "no_shard") -> Sha
     """The sharding of this name, or this ZeRO stage.
 
     Raises:
-        ValueError: There is none; or the outer dimension shares out what the inner one does not.
+        ValueError: There is none; or the outer dimension shards what the inner one does not.
     """
     if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(STRATEGIES):
         strategy = STRATEGIES[strategy]

@@ -1,4 +1,4 @@
-"""Which way a rank went through the units: what its backward pass may still come to, and whether other ranks went alike.
+"""Records a rank's way through the units: which units its backward pass may still reach, and whether other ranks' ways are the same.
 
 Reductions and gatherings have one order, the layout's, whatever way a rank takes (decision 0017). What a way decides is *when* a rank can
 take its turn: a reduction of gradients that will not come any more need not wait for the end of the pass, and a reduction may be waited for
@@ -34,7 +34,7 @@ class _Use(NamedTuple):
 
 
 class Nesting:
-    """Which units lie in which, by their names; the model's own, the first, is in none and has none.
+    """Return which units lie in which, by their names; the model's own, the first, is in none and contains none.
 
     Args:
         names: Of the units, in the layout's order: a unit comes before those that lie in it.
@@ -181,7 +181,7 @@ class Ways:
         self.current, self._over = None, True
 
     def forget(self) -> None:
-        """Nothing ran."""
+        """Forget the units that ran, for the next cycle."""
         self._uses, self._over, self._forward_uses = [], False, 0
         self._cycle += 1
         self._keep(())
@@ -208,7 +208,7 @@ _TURNS: dict[Turn, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the ranks have in common.
+    """The properties that the ways of all ranks have in common.
 
     Attributes:
         alike: All ranks' units ran in the same order.

@@ -41,18 +41,18 @@ class WeightBuffer:
     """The weights of one group of parameters.
 
     Where parameters are sharded, the model's tensors have their values only while their unit is gathered. At other times they have
-    their shapes, and every element is NaN: whoever looks at them then sees that something is wrong, and nothing is read that is not there.
+    their shapes, and every element is NaN: whoever looks at them then sees that something is wrong, and no absent value is used by mistake.
 
     Args:
         group: Of the layout.
         parameters: The model's, in the group's order. They become pieces of the buffer.
         sharding: Decides what is kept.
-        inner: The ranks that share buffers out.
+        inner: The ranks that buffers are sharded over.
         outer: The ranks that hold copies of the same shards.
 
     Attributes:
-        shard: This inner rank's part, which is all that there is between gatherings if parameters are shared out.
-        gathered: Whether the weights are there, or on their way.
+        shard: This inner rank's shard, the only weights that are allocated between gatherings if parameters are sharded.
+        gathered: Whether the weights are gathered, or being gathered.
         shown: Whether the model's tensors have their values.
     """
 
@@ -98,7 +98,7 @@ class WeightBuffer:
 
     @property
     def what(self) -> str:
-        """For error messages."""
+        """The name of this buffer in error messages."""
         others = len(self.parameters) - 1
         return f"{self.group.placements[0].spec.name}" + (f" and {others} other parameters" if others else "")
 
@@ -109,7 +109,7 @@ class WeightBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that persist."""
+        """The number of bytes that persist between steps."""
         return self.shard.nbytes if self.sharding.params else self.whole.nbytes
 
     # -- parameters that are sharded ----------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class WeightBuffer:
         self.gather_again(communicator)
 
     def wait(self) -> None:
-        """Until the model's tensors have their values."""
+        """Wait until the model's tensors have their values."""
         if not self.gathered or self.shown:
             return
         self._pending.wait()
@@ -181,7 +181,7 @@ class WeightBuffer:
         self.whole.untyped_storage().resize_(0)
 
     def reset(self) -> None:
-        """After an error: the model's tensors have no values, whatever was done to them."""
+        """Take the values from the model's tensors after an error, whatever was done to them."""
         if not self.sharding.params:
             return
         with suppress(Exception):  # what is wrong was told
@@ -193,14 +193,14 @@ class WeightBuffer:
         self._versions = [version(parameter) for parameter in self.parameters]
 
     def gather_again(self, communicator: Communicator) -> Pending:
-        """While the model's tensors have their values: have those of after a step."""
+        """Start to gather the model's tensors again after a step, while they have their values."""
         # Until it is known to be under way: an error may come when it is already.
         self._pending = _Interrupted(communicator, self.what)
         self._pending = communicator.all_gather(self.whole, self.shard, self.what)
         return self._pending
 
     def keep_what_was_written(self) -> None:
-        """While the model's tensors have their values: this rank's part is what is there now.
+        """Copy the model's tensors, while they have their values, to this rank's shard.
 
         Raises:
             RuntimeError: A parameter was given other memory.
@@ -218,7 +218,7 @@ class WeightBuffer:
     # -- after a step -------------------------------------------------------------------------------------------------------------
 
     def start_spread(self) -> Pending:
-        """After this rank's part was stepped: hand it to the ranks that keep a copy."""
+        """Start to gather the stepped weights on the ranks that keep copies of them."""
         if self.sharding.outer == "optim":
             return self.outer.all_gather(self.shard, self.own, self.what)
         if self.sharding.state and not self.sharding.params:

@@ -1,4 +1,4 @@
-"""What autograd knows of the pass that is going on."""
+"""The state of autograd's present pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def in_a_backward_pass() -> bool:
 
 
 def recorded_nodes() -> int:
-    """How many nodes this thread has recorded; it stands still where nothing is recorded."""
+    """Return the number of nodes that this thread has recorded, which stays the same where nothing is recorded."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 

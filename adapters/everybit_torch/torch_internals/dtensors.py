@@ -22,7 +22,7 @@ def local_part(x: DTensor) -> Tensor:
 
 
 def offset_of_local_part(x: DTensor) -> tuple[int, ...]:
-    """Where in the whole this rank's part begins, by dimension.
+    """Return the offsets of this rank's part in the whole, by dimension.
 
     Raises:
         ImportError: torch has no function for it any more; there is no public one.

@@ -23,19 +23,19 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``torch.optim.Optimizer``."""
+        """Add a param group; see ``torch.optim.Optimizer``."""
         unmarked(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See ``torch.optim.Optimizer``."""
+        """Clear the gradients; see ``torch.optim.Optimizer``."""
         unmarked(torch.optim.Optimizer.zero_grad)(self, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``torch.optim.Optimizer``."""
+        """Return the state dict; see ``torch.optim.Optimizer``."""
         return unmarked(torch.optim.Optimizer.state_dict)(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``torch.optim.Optimizer``."""
+        """Load a state dict; see ``torch.optim.Optimizer``."""
         unmarked(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
 

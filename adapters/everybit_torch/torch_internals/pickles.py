@@ -1,4 +1,4 @@
-"""What torch's own files name, by where it lies; a torch that has it no more does not write it either. Importing this imports DCP."""
+"""The private classes that torch's own files name; a torch without one does not write it either. Importing this imports DCP."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.distributed.checkpoint import filesystem
 
 
 class _Missing:
-    """In place of a class that torch has no more; nothing is of it."""
+    """Stands for a class that this torch does not have; it has no instances."""
 
 
 StorageInfo: Any = getattr(filesystem, "_StorageInfo", _Missing)
-"""Where DCP says that a piece lies."""
+"""DCP's class for the place of a piece in a file."""
 
 
 def dcp_classes() -> dict[tuple[str, str], Any]:
-    """What DCP's metadata is made of beside what torch exports, by module and name."""
+    """Return the private classes in DCP's metadata, by module and name."""
     found = {
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
         ("torch.serialization", "_get_layout"): getattr(torch.serialization, "_get_layout", _Missing),

@@ -1,4 +1,4 @@
-"""What torch knows of a process group and does not tell."""
+"""The attributes of a process group that torch has no public function for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def default_store() -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long collectives of tensors on a device wait for a rank; None if the backend, or torch, does not say."""
+    """Return the timeout of collectives of tensors on a device; None if the backend, or torch, does not say."""
     find: Any = getattr(group, "_get_backend", None)
     options = None if find is None else getattr(find(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)

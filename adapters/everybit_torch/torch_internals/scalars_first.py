@@ -28,15 +28,15 @@ _ON_ELEMENTS = {
 
 
 class ScalarsFirst(CustomGraphPass):
-    """What depends on 0-d inputs alone is computed first, and handed to the loops packed."""
+    """A pass that computes first whatever depends on 0-d inputs alone, and passes it to the loops packed."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change the graph in place."""
         scalars = _pure_scalars(graph)
         for node in list(scalars):
-            # What only loops read is packed below. What other scalars build upon keeps its border, or each would compute it again.
-            border = node.op == "call_function" and node.target is torch.ops.everybit.settle.default
-            if border and not any(user in scalars for user in node.users):
+            # What only loops read is packed below. What other scalars build upon keeps its barrier, or each would compute it again.
+            barrier = node.op == "call_function" and node.target is torch.ops.everybit.materialize.default
+            if barrier and not any(user in scalars for user in node.users):
                 node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
                 graph.erase_node(node)
                 del scalars[node]
@@ -65,7 +65,7 @@ class ScalarsFirst(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> bytes:
-        """What compiled code is cached by, beside the graph: the text of this pass and of the vector code."""
+        """Return the cache key of compiled code beside the graph: a hash of this pass and of the vector code."""
         return get_hash_for_files((__file__, cpp_vectors.__file__))
 
 
@@ -130,7 +130,7 @@ def _pack(graph: fx.Graph, dtype: torch.dtype, users: dict[fx.Node, list[fx.Node
     packed = call(aten.cat.default, ready)
     if len(ready) == 1:
         # A concatenation is memory that the loop reads; of one alone it would be nothing, and inlined.
-        packed = call(torch.ops.everybit.settle.default, packed)
+        packed = call(torch.ops.everybit.materialize.default, packed)
     for index, (scalar, nodes) in enumerate(users.items()):
         element = call(aten.select.int, packed, 0, index)
         for node in nodes:

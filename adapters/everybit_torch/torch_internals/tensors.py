@@ -1,4 +1,4 @@
-"""What torch knows of a tensor and does not tell: who holds its memory, and how often it was written to."""
+"""The attributes of a tensor that torch has no public function for: who holds its memory, and how often it was written to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 T = TypeVar("T", bound=Tensor)
 
 foreach_norm: Any = getattr(torch, "_foreach_norm", None)
-"""What ``clip_grad_norm_`` calls; None in a torch without it, which then calls ``torch.linalg.vector_norm``."""
+"""The function that ``clip_grad_norm_`` calls; None in a torch without it, which then calls ``torch.linalg.vector_norm``."""
 
 check_and_unscale: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
-"""What ``torch.amp.GradScaler.unscale_`` calls; None in a torch without it."""
+"""The function that ``torch.amp.GradScaler.unscale_`` calls; None in a torch without it."""
 
 # These three have no fallback: what needs them could not be right without.
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to, as autograd counts."""
+    """Return how often a tensor was written to, as autograd counts."""
     return tensor._version
 
 
@@ -42,7 +42,7 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 
 def count_holders(storage: torch.UntypedStorage) -> int | None:
-    """How many hold a storage, its Python object among them; None where torch does not say."""
+    """Return the number of references to a storage, its Python object among them; None where torch does not say."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     pointer = getattr(storage, "_cdata", None)
     return None if count is None or pointer is None else int(count(pointer))

@@ -1,1 +1,1 @@
-"""Transforms made of transforms."""
+"""Combinators: transforms that are made of other transforms."""

@@ -52,7 +52,7 @@ class Accumulate:
 
     @property
     def cut(self) -> Cut:
-        """That of the inner transform."""
+        """How finely parameters may be cut: as those of the inner transform."""
         return self.transform.cut
 
     @property
@@ -61,11 +61,11 @@ class Accumulate:
         return self.transform.reduces
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Those of the inner transform, and of the mean: its last gradient changes it by ``1 / every``."""
+        """Return the inner transform's decay rates, and that of the mean, which its last gradient changes by ``1 / every``."""
         return SlotDecay("gradient", 1 - 1 / self.every), *decays(self.transform)
 
     def init(self, params: P) -> AccumulateState[P]:
-        """No gradients yet."""
+        """Return a state with a zero mean of gradients and the inner transform's state."""
         return AccumulateState(
             zero_step(params), zero_step(params), tree.zeros_like(params), self.transform.init(params)
         )

@@ -1,4 +1,4 @@
-"""One transform after another."""
+"""The combinators that apply one transform after another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ChainState:
 @tree.state
 @dataclass(frozen=True, slots=True)
 class NamedChainState:
-    """As :class:`ChainState`, by name."""
+    """The state of a named chain: as :class:`ChainState`, with the states of its transforms by name."""
 
     step: Tensor
     states: dict[str, Any]
@@ -65,11 +65,11 @@ class Chain:
         return any_reduces(self.transforms)
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Those of the parts."""
+        """Return the decay rates that the transforms of the chain declare."""
         return decays(*self.transforms)
 
     def init(self, params: P) -> ChainState:
-        """Each part's state."""
+        """Return the initial state of each transform, and a count of zero steps."""
         return ChainState(zero_step(params), tuple(transform.init(params) for transform in self.transforms))
 
     def update(self, updates: P, state: ChainState, params: P, ctx: Context = ALONE) -> tuple[P, ChainState]:
@@ -104,7 +104,7 @@ class NamedChain:
         return any_reduces(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Those of the parts."""
+        """Return the decay rates that the transforms of the chain declare."""
         return decays(*self.transforms.values())
 
     def init(self, params: P) -> NamedChainState:

@@ -51,20 +51,20 @@ class ApplyIfFinite:
 
     @property
     def cut(self) -> Cut:
-        """That of the inner transform."""
+        """How finely parameters may be cut: as those of the inner transform."""
         return self.transform.cut
 
     @property
     def reduces(self) -> bool:
-        """It does: one bad element stops all."""
+        """True, since one element that is not finite stops the step of all."""
         return True
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Those of the inner transform."""
+        """Return the decay rates that the inner transform declares."""
         return decays(self.transform)
 
     def init(self, params: P) -> ApplyIfFiniteState:
-        """Nothing skipped yet."""
+        """Return the inner transform's state, and counters of zero skipped updates."""
         return ApplyIfFiniteState(zero_step(params), zero_step(params), zero_step(params), self.transform.init(params))
 
     def update(

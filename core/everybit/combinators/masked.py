@@ -52,7 +52,7 @@ class Masked:
         return self.transform.reduces
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Those of the inner transform."""
+        """Return the decay rates that the inner transform declares."""
         return decays(self.transform)
 
     def init(self, params: P) -> MaskedState:
@@ -91,7 +91,7 @@ class Partition:
         return any_reduces(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Those of the parts."""
+        """Return the decay rates that the transforms of all labels declare."""
         return decays(*self.transforms.values())
 
     def init(self, params: P) -> PartitionState:
@@ -185,6 +185,6 @@ def _select(values: P, chosen: list[bool]) -> P:
 
 def _merge(values: P, replacements: object) -> P:
     """``values`` with every leaf replaced for which ``replacements`` has one."""
-    new = tree.slots_of(values, replacements)
+    new = tree.flatten_up_to(values, replacements)
     old = tree.leaves(values)
     return tree.replace(values, [b if a is None else a for a, b in zip(new, old, strict=True)])

@@ -32,7 +32,7 @@ CHECKS: Mapping[str, Callable[[Build], None]] = MappingProxyType(
         "no wait": check_no_wait,
     }
 )
-"""Name -> check."""
+"""The checks by name, in the order in which :func:`check_all` runs them."""
 
 
 def check_all(build: Build) -> None:

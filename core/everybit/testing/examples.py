@@ -1,4 +1,4 @@
-"""What the battery tries transforms on, and how it compares."""
+"""The example parameters and gradients of the battery, and its comparison of results."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def assert_same_kind(got: object, expected: object, what: str) -> None:
         tree.require_same_structure(got, expected, name="got", reference_name="expected")
     except ValueError as error:
         raise AssertionError(f"{what}: {error}") from None
-    for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.slots_of(got, expected), strict=True):
+    for path, a, b in zip(tree.paths(got), tree.leaves(got), tree.flatten_up_to(got, expected), strict=True):
         if a.dtype is not b.dtype or a.device != b.device:
             raise AssertionError(f"{what}: at {path}: is {a.dtype} on {a.device}, was {b.dtype} on {b.device}.")
 
 
 def _in_order_of(reference: object, values: object) -> list[Any]:
-    return tree.slots_of(reference, values)
+    return tree.flatten_up_to(reference, values)
 
 
 def _bits(x: Tensor) -> Tensor:

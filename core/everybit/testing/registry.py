@@ -67,4 +67,4 @@ _BUILDS: dict[str, Build] = {
 }
 
 REGISTRY: Mapping[str, Build] = MappingProxyType(_BUILDS)
-"""Name -> build."""
+"""The builders of the transforms that are checked, by name."""

@@ -1,4 +1,4 @@
-"""Adam's preconditioner."""
+"""The preconditioner of Adam, and of its variants."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from everybit import tree
-from everybit.borders import settle, sqrt
-from everybit.scalars import Hyperparameter, at, is_zero, minus_power, require, require_step
+from everybit.barriers import materialize, sqrt
+from everybit.scalars import Hyperparameter, at, bias_correction, is_zero, require, require_step
 from everybit.transform import ALONE, Context, Cut, SlotDecay
 from everybit.tree import Slot
 
@@ -63,7 +63,7 @@ class ScaleByAdam:
         return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
 
     def init(self, params: P) -> AdamState[P]:
-        """Zero moments."""
+        """Return moments of zero for all parameters."""
         return AdamState(tree.zeros_like(params), tree.zeros_like(params))
 
     def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
@@ -71,7 +71,10 @@ class ScaleByAdam:
         step = require_step(ctx.step, "scale_by_adam")
         b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
         eps, eps_root = at(self.eps, step, name="eps"), at(self.eps_root, step, name="eps_root")
-        unbias_mean, unbias_square = settle(1 / minus_power(b1, step)), settle(1 / minus_power(b2, step))
+        unbias_mean, unbias_square = (
+            materialize(1 / bias_correction(b1, step)),
+            materialize(1 / bias_correction(b2, step)),
+        )
 
         momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
         variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)

@@ -52,11 +52,11 @@ class ScaleByLion:
         require("b2", self.b2, 0.0, 1.0, open_high=True)
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b2``."""
+        """Declare that ``momentum`` decays with ``b2``."""
         return (SlotDecay("momentum", self.b2),)
 
     def init(self, params: P) -> LionState[P]:
-        """Zero mean."""
+        """Return a running mean of zero."""
         return LionState(tree.zeros_like(params))
 
     def update(self, updates: P, state: LionState[Any], params: P, ctx: Context = ALONE) -> tuple[P, LionState[P]]:

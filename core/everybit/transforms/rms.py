@@ -1,4 +1,4 @@
-"""RMSprop's preconditioner."""
+"""The preconditioner of RMSprop, centered or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import Tensor
 
 from everybit import tree
-from everybit.borders import sqrt
+from everybit.barriers import sqrt
 from everybit.scalars import Hyperparameter, at, require
 from everybit.transform import ALONE, Context, Cut, SlotDecay
 from everybit.tree import Slot
@@ -72,7 +72,7 @@ class ScaleByRms:
         return (variance, SlotDecay("mean", self.decay)) if self.centered else (variance,)
 
     def init(self, params: P) -> RmsState[P] | CenteredRmsState[P]:
-        """Zero moments."""
+        """Return moments of zero for all parameters."""
         if self.centered:
             return CenteredRmsState(tree.zeros_like(params), tree.zeros_like(params))
         return RmsState(tree.zeros_like(params))

@@ -1,4 +1,4 @@
-"""Transforms that remember nothing."""
+"""Transforms without state: scaling, signs and clipping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.borders import settle, sqrt
+from everybit.barriers import materialize, sqrt
 from everybit.scalars import Hyperparameter, Scalar, at, require
 from everybit.transform import ALONE, Context, Cut
 
@@ -30,11 +30,11 @@ class Identity:
     reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """``updates``."""
+        """Return the updates as they are given."""
         return updates, state
 
 
@@ -46,11 +46,11 @@ class SetToZero:
     reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """Zeros."""
+        """Return zeros in place of the updates."""
         return tree.zeros_like(updates), state
 
 
@@ -62,11 +62,11 @@ class ScaleBySign:
     reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """The signs."""
+        """Return the signs of the updates."""
         return tree.elementwise(torch.sign, updates), state
 
 
@@ -86,11 +86,11 @@ class Scale:
         require("factor", self.factor)
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """``factor * updates``."""
+        """Return the scaled updates, ``factor * updates``."""
         factor = at(self.factor, ctx.step, name="factor")
         return tree.elementwise(lambda u: factor * u, updates), state
 
@@ -111,11 +111,11 @@ class ScaleByLearningRate:
         require("learning_rate", self.learning_rate, 0.0)
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """``-learning_rate * updates``."""
+        """Return the scaled updates, ``-learning_rate * updates``."""
         learning_rate = at(self.learning_rate, ctx.step, name="learning_rate")
         return tree.elementwise(lambda u: -learning_rate * u, updates), state
 
@@ -136,11 +136,11 @@ class Clip:
         require("limit", self.limit, 0.0)
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """The clipped updates; NaN stays NaN."""
+        """Return the clipped updates; NaN stays NaN."""
         limit = at(self.limit, ctx.step, name="limit")
         return tree.elementwise(lambda u: _clamp(u, limit), updates), state
 
@@ -164,17 +164,17 @@ class ClipByGlobalNorm:
         require("limit", self.limit, 0.0)
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
-        """The scaled updates; a norm that is not finite makes them NaN or zero, which ``apply_if_finite`` catches."""
+        """Return the scaled updates; a norm that is not finite makes them NaN or zero, which ``apply_if_finite`` catches."""
         limit = at(self.limit, ctx.step, name="limit")
         # In float64, as tree.sum_of_squares is: with a limit that is a float64 tensor a float32 norm would be compared and divided
         # otherwise.
         norm = sqrt(ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))))
         # Compared rather than divided first: a zero norm divides nothing.
-        factor = settle(torch.where(norm > limit, limit / norm, 1.0))
+        factor = materialize(torch.where(norm > limit, limit / norm, 1.0))
         return tree.elementwise(lambda u: u * factor, updates), state
 
 

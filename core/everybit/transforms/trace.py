@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from everybit import tree
-from everybit.borders import settle
+from everybit.barriers import materialize
 from everybit.scalars import Hyperparameter, at, is_zero, require, require_step
 from everybit.transform import ALONE, Context, Cut, SlotDecay
 from everybit.tree import Slot
@@ -60,11 +60,11 @@ class Trace:
             )
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``decay``."""
+        """Declare that ``momentum`` decays with ``decay``."""
         return (SlotDecay("momentum", self.decay),)
 
     def init(self, params: P) -> TraceState[P]:
-        """Zero momentum."""
+        """Return a momentum of zero."""
         return TraceState(tree.zeros_like(params))
 
     def update(self, updates: P, state: TraceState[Any], params: P, ctx: Context = ALONE) -> tuple[P, TraceState[P]]:
@@ -75,7 +75,9 @@ class Trace:
             momentum = tree.elementwise(lambda g, m: decay * m + g, updates, state.momentum)
         else:
             step = require_step(ctx.step, "trace with dampening")
-            gain = settle(torch.where(step == 1, 1.0, (1 - dampening) * torch.ones_like(step, dtype=torch.float64)))
+            gain = materialize(
+                torch.where(step == 1, 1.0, (1 - dampening) * torch.ones_like(step, dtype=torch.float64))
+            )
             momentum = tree.elementwise(lambda g, m: decay * m + gain * g, updates, state.momentum)
         if self.nesterov:
             return tree.elementwise(lambda g, m: g + decay * m, updates, momentum), TraceState(momentum)

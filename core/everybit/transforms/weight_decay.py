@@ -37,7 +37,7 @@ class AddDecayedWeights:
         require("weight_decay", self.weight_decay, 0.0)
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
@@ -84,7 +84,7 @@ class SubtractDecayedWeights:
                 raise ValueError("max_learning_rate: got 0.0; accepted is a number above zero.")
 
     def init(self, params: P) -> Empty:
-        """Nothing."""
+        """Return the empty state of a transform without memory."""
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:

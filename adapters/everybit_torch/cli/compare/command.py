@@ -77,7 +77,7 @@ def compare(options: CompareOptions, console: Console, command: str) -> None:
 
 
 def _inputs(plan: Plan, corpus: Corpus, parameters: int) -> dict[str, Any]:
-    """What the run depended on, so that it can be done again."""
+    """Return everything that the run depended on, so that it can be repeated."""
     return {
         "options": asdict(plan.options),
         "seeds": plan.seeds,

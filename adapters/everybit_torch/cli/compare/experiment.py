@@ -29,7 +29,7 @@ def run(plan: Plan, corpus: Corpus, watcher: Watcher) -> list[Record]:
 
 
 def validation_steps(steps: int) -> frozenset[int]:
-    """After which steps, counted from 1, models are validated: evenly spread, the last one always."""
+    """Return the steps, counted from 1, after which models are validated: evenly spread, the last one always."""
     return frozenset(-(-steps * part // VALIDATIONS) for part in range(1, VALIDATIONS + 1))
 
 

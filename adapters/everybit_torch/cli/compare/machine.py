@@ -1,4 +1,4 @@
-"""What a result was made with: numbers without it cannot be compared."""
+"""The hardware and software that a result was made with, without which numbers cannot be compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import everybit as eb
 
 
 def versions() -> dict[str, str]:
-    """Of everything that could change a number."""
+    """Return the versions of everything that could change a number."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

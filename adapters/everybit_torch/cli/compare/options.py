@@ -1,4 +1,4 @@
-"""What ``everybit compare`` can be asked, and the checks that come before any work."""
+"""The options of ``everybit compare``, and the checks that come before any work."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CompareOptions:
     """Largest norm of the gradient; 0: not clipped."""
 
     compile: bool = False
-    """Compile the optimizer's step."""
+    """Whether the optimizer's step is compiled."""
 
     threads: int = 1
     """CPU threads; 0: as torch chooses. A second one helps mini by a third on an idle machine, and stalls it on a busy one."""
@@ -173,7 +173,7 @@ def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
 
 
 def named_policy(name: str) -> tuple[str, eb.Policy]:
-    """What ``--policies`` calls a policy, and the policy.
+    """Return the name and the policy of an item of ``--policies``.
 
     Raises:
         OptionError: Neither a preset nor a file that describes a policy.

@@ -62,7 +62,7 @@ def smooth(values: Curve) -> tuple[Curve, Curve]:
 
 
 def _losses(records: Sequence[Record], name: str) -> Curve:
-    """(seeds, steps)."""
+    """Return the training losses, of shape (seeds, steps)."""
     return np.array([record.losses for record in records if record.policy == name])
 
 

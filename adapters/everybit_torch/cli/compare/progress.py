@@ -46,13 +46,13 @@ class Bars:
         self._progress.stop()
 
     def trained(self, policy: str, loss: float) -> None:
-        """Move the bar on."""
+        """Advance a policy's bar by a step."""
         smooth = SMOOTHING * self._smooth.get(policy, loss) + (1 - SMOOTHING) * loss
         self._smooth[policy] = smooth
         self._progress.update(self._tasks[policy], advance=1, training=f"{smooth:.3f}")
 
     def validated(self, policy: str, loss: float) -> None:
-        """Show the loss."""
+        """Show a policy's validation loss."""
         self._progress.update(self._tasks[policy], validation=f"{loss:.3f}")
         self._validated[policy] = loss
         if len(self._validated) == len(self._tasks):

@@ -1,4 +1,4 @@
-"""What was recorded, what it comes to, and the file it is kept in."""
+"""The records of a comparison, their summary, and the file in which they are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What became of one step's updates; see :class:`everybit.Metrics`."""
+    """The metrics of one step's updates; see :class:`everybit.Metrics`."""
 
     step: int
     lost_share: float

@@ -116,7 +116,7 @@ class Trainee:
             return loss_of(self.model, windows)
 
     def record(self) -> Record:
-        """What was recorded so far."""
+        """Return everything that was recorded so far."""
         return Record(
             policy=self.name,
             seed=self.seed,

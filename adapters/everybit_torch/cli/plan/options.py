@@ -1,4 +1,4 @@
-"""What ``everybit plan`` can be asked."""
+"""The options of the command ``everybit plan``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_POLICIES = ("MIXED_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Say to the byte what each rank keeps, needs for moments and sends, for a model under several policies and strategies.
+    """Print to the byte what each rank keeps, needs at its peak and sends, for a model under several policies and strategies.
 
     Nothing is allocated: the model is built on the meta device. Writes plan.json and plan.png to --out, if it is given.
     """
@@ -28,16 +28,16 @@ class PlanOptions:
     """Of the model's own weights; model: as it is built."""
 
     ranks: int = 8
-    """How many ranks share things out."""
+    """The number of ranks that buffers are sharded over."""
 
     outer: int = 1
     """How many such groups there are, each with copies: the outer dimension of HSDP and HFSDP. The ranks are --outer x --ranks."""
 
     outer_strategy: OuterStrategy = "no_shard"
-    """What the outer dimension does; optim (HFSDP) goes with optim_grads_params."""
+    """The strategy of the outer dimension; optim (HFSDP) goes with optim_grads_params."""
 
     strategies: tuple[Strategy, ...] = STRATEGIES
-    """Which of the four."""
+    """The strategies to plan, of the four."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
     """Presets of everybit.policies by name, .toml and .json files; or three-dtypes: what --main-params and the next two say."""
@@ -55,7 +55,7 @@ class PlanOptions:
     """How low-precision gradients are summed; fp32: at the receiver, exactly. Not given: as each policy says."""
 
     optimizer: OptimizerName = "adamw"
-    """Whose state is counted."""
+    """The optimizer whose state is counted."""
 
     units: tuple[str, ...] = ()
     """Names of module classes that are gathered and reduced together, such as LlamaDecoderLayer. Not given: the blocks of a known or a

@@ -1,4 +1,4 @@
-"""The picture of a plan: what one rank keeps, by use, and what comes on top of it for moments."""
+"""The picture of a plan: the persistent bytes of one rank, by use, and its transient bytes on top of them."""
 
 from __future__ import annotations
 

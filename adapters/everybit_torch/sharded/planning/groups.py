@@ -1,4 +1,4 @@
-"""The bytes of one group of parameters on one rank: what it keeps, and what of it is allocated for moments."""
+"""The bytes of one group of parameters on one rank: its persistent bytes, and its transient ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The most that is allocated for moments: follows the stepper through a forward pass, a backward pass and a step."""
+"""The peak of transient bytes, found by following the stepper through a forward pass, a backward pass and a step."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _outer_bytes(one: GroupPlan) -> int:
 
 
 def step_peak(groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], compile: bool, piece: int) -> int:
-    """What stepping one piece computes on the way, or the norm of the gradient, for the run for which it is most."""
+    """Return the peak temporary bytes of the step: the larger of one piece's step and the gradient norm, over all runs."""
     peak = 0
     known: dict[tuple[str, torch.dtype, int], int] = {}
     for one in groups:

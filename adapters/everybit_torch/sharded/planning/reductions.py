@@ -15,7 +15,7 @@ from everybit_torch.units import Unit
 
 
 def count_reductions(labelled: Mapping[str, LabelledTransform]) -> int:
-    """How many reductions the transforms ask for in a step."""
+    """Count the reductions that the transforms ask for in a step."""
     by_source = {one.source: one for one in labelled.values()}
     return sum(len(reductions_of(one)) for one in by_source.values())
 

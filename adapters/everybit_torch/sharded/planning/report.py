@@ -1,4 +1,4 @@
-"""What a plan says: bytes of one rank."""
+"""The plan of a sharded model: persistent, transient and sent bytes of one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from everybit_torch.sharded.strategies import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How many ranks there are, and which of them is looked at."""
+    """The numbers of inner and outer ranks, and the rank that is planned."""
 
     inner: int = 1
     outer: int = 1
@@ -20,16 +20,16 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes of one rank.
+    """The persistent, transient and sent bytes of one rank.
 
     Attributes:
-        sharding: What is shared out.
-        ranks: Among whom.
+        sharding: What is sharded.
+        ranks: The ranks over which it is sharded.
         parameters: Elements of the whole model.
         padding: Elements of all buffers that are no parameter's.
-        persistent: Between steps, by use.
-        transient: The most that is allocated on top, in each phase: ``forward``, ``backward``, ``step``.
-        wire: Sent in one step, by collective.
+        persistent: Bytes between steps, by use.
+        transient: Peak bytes on top of the persistent ones, by phase: ``forward``, ``backward``, ``step``.
+        wire: Bytes sent in one step, by collective.
         microbatches: Backward passes in one step.
         weights: Elements of the whole model by the format of their weights, as one would write it; ``"frozen"`` those of frozen ones.
     """
@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def persistent_bytes(self) -> int:
-        """All that persists."""
+        """The sum of all bytes that persist between steps."""
         return sum(self.persistent.values())
 
     @property
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def wire_bytes(self) -> int:
-        """All that is sent in a step."""
+        """The sum of all bytes that are sent in a step."""
         return sum(self.wire.values())
 
     @property

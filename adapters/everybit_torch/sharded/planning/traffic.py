@@ -1,4 +1,4 @@
-"""What one rank sends in a step, as a ring sends it."""
+"""The bytes that one rank sends in a step, if collectives are rings."""
 
 from __future__ import annotations
 

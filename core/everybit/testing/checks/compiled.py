@@ -42,7 +42,7 @@ def check_no_recompilation(build: Build, *, steps: int = 100) -> None:
         first += [(args, (params, state))] if step < 5 else []
     for step, (args, out) in enumerate(first, start=1):
         peak.fill_(LEARNING_RATE / step)
-        # Not to the bit: this backend takes roots from eager torch's library, see everybit.borders.sqrt.
+        # Not to the bit: this backend takes roots from eager torch's library, see everybit.barriers.sqrt.
         assert_close(out, optimizer.step(*args), 1e-6, f"traced, against eager, at step {step}")
 
 

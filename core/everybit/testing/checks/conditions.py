@@ -1,4 +1,4 @@
-"""What the checks run a transform with: a learning rate, the policies that store a step, the number of a step."""
+"""The conditions under which the checks run a transform: a learning rate, the policies that store a step, the number of a step."""
 
 from __future__ import annotations
 

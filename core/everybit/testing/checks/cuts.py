@@ -48,7 +48,7 @@ def check_cut(build: Build) -> None:
 
 
 def promises(transform: Transform[Any]) -> str:
-    """What a transform says of itself, for messages."""
+    """Describe what a transform declares of itself, for messages."""
     return f"cut {transform.cut!r}{' and reduces' if transform.reduces else ''}"
 
 
@@ -75,7 +75,9 @@ def stored_slots(params: object, state: OptimizerState[Any]) -> dict[str, list[T
     found: dict[str, list[Tensor]] = {}
 
     def note(name: str, slot: Any) -> Any:
-        stored = [one if isinstance(one, tuple) else (one,) for one in tree.slots_of(params, slot) if one is not None]
+        stored = [
+            one if isinstance(one, tuple) else (one,) for one in tree.flatten_up_to(params, slot) if one is not None
+        ]
         key = f"{name}#{len(found)}"
         found[key] = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*stored, strict=True)]
         return slot

@@ -1,4 +1,4 @@
-"""Hyperparameters as tensors."""
+"""The checks of hyperparameters that are given as tensors."""
 
 from __future__ import annotations
 

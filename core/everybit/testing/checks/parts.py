@@ -1,4 +1,4 @@
-"""What a transform's masks and labels come out as."""
+"""The evaluation of a transform's masks and labels on example parameters."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from everybit.testing.examples import assert_same_bits, assert_same_kind, exampl
 
 
 def check_pure(build: Build) -> None:
-    """Nothing that is passed in changes, nothing that comes out shares its memory, and the same call gives the same bits.
+    """Check that a call changes none of its inputs, returns memory of its own, and gives the same bits when it is repeated.
 
     A transform may hand on the updates it was given; its state, and all that an optimizer returns, is fresh.
     """

@@ -62,11 +62,11 @@ def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Piece], 
         now = f"{what}, step {step}"
         ranks = [_Rank(piece, part, piece.of(grads), s) for piece, part, s in zip(pieces, parts, states, strict=True)]
         totals, stepped = _step_together(optimizer, ranks, now)
-        axis = _Answers([total.value for total in totals])
+        axis = _ReplayAxis([total.value for total in totals])
         try:
             params, state = optimizer.step(params, grads, state, Context(axis=axis))
-        except _UnansweredError as question:
-            raise AssertionError(f"{now}: only the whole asks for the {question.kind} of {question.value}.") from None
+        except _NeedsReductionError as pending:
+            raise AssertionError(f"{now}: only the whole asks for the {pending.kind} of {pending.value}.") from None
         _require_agreement(axis.asked, totals, now)
         parts, states = [out[0] for out in stepped], [out[1] for out in stepped]
         counted = [out for out, piece in zip(stepped, pieces, strict=True) if piece.counted]
@@ -88,12 +88,12 @@ def _require_same_bits(pieces: list[tuple[Any, OptimizerState[Any]]], whole: tup
 
 
 def _shared(state: OptimizerState[Any]) -> list[Tensor]:
-    """What a state holds beside its slots, which all ranks have alike: counters and estimates."""
+    """List what a state holds beside its slots, counters and estimates, which is the same on all ranks."""
     return [state.step, *tree.leaves(tree.map_slots(lambda _name, _slot: None, state.inner))]
 
 
 class _Piece(NamedTuple):
-    """What a rank has of the elements that lie end to end in a tree.
+    """A rank's range of the elements of a tree, which lie end to end.
 
     Attributes:
         start: First element.
@@ -118,8 +118,8 @@ class _Piece(NamedTuple):
         return tree.replace(values, found)
 
     def context(self, totals: Sequence[Tensor]) -> Context:
-        """For a step in which the first reductions come out as ``totals``."""
-        return Context(first_element=self.start, axis=_Answers(totals, counted=self.counted))
+        """Return the context of a step whose first reductions have these totals."""
+        return Context(first_element=self.start, axis=_ReplayAxis(totals, counted=self.counted))
 
 
 class _Rank(NamedTuple):
@@ -130,23 +130,23 @@ class _Rank(NamedTuple):
 
 
 class _Total(NamedTuple):
-    """What a reduction came out as, and the sum of the magnitudes of what was contributed."""
+    """The total of a reduction, and the sum of the magnitudes of its partial results."""
 
     kind: Kind
     value: Tensor
     magnitude: Tensor
 
 
-class _UnansweredError(Exception):
-    """A reduction whose result is not known yet; ``value`` is what this rank contributes."""
+class _NeedsReductionError(Exception):
+    """A reduction was asked for whose total is not known yet; ``value`` is this rank's partial result."""
 
     def __init__(self, kind: Kind, value: Tensor) -> None:
         super().__init__(kind)
         self.kind, self.value = kind, value
 
 
-class _Answers:
-    """An axis that knows what the first reductions of a step come out as, and stops the step at the next."""
+class _ReplayAxis:
+    """An axis that answers the first reductions of a step with known totals, and stops the step at the next one."""
 
     def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
         self.totals, self.counted = totals, counted
@@ -163,7 +163,7 @@ class _Answers:
 
     def _answer(self, kind: Kind, value: Tensor) -> Tensor:
         if len(self.asked) == len(self.totals):
-            raise _UnansweredError(kind, value)
+            raise _NeedsReductionError(kind, value)
         self.asked.append((kind, value))
         return self.totals[len(self.asked) - 1]
 
@@ -171,30 +171,33 @@ class _Answers:
 def _step_together(
     optimizer: Optimizer[Any], ranks: list[_Rank], what: str
 ) -> tuple[list[_Total], list[tuple[Any, OptimizerState[Any]]]]:
-    """What each rank gets, and the reductions on the way. An update is pure: it is made again with each further answer."""
+    """Step all ranks, and return the totals of their reductions and each rank's result.
+
+    An update is pure: it is run again with each further total.
+    """
     totals: list[_Total] = []
     while True:
-        stepped, questions = [], []
+        stepped, partials = [], []
         for rank in ranks:
             ctx = rank.piece.context([total.value for total in totals])
             try:
                 stepped.append(optimizer.step(rank.params, rank.grads, rank.state, ctx))
-            except _UnansweredError as question:
-                questions.append(question)
-        if not questions:
+            except _NeedsReductionError as pending:
+                partials.append(pending)
+        if not partials:
             return totals, stepped
-        asked = {(one.kind, one.value.shape, one.value.dtype) for one in questions}
+        asked = {(one.kind, one.value.shape, one.value.dtype) for one in partials}
         if stepped or len(asked) > 1:
             raise AssertionError(
-                f"{what}: {len(questions)} of {len(ranks)} ranks ask for reduction {len(totals) + 1}, of"
+                f"{what}: {len(partials)} of {len(ranks)} ranks ask for reduction {len(totals) + 1}, of"
                 f" {sorted(map(str, asked))}; promised is that all ranks ask for the same, also one that has no elements."
             )
-        totals.append(_reduced(questions))
+        totals.append(_reduced(partials))
 
 
-def _reduced(questions: list[_UnansweredError]) -> _Total:
-    kind, dtype = questions[0].kind, questions[0].value.dtype
-    values = torch.stack([one.value.double() for one in questions])
+def _reduced(partials: list[_NeedsReductionError]) -> _Total:
+    kind, dtype = partials[0].kind, partials[0].value.dtype
+    values = torch.stack([one.value.double() for one in partials])
     value = values.sum(0) if kind == "sum" else values.amax(0)
     return _Total(kind, value.to(dtype), values.abs().sum(0))
 

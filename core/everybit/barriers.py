@@ -1,9 +1,9 @@
-"""Borders that a compiler does not cross.
+"""Optimization barriers: operations that a compiler may neither move nor rewrite.
 
-Compiled code gives the bits of eager code as long as it does the same operations in the same order. Some operations it would do
-otherwise. Those are made opaque here: what is outside the loop over elements stays outside, sums keep eager's order, and functions
-that eager code takes from a library whose last bit is its own are taken from there by compiled code too. In eager code these
-functions are the plain expressions, but for :func:`sqrt`.
+Compiled code gives the bits of eager code as long as it does the same operations in the same order. A compiler would change a few of
+them, and those are made opaque here: expressions outside of the loop over elements stay outside, sums keep eager's order, and functions
+whose last bit depends on the library are taken from the library that eager code calls. In eager code these functions are the plain
+expressions, except for :func:`sqrt`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ CHUNK = 1 << 16
 DEVICE_CHUNK = 1 << 24
 
 
-def settle(x: Tensor) -> Tensor:
-    """``x`` itself; but in compiled code computed once, before the loop over elements, as eager code would.
+def materialize(x: Tensor) -> Tensor:
+    """Return ``x``; compiled code computes it once, before the loop over elements, as eager code does.
 
     A compiler inlines a 0-d expression such as ``beta ** step`` into the loop that uses it: a power per element, from a vector
     library whose last bit differs from the scalar one.
     """
-    return _settle(x) if torch.compiler.is_compiling() else x
+    return _materialize(x) if torch.compiler.is_compiling() else x
 
 
 def sum(x: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ def cos(x: Tensor) -> Tensor:
     return _cos(x) if torch.compiler.is_compiling() else x.cos()
 
 
-@torch.library.custom_op("everybit::settle", mutates_args=())
-def _settle(x: Tensor) -> Tensor:
+@torch.library.custom_op("everybit::materialize", mutates_args=())
+def _materialize(x: Tensor) -> Tensor:
     return x.clone()
 
 
@@ -115,7 +115,7 @@ def _register(
     op.register_vmap(batched)
 
 
-_register(_settle, torch.ones_like)
+_register(_materialize, torch.ones_like)
 _register(_sum, torch.ones_like, reduces=True)
 _register(_sum_of_squares, lambda x: 2 * x, reduces=True, dtype=torch.float64)
 _register(_sqrt, lambda x: 0.5 / x.sqrt())

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from everybit import rounding, tree
+from everybit import tree
 from everybit.checks import problems, undeclared
+from everybit.codec import Codec, widened, widened_param, zeros
 from everybit.combinators.chain import zero_step
 from everybit.contracts import Unwritten, require_state, separated, updated
-from everybit.dtypes import FLOAT_DTYPES, torch_dtype
-from everybit.formats import BUILT_IN, Format, Parts, PartSpec
+from everybit.dtypes import torch_dtype
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, policies_of, resolve_tree
-from everybit.random_bits import Key, Lane, require_seed, stream
+from everybit.random_bits import require_seed
 from everybit.transform import Context, Cut, Transform, decays, require_transform, squares
 
 P = TypeVar("P")
@@ -25,9 +25,6 @@ S = TypeVar("S")
 
 Unsafe = Literal["refuse", "warn", "allow"]
 """How a policy that cannot work for a transform is handled: it is refused, or a warning is given, or it is accepted."""
-
-# The two moments of one optimizer are rounded with the two halves of one word.
-_HALVES: dict[str, Literal[0, 1]] = {"momentum": 0, "variance": 1}
 
 
 @tree.state
@@ -110,13 +107,13 @@ class Optimizer(Generic[S]):
         """
         formats = self.formats(params)
         step = zero_step(params)
-        layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
-        values = [_widened_param(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
-        extra = [parts[1:] for parts in layout.encode_params(values)]
+        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
+        values = [widened_param(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
+        extra = [parts[1:] for parts in codec.encode_params(values)]
         inner = self.transform.init(tree.replace(params, values))
         require_state(self.transform, inner, params)
         self._require_declared(inner)
-        return separated(OptimizerState(step, tree.replace(params, extra), layout.encode_state(inner)), params)
+        return separated(OptimizerState(step, tree.replace(params, extra), codec.encode_state(inner)), params)
 
     def _require_declared(self, inner: S) -> None:
         """Ask for the decay rates of slots whose format cannot follow every rate."""
@@ -162,11 +159,11 @@ class Optimizer(Generic[S]):
         _warn_of_growing_graphs(params)
         formats = self.formats(params)
         step = state.step + 1
-        layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
-        values = layout.decode_params(state.extra)
+        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
+        values = codec.decode_params(state.extra)
         before = tree.replace(params, values)
-        wide_grads = _widened(grads, params, formats)
-        inner = layout.decode_state(state.inner)
+        wide_grads = widened(grads, params, formats)
+        inner = codec.decode_state(state.inner)
 
         unwritten = Unwritten(grads=wide_grads, state=inner, params=before)
         updates, inner = updated(self.transform, wide_grads, inner, before, (ctx or Context()).at(step))
@@ -176,8 +173,8 @@ class Optimizer(Generic[S]):
             tree.require_same_structure(updates, params, name="updates", reference_name="params")
 
         after = [x + u for x, u in zip(values, moves, strict=True)]
-        parts = layout.encode_params(after)
-        new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), layout.encode_state(inner))
+        parts = codec.encode_params(after)
+        new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), codec.encode_state(inner))
         return StepTrace(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
 
     def ask(
@@ -201,13 +198,13 @@ class Optimizer(Generic[S]):
         """
         formats = resolve_tree(self.policy, params)
         step = state.step + 1
-        layout = _Layout.of(params, formats, self.seed, step, _first(ctx))
+        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
         if reads is None or "params" in reads:
-            values = layout.decode_params(state.extra)
+            values = codec.decode_params(state.extra)
         else:
-            values = [_zeros(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
-        inner = layout.decode_state(state.inner, reads)
-        self.transform.update(_widened(grads, params, formats), inner, tree.replace(params, values), ctx.at(step))
+            values = [zeros(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
+        inner = codec.decode_state(state.inner, reads)
+        self.transform.update(widened(grads, params, formats), inner, tree.replace(params, values), ctx.at(step))
 
     def export_fp32(self, params: P, state: OptimizerState[S]) -> P:
         """The weights with all the precision that parameters and state hold together, in the compute dtype (float32).
@@ -215,8 +212,8 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        layout = _Layout.of(params, self.formats(params), self.seed, state.step, 0)
-        return tree.replace(params, [value.clone() for value in layout.decode_params(state.extra)])
+        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
+        return tree.replace(params, [value.clone() for value in codec.decode_params(state.extra)])
 
     def import_fp32(self, weights: P, params: P, state: OptimizerState[S] | None = None) -> tuple[P, OptimizerState[S]]:
         """Store full-precision ``weights``: the model's tensors get the rounded values, the residuals get the rest.
@@ -235,9 +232,9 @@ class Optimizer(Generic[S]):
         tree.require_same_structure(weights, params, name="weights", reference_name="params")
         formats = self.formats(params)
         fresh = self.init(params) if state is None else state
-        layout = _Layout.of(params, formats, self.seed, fresh.step, 0)
-        wide = _widened(weights, params, formats, name="weights")
-        parts = layout.encode_params(tree.leaves(wide))
+        codec = Codec.of(params, formats, self.seed, fresh.step, 0)
+        wide = widened(weights, params, formats, name="weights")
+        parts = codec.encode_params(tree.leaves(wide))
         stored = OptimizerState(fresh.step, tree.replace(params, [p[1:] for p in parts]), fresh.inner)
         return tree.replace(params, [p[0] for p in parts]), stored
 
@@ -249,9 +246,9 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
         """
-        layout = _Layout.of(params, self.formats(params), self.seed, state.step, 0)
-        weights = [value.clone() for value in layout.decode_params(state.extra)]
-        inner = tree.map(torch.clone, layout.decode_state(state.inner))
+        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
+        weights = [value.clone() for value in codec.decode_params(state.extra)]
+        inner = tree.map(torch.clone, codec.decode_state(state.inner))
         nothing = tree.replace(params, [()] * len(weights))
         return tree.replace(params, weights), OptimizerState(state.step.clone(), nothing, inner)
 
@@ -273,10 +270,10 @@ class Optimizer(Generic[S]):
             ValueError: Structures, shapes or dtypes differ; the message names the path.
         """
         formats = self.formats(params)
-        layout = _Layout.of(params, formats, self.seed, state.step, _first(ctx))
-        wide = _widened(weights, params, formats, name="weights")
-        parts = layout.encode_params(tree.leaves(wide))
-        inner = tree.map(torch.clone, layout.encode_state(state.inner))
+        codec = Codec.of(params, formats, self.seed, state.step, _first(ctx))
+        wide = widened(weights, params, formats, name="weights")
+        parts = codec.encode_params(tree.leaves(wide))
+        inner = tree.map(torch.clone, codec.encode_state(state.inner))
         stored = OptimizerState(state.step.clone(), tree.replace(params, [p[1:] for p in parts]), inner)
         return tree.replace(params, [p[0] for p in parts]), stored
 
@@ -351,112 +348,6 @@ def _object(problem: str, unsafe: Unsafe, *, stacklevel: int) -> None:
     warnings.warn(problem, stacklevel=stacklevel)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The layout of one step: the stored parts and the random bits of each leaf."""
-
-    params: Any
-    formats: list[Resolved]
-    seed: int | Tensor
-    step: Tensor
-    first: int | Tensor
-    drawn: list[list[Tensor]]
-
-    @staticmethod
-    def of(params: object, formats: list[Resolved], seed: int | Tensor, step: Tensor, first: int | Tensor) -> _Layout:
-        """No random bits drawn yet."""
-        return _Layout(params, formats, seed, step, first, [[] for _ in formats])
-
-    def keys(self, name: str) -> list[Key]:
-        """A key per leaf. Elements are numbered through the leaves of one dtype, in order, as they lie in a flat buffer.
-
-        Each dtype has streams of its own, because elements of two dtypes may have one number.
-        """
-        keys = []
-        half = _HALVES.get(name)
-        # Once for each dtype and not for each leaf: names are hashed in Python, which a compiler traces letter by letter.
-        models = dict.fromkeys(one.model for one in self.formats)
-        offsets = dict.fromkeys(models, 0)
-        streams = {model: stream(f"{name}:{model}") for model in models}
-        shared = {} if half is None else {model: stream(f"moments:{model}") for model in models}
-        for leaf, one, drawn in zip(tree.leaves(self.params), self.formats, self.drawn, strict=True):
-            lane = None if half is None else Lane(shared[one.model], half, drawn)
-            keys.append(Key(self.seed, self.step, streams[one.model], self.first + offsets[one.model], lane))
-            offsets[one.model] += leaf.numel()
-        return keys
-
-    def decode_params(self, extra: object) -> list[Tensor]:
-        leaves = tree.leaves(self.params)
-        try:
-            extras = tree.flatten_up_to(self.params, extra)
-        except ValueError as error:
-            raise ValueError(f"state.extra: structure differs from params: {error}") from None
-        values = []
-        for index, (leaf, rest, one) in enumerate(zip(leaves, extras, self.formats, strict=True)):
-            parts = (leaf, *rest) if isinstance(rest, tuple) else (leaf, rest)
-            _require_parts(parts, one.params, leaf, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
-            values.append(one.params.decode(parts, leaf.shape, one.policy.compute))
-        return values
-
-    def encode_params(self, values: Sequence[Tensor]) -> list[Parts]:
-        return [
-            _encoded(one.params, x, key, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
-            for index, (x, one, key) in enumerate(zip(values, self.formats, self.keys("params"), strict=True))
-        ]
-
-    def decode_state(self, inner: S, wanted: Collection[str] | None = None) -> S:
-        def decode(leaf: Tensor, name: str, one: Resolved, key: None, stored: Any, where: Callable[[], str]) -> Tensor:
-            if wanted is not None and name not in wanted:
-                return _zeros(leaf, one)
-            format = one.slot(name)
-            parts: Parts = stored if isinstance(stored, tuple) else (stored,)
-            _require_parts(parts, format, leaf, where)
-            return format.decode(parts, leaf.shape, one.policy.compute)
-
-        return self._map_slots(decode, inner, keys=lambda name: [None] * len(self.formats))
-
-    def encode_state(self, inner: S) -> S:
-        def encode(leaf: Tensor, name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]) -> Any:
-            if value.shape != leaf.shape:
-                raise ValueError(
-                    f"{where()}: got the shape {tuple(value.shape)}; accepted is that of its parameter, {tuple(leaf.shape)}."
-                )
-            if value.dtype is not torch_dtype(one.policy.compute):
-                raise ValueError(f"{where()}: got {value.dtype}; accepted before encoding is {one.policy.compute}.")
-            parts = _encoded(one.slot(name), value, key, where)
-            return parts if len(parts) > 1 else parts[0]
-
-        return self._map_slots(encode, inner, keys=self.keys)
-
-    def _map_slots(self, function: Callable[..., Any], inner: S, *, keys: Callable[[str], Sequence[Key | None]]) -> S:
-        seen: dict[str, int] = {}
-        leaves = tree.leaves(self.params)
-
-        def one_slot(name: str, slot: Any) -> Any:
-            # A name that comes twice in a chain draws two streams.
-            count = seen[name] = seen.get(name, 0) + 1
-            own_keys = keys(name if count == 1 else f"{name}#{count}")
-            try:
-                found = tree.flatten_up_to(self.params, slot)
-            except ValueError as error:
-                raise ValueError(f"state.{name}: structure differs from params: {error}") from None
-            return tree.replace(
-                self.params,
-                [
-                    None
-                    if value is None
-                    else function(
-                        leaf, name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
-                    )
-                    for index, (leaf, value, one, key) in enumerate(
-                        zip(leaves, found, self.formats, own_keys, strict=True)
-                    )
-                ],
-            )
-
-        return tree.map_slots(one_slot, inner)
-
-
 def _warn_of_growing_graphs(params: object) -> None:
     """A parameter of a module requires gradients, so that outside of ``no_grad`` a step becomes part of the graph of the next."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -476,21 +367,6 @@ def _first(ctx: Context | None) -> int | Tensor:
     return 0 if ctx is None else ctx.first_element
 
 
-def _zeros(leaf: Tensor, one: Resolved) -> Tensor:
-    """Return a placeholder for a value in the compute dtype that nobody reads: of its shape, without its memory."""
-    return torch.zeros((), dtype=torch_dtype(one.policy.compute), device=leaf.device).expand(leaf.shape)
-
-
-def _widened_param(leaf: Tensor, one: Resolved) -> Tensor:
-    """A parameter as stored, in the compute dtype; never the parameter itself, which a transform might keep in its state.
-
-    A module's parameter is detached, or the state would keep a graph; a plain tensor is not: a start may be differentiated by.
-    """
-    plain = leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf
-    value = plain.to(torch_dtype(one.policy.compute))
-    return value.clone() if value.dtype is leaf.dtype else value
-
-
 def nbytes(values: object) -> int:
     """Bytes of all the tensors in a tree."""
     return sum(leaf.numel() * leaf.dtype.itemsize for leaf in tree.leaves(values))
@@ -507,75 +383,3 @@ def state_bytes(inner: object, *, counters: int = 0) -> dict[str, int]:
     tree.map_slots(count, inner)
     table["counters"] = counters + nbytes(inner) - sum(table.values())
     return table
-
-
-def _widened(grads: P, params: P, formats: list[Resolved], *, name: str = "grads") -> P:
-    """``grads`` in the compute dtype, after a look at each."""
-    tree.require_same_structure(grads, params, name=name, reference_name="params")
-    wide = []
-    # By the parameters' order: the keys of a dict may come in another.
-    for index, (grad, one) in enumerate(zip(tree.flatten_up_to(params, grads), formats, strict=True)):
-        compute = one.policy.compute
-        accepted = FLOAT_DTYPES if compute == "float64" else FLOAT_DTYPES[1:]
-        if grad.layout is not torch.strided or not any(grad.dtype is torch_dtype(dtype) for dtype in accepted):
-            path = f"{name}{tree.paths(params)[index]}"
-            kind = f"a {grad.layout} tensor" if grad.layout is not torch.strided else str(grad.dtype)
-            raise TypeError(
-                f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors:"
-                f" {', '.join(accepted)}."
-            )
-        wide.append(_as_stored(grad).to(torch_dtype(compute)))
-    return tree.replace(params, wide)
-
-
-def _as_stored(grad: Tensor) -> Tensor:
-    """``grad`` in at least float32, with the rounding that its dtype stands for.
-
-    A user's compiled function may round a gradient to 16 bits and step in one graph; the compiler would then fold the two casts and hand
-    on the number as it was before the rounding. In eager code a cast is a cast, and can be differentiated.
-    """
-    if torch.compiler.is_compiling() and grad.dtype is torch.bfloat16:
-        return (grad.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    if torch.compiler.is_compiling() and grad.dtype is torch.float16:
-        return rounding.nearest(grad.float(), "float16")
-    return grad if grad.dtype.itemsize >= 4 else grad.float()
-
-
-def _encoded(format: Format, x: Tensor, key: Key, where: Callable[[], str]) -> Parts:
-    """The parts that a format made; of one of the user's own, after a look at whether they are what it says of them."""
-    parts = format.encode(x, key)
-    if type(format) in BUILT_IN:
-        return parts
-    specs = format.parts()
-    if not isinstance(parts, tuple) or not _fits(parts, specs, x.shape):
-        raise ValueError(
-            f"{where()}: {format}.encode returned [{_listed(parts)}] for a value of shape {tuple(x.shape)}; accepted is what its parts()"
-            f" say, [{_named(specs, x.shape)}]."
-        )
-    return parts
-
-
-def _fits(parts: Sequence[object], specs: Sequence[PartSpec], shape: torch.Size) -> bool:
-    return len(parts) == len(specs) and all(
-        isinstance(part, Tensor) and part.dtype is spec.dtype and part.shape == spec.shape(shape)
-        for part, spec in zip(parts, specs, strict=True)
-    )
-
-
-def _listed(parts: object) -> str:
-    listed = parts if isinstance(parts, tuple) else (parts,)
-    return ", ".join(f"{p.dtype} {tuple(p.shape)}" if isinstance(p, Tensor) else repr(p) for p in listed)
-
-
-def _named(specs: Sequence[PartSpec], shape: torch.Size) -> str:
-    return ", ".join(f"{spec.name} ({spec.dtype} {spec.shape(shape)})" for spec in specs)
-
-
-def _require_parts(parts: Parts, format: Format, leaf: Tensor, where: Callable[[], str]) -> None:
-    """Refuse stored parts that another format made, or that belong to a tensor of another shape."""
-    specs = format.parts()
-    if not _fits(parts, specs, leaf.shape):
-        raise ValueError(
-            f"{where()}: stored as [{_listed(parts)}], but {format} stores {_named(specs, leaf.shape)}: this state was made under another"
-            " policy, or for other parameters. export_fp32 and import_fp32 carry weights from one policy to another."
-        )

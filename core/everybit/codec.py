@@ -1,0 +1,233 @@
+"""What is stored, and the values it stands for: a tree's leaves with their formats and random bits, decoded and encoded together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import rounding, tree
+from everybit.dtypes import FLOAT_DTYPES, torch_dtype
+from everybit.formats import BUILT_IN, Format, Parts, PartSpec
+from everybit.policy import Resolved
+from everybit.random_bits import Key, Lane, stream
+
+P = TypeVar("P")
+S = TypeVar("S")
+
+# The two moments of one optimizer are rounded with the two halves of one word.
+_HALVES: dict[str, Literal[0, 1]] = {"momentum": 0, "variance": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """The layout of one step: the stored parts and the random bits of each leaf."""
+
+    params: Any
+    formats: list[Resolved]
+    seed: int | Tensor
+    step: Tensor
+    first: int | Tensor
+    drawn: list[list[Tensor]]
+
+    @staticmethod
+    def of(params: object, formats: list[Resolved], seed: int | Tensor, step: Tensor, first: int | Tensor) -> Codec:
+        """No random bits drawn yet."""
+        return Codec(params, formats, seed, step, first, [[] for _ in formats])
+
+    def keys(self, name: str) -> list[Key]:
+        """A key per leaf. Elements are numbered through the leaves of one dtype, in order, as they lie in a flat buffer.
+
+        Each dtype has streams of its own, because elements of two dtypes may have one number.
+        """
+        keys = []
+        half = _HALVES.get(name)
+        # Once for each dtype and not for each leaf: names are hashed in Python, which a compiler traces letter by letter.
+        models = dict.fromkeys(one.model for one in self.formats)
+        offsets = dict.fromkeys(models, 0)
+        streams = {model: stream(f"{name}:{model}") for model in models}
+        shared = {} if half is None else {model: stream(f"moments:{model}") for model in models}
+        for leaf, one, drawn in zip(tree.leaves(self.params), self.formats, self.drawn, strict=True):
+            lane = None if half is None else Lane(shared[one.model], half, drawn)
+            keys.append(Key(self.seed, self.step, streams[one.model], self.first + offsets[one.model], lane))
+            offsets[one.model] += leaf.numel()
+        return keys
+
+    def decode_params(self, extra: object) -> list[Tensor]:
+        """Decode the weights, in the compute dtype.
+
+        Raises:
+            ValueError: ``extra`` does not belong to the parameters under their formats; the message names the path.
+        """
+        leaves = tree.leaves(self.params)
+        try:
+            extras = tree.flatten_up_to(self.params, extra)
+        except ValueError as error:
+            raise ValueError(f"state.extra: structure differs from params: {error}") from None
+        values = []
+        for index, (leaf, rest, one) in enumerate(zip(leaves, extras, self.formats, strict=True)):
+            parts = (leaf, *rest) if isinstance(rest, tuple) else (leaf, rest)
+            _require_parts(parts, one.params, leaf, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
+            values.append(one.params.decode(parts, leaf.shape, one.policy.compute))
+        return values
+
+    def encode_params(self, values: Sequence[Tensor]) -> list[Parts]:
+        """Encode weights: for each the tuple of its parts, of which the first is the model's own tensor."""
+        return [
+            _encoded(one.params, x, key, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
+            for index, (x, one, key) in enumerate(zip(values, self.formats, self.keys("params"), strict=True))
+        ]
+
+    def decode_state(self, inner: S, wanted: Collection[str] | None = None) -> S:
+        """Decode the slots of a transform's state; zeros without memory stand for those that are not ``wanted``, if that is given.
+
+        Raises:
+            ValueError: A slot that does not belong to the parameters under their formats; the message names the path.
+        """
+
+        def decode(leaf: Tensor, name: str, one: Resolved, _key: None, stored: Any, where: Callable[[], str]) -> Tensor:
+            if wanted is not None and name not in wanted:
+                return zeros(leaf, one)
+            format = one.slot(name)
+            parts: Parts = stored if isinstance(stored, tuple) else (stored,)
+            _require_parts(parts, format, leaf, where)
+            return format.decode(parts, leaf.shape, one.policy.compute)
+
+        return self._map_slots(decode, inner, keys=lambda _name: [None] * len(self.formats))
+
+    def encode_state(self, inner: S) -> S:
+        """Encode the slots of a transform's state; what is no slot stays as it is.
+
+        Raises:
+            ValueError: A slot whose values do not have the parameters' shapes, or the compute dtype; the message names the path.
+        """
+
+        def encode(leaf: Tensor, name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]) -> Any:
+            if value.shape != leaf.shape:
+                raise ValueError(
+                    f"{where()}: got the shape {tuple(value.shape)}; accepted is that of its parameter, {tuple(leaf.shape)}."
+                )
+            if value.dtype is not torch_dtype(one.policy.compute):
+                raise ValueError(f"{where()}: got {value.dtype}; accepted before encoding is {one.policy.compute}.")
+            parts = _encoded(one.slot(name), value, key, where)
+            return parts if len(parts) > 1 else parts[0]
+
+        return self._map_slots(encode, inner, keys=self.keys)
+
+    def _map_slots(self, function: Callable[..., Any], inner: S, *, keys: Callable[[str], Sequence[Key | None]]) -> S:
+        seen: dict[str, int] = {}
+        leaves = tree.leaves(self.params)
+
+        def one_slot(name: str, slot: Any) -> Any:
+            # A name that comes twice in a chain draws two streams.
+            count = seen[name] = seen.get(name, 0) + 1
+            own_keys = keys(name if count == 1 else f"{name}#{count}")
+            try:
+                found = tree.flatten_up_to(self.params, slot)
+            except ValueError as error:
+                raise ValueError(f"state.{name}: structure differs from params: {error}") from None
+            return tree.replace(
+                self.params,
+                [
+                    None
+                    if value is None
+                    else function(
+                        leaf, name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
+                    )
+                    for index, (leaf, value, one, key) in enumerate(
+                        zip(leaves, found, self.formats, own_keys, strict=True)
+                    )
+                ],
+            )
+
+        return tree.map_slots(one_slot, inner)
+
+
+def zeros(leaf: Tensor, one: Resolved) -> Tensor:
+    """Return a placeholder for a value in the compute dtype that nobody reads: of its shape, without its memory."""
+    return torch.zeros((), dtype=torch_dtype(one.policy.compute), device=leaf.device).expand(leaf.shape)
+
+
+def widened_param(leaf: Tensor, one: Resolved) -> Tensor:
+    """A parameter as stored, in the compute dtype; never the parameter itself, which a transform might keep in its state.
+
+    A module's parameter is detached, or the state would keep a graph; a plain tensor is not: a start may be differentiated by.
+    """
+    plain = leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf
+    value = plain.to(torch_dtype(one.policy.compute))
+    return value.clone() if value.dtype is leaf.dtype else value
+
+
+def widened(grads: P, params: P, formats: list[Resolved], *, name: str = "grads") -> P:
+    """``grads`` in the compute dtype, after a look at each."""
+    tree.require_same_structure(grads, params, name=name, reference_name="params")
+    wide = []
+    # By the parameters' order: the keys of a dict may come in another.
+    for index, (grad, one) in enumerate(zip(tree.flatten_up_to(params, grads), formats, strict=True)):
+        compute = one.policy.compute
+        accepted = FLOAT_DTYPES if compute == "float64" else FLOAT_DTYPES[1:]
+        if grad.layout is not torch.strided or not any(grad.dtype is torch_dtype(dtype) for dtype in accepted):
+            path = f"{name}{tree.paths(params)[index]}"
+            kind = f"a {grad.layout} tensor" if grad.layout is not torch.strided else str(grad.dtype)
+            raise TypeError(
+                f"{path}: got {kind} with Policy.compute={compute!r}; accepted are dense, real floating-point tensors:"
+                f" {', '.join(accepted)}."
+            )
+        wide.append(_as_stored(grad).to(torch_dtype(compute)))
+    return tree.replace(params, wide)
+
+
+def _as_stored(grad: Tensor) -> Tensor:
+    """``grad`` in at least float32, with the rounding that its dtype stands for.
+
+    A user's compiled function may round a gradient to 16 bits and step in one graph; the compiler would then fold the two casts and hand
+    on the number as it was before the rounding. In eager code a cast is a cast, and can be differentiated.
+    """
+    if torch.compiler.is_compiling() and grad.dtype is torch.bfloat16:
+        return (grad.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    if torch.compiler.is_compiling() and grad.dtype is torch.float16:
+        return rounding.nearest(grad.float(), "float16")
+    return grad if grad.dtype.itemsize >= 4 else grad.float()
+
+
+def _encoded(format: Format, x: Tensor, key: Key, where: Callable[[], str]) -> Parts:
+    """The parts that a format made; of one of the user's own, after a look at whether they are what it says of them."""
+    parts = format.encode(x, key)
+    if type(format) in BUILT_IN:
+        return parts
+    specs = format.parts()
+    if not isinstance(parts, tuple) or not _fits(parts, specs, x.shape):
+        raise ValueError(
+            f"{where()}: {format}.encode returned [{_listed(parts)}] for a value of shape {tuple(x.shape)}; accepted is what its parts()"
+            f" say, [{_named(specs, x.shape)}]."
+        )
+    return parts
+
+
+def _fits(parts: Sequence[object], specs: Sequence[PartSpec], shape: torch.Size) -> bool:
+    return len(parts) == len(specs) and all(
+        isinstance(part, Tensor) and part.dtype is spec.dtype and part.shape == spec.shape(shape)
+        for part, spec in zip(parts, specs, strict=True)
+    )
+
+
+def _listed(parts: object) -> str:
+    listed = parts if isinstance(parts, tuple) else (parts,)
+    return ", ".join(f"{p.dtype} {tuple(p.shape)}" if isinstance(p, Tensor) else repr(p) for p in listed)
+
+
+def _named(specs: Sequence[PartSpec], shape: torch.Size) -> str:
+    return ", ".join(f"{spec.name} ({spec.dtype} {spec.shape(shape)})" for spec in specs)
+
+
+def _require_parts(parts: Parts, format: Format, leaf: Tensor, where: Callable[[], str]) -> None:
+    """Refuse stored parts that another format made, or that belong to a tensor of another shape."""
+    specs = format.parts()
+    if not _fits(parts, specs, leaf.shape):
+        raise ValueError(
+            f"{where()}: stored as [{_listed(parts)}], but {format} stores {_named(specs, leaf.shape)}: this state was made under another"
+            " policy, or for other parameters. export_fp32 and import_fp32 carry weights from one policy to another."
+        )

@@ -107,6 +107,7 @@ def measured(
                     for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]
                 ),
                 stepper._nonfinite,
+                *([] if stepper._pass_counts is None else [stepper._pass_counts.numbers]),
             ]
             if tensor.untyped_storage().nbytes() < SMALLEST
         )

@@ -35,6 +35,7 @@ from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayou
 from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.offload import is_host
+from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.reduction_queue import ReductionQueue
 from everybit_torch.sharded.reports import NanCheck, StepReport
@@ -180,6 +181,8 @@ class FlatStepper:
         ]
         self._touched = [False] * len(self._names)
         self._nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
+        # Where gradients are shared out each backward pass is summed over the ranks, and all of them need as many.
+        self._pass_counts = PassCounts(shards, device) if self.sharding.grads else None
         self._queue = ReductionQueue(self.gradients)
         self._last: bool | None = None
         self._in_context = self._in_pass = self.in_full_parameters = False
@@ -597,6 +600,18 @@ class FlatStepper:
         """
         self._incomplete = reason
 
+    def require_equal_passes(self, name: str) -> None:
+        """Refuse to go on from a step for which ranks had different numbers of backward passes. Every rank has to call it.
+
+        Args:
+            name: Of what is refused.
+
+        Raises:
+            RuntimeError: They had, and nobody has looked at it yet.
+        """
+        if self._pass_counts is not None:
+            self._pass_counts.finish(name)
+
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
         """Finish the sums over the ranks, step, and hand the weights to the ranks that keep a copy. The next cycle begins.
@@ -607,6 +622,7 @@ class FlatStepper:
         Raises:
             RuntimeError: Inside a microbatch, or a rank is gone. An error before anything was stepped leaves weights and state as they
                 were, and ``zero_grad()`` on every rank begins the next cycle; after one that came later a checkpoint has to be loaded.
+                Or ranks had different numbers of backward passes: in this cycle, or, with ``nan="off"``, in that of the last step.
         """
         if self._in_context or self._in_pass:
             raise RuntimeError("step: inside a microbatch or a backward pass; accepted is after it.")
@@ -614,6 +630,7 @@ class FlatStepper:
         self._require_in_place()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
         self._failed = True
+        self.require_equal_passes("step")
         self._keep_what_was_written()
         self._finish_gradients()
         if loss_scale != 1.0:
@@ -738,26 +755,33 @@ class FlatStepper:
                     f"{', '.join(replaced[:3])}: not the model's parameters any more; it has others (load_state_dict(assign=True)?)."
                     " Make a stepper after such a change."
                 )
-        if self._gathering is not None and self._nan == "off" and is_nan:
-            units = enumerate(self._gathering.units)
-            idle = [repr(str(one)) for n, one in units if one.trained and n not in self._gathering.ran]
-            if idle:
-                raise RuntimeError(
-                    f"the gradient is NaN, and {', '.join(idle[:3])} had no forward pass of its own in this cycle: weights are NaN while"
-                    " sharded. Call units, and the model, as modules."
-                )
+        if self._nan == "off" and is_nan and (idle := self._units_without_pass()):
+            raise RuntimeError(
+                f"the gradient is NaN, and {', '.join(map(repr, idle[:3]))} had no forward pass of its own in this cycle: weights are NaN"
+                " while sharded. Call units, and the model, as modules."
+            )
+
+    def _units_without_pass(self) -> list[str]:
+        """Units that are trained, gathered when they compute, and did not in this cycle."""
+        if self._gathering is None:
+            return []
+        units = enumerate(self._gathering.units)
+        return [str(one) for n, one in units if one.trained and n not in self._gathering.ran]
 
     def _agree(self) -> StepAgreement:
+        trained = (here for name, here in zip(self._names, self._touched, strict=True) if name in self._trained_names)
         return agree(
             self._names,
             self._touched,
-            self._cycle_passes if self.sharding.grads else 0,
+            self._cycle_passes,
             self._nonfinite,
             self._shards,
             self._nan,
             self.inner,
             self.outer,
             self._shard_communicators(),
+            self._pass_counts,
+            looks=not all(trained) or bool(self._units_without_pass()),
         )
 
     def _hand_out(self, *, trained_only: bool = True) -> None:
@@ -933,6 +957,8 @@ class FlatStepper:
         self._hand_out(trained_only=False)
         if self._gathering is not None:
             self._gathering.release_all()
+        if self._pass_counts is not None:
+            self._pass_counts.forget()
         self._incomplete = None
         self._forget()
 

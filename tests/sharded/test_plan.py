@@ -126,6 +126,7 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
         2,
         eb.lion(1e-3),
     ),
+    (None, False, 1, eb.sgd(1e-3)),  # whose step takes less than the norm of the gradient
 ]
 
 

@@ -106,7 +106,7 @@ def measured(
                     for unit in stepper.as_optimizer()._units
                     for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]
                 ),
-                stepper._nonfinite,
+                stepper._passes.nonfinite,
                 *([] if stepper._pass_counts is None else [stepper._pass_counts.numbers]),
             ]
             if tensor.untyped_storage().nbytes() < SMALLEST

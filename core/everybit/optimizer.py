@@ -120,7 +120,7 @@ class Optimizer(Generic[S]):
         if self.unsafe == "allow":
             return
         slots: list[str] = []
-        tree.map_slots(lambda name, slot: slots.append(name), inner)
+        tree.map_slots(lambda name, _slot: slots.append(name), inner)
         for policy in policies_of(self.policy):
             for name in undeclared(policy, slots, decays(self.transform)):
                 _object(

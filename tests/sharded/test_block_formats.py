@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import everybit as eb
 from everybit_torch import TorchOptimizer
-from everybit_torch.sharded import offload
-from everybit_torch.sharded import stepper as stepper_module
+from everybit_torch.sharded import arguments, offload
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.layout import ParameterSpec, build
 from everybit_torch.sharded.stepper import FlatStepper
@@ -150,7 +149,7 @@ def test_shards_give_the_wholes_bits_and_a_checkpoint_of_three_ranks_goes_on_on_
 
 
 def test_state_on_the_host_is_streamed_by_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepper_module, "is_host", lambda device: False)
+    monkeypatch.setattr(arguments, "is_host", lambda device: False)
     monkeypatch.setattr(offload, "BUCKET", 50)
     module = model()
     stepper = FlatStepper(module, adamw(), policy=BLOCKS, strategy="optim", offload=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit_torch.sharded import offload, stepper
+from everybit_torch.sharded import arguments, offload
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.programs import Block, data, network, weights_of
@@ -46,7 +46,7 @@ def trained(
 @pytest.mark.parametrize("name", POLICIES)
 def test_bucket_by_bucket_is_the_same_step(name: str, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(name, "optim", False)
-    monkeypatch.setattr(stepper, "is_host", lambda device: False)
+    monkeypatch.setattr(arguments, "is_host", lambda device: False)
     monkeypatch.setattr(offload, "BUCKET", bucket)
     got = trained(name, "optim", True)
     assert all(torch.equal(got[key], expected[key]) for key in expected)
@@ -100,7 +100,7 @@ def test_copies_wait_for_the_device_and_the_host_for_copies(monkeypatch: pytest.
 
 def test_a_step_ends_with_the_host_waiting_for_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(stepper, "is_host", lambda device: False)
+    monkeypatch.setattr(arguments, "is_host", lambda device: False)
     monkeypatch.setattr(offload.HostCopies, "end", lambda self, device: calls.append("end"))
     monkeypatch.setattr(offload.HostCopies, "synchronize", lambda self: calls.append("synchronize"))
     trained("FP32", "optim", True)

@@ -106,7 +106,8 @@ def measured(
                     for unit in stepper.as_optimizer()._units
                     for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]
                 ),
-                stepper._nonfinite,
+                stepper._passes.nonfinite,
+                *([] if stepper._pass_counts is None else [stepper._pass_counts.numbers]),
             ]
             if tensor.untyped_storage().nbytes() < SMALLEST
         )
@@ -125,6 +126,7 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
         2,
         eb.lion(1e-3),
     ),
+    (None, False, 1, eb.sgd(1e-3)),  # whose step takes less than the norm of the gradient
 ]
 
 

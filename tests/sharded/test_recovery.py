@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
+from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 from tests.support.programs import Block, data, network, weights_of
@@ -327,15 +328,18 @@ def test_weights_that_were_stepped_in_part_are_used_no_more(tmp_path: Path, stra
         assert good
 
 
-def on_one_rank_only(strategy: Strategy) -> str:
+def on_one_rank_only(strategy: Strategy, nan: NanCheck) -> str:
     model = network()
-    stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block])
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block], nan=nan)
     with stepper.microbatch(last=False):
         model(data(0, 0, 0, torch.float32)).square().mean().backward()
     if dist.get_rank() == 0:
         stepper.zero_grad()
     with stepper.microbatch(last=True):
         model(data(0, 0, 1, torch.float32)).square().mean().backward()
+    if nan == "off":  # a step does not wait for the device, and the next one tells of it
+        stepper.step()
+        cycle(model, stepper, "microbatch")
     try:
         stepper.step()
     except RuntimeError as error:
@@ -343,10 +347,11 @@ def on_one_rank_only(strategy: Strategy) -> str:
     return "nothing"
 
 
+@pytest.mark.parametrize("nan", ["off", "param"])
 @pytest.mark.parametrize("strategy", ["optim_grads", SHARDED])
-def test_sums_that_only_some_ranks_forgot_are_told_of(strategy: Strategy) -> None:
+def test_sums_that_only_some_ranks_forgot_are_told_of(strategy: Strategy, nan: NanCheck) -> None:
     """Every pass is summed over the ranks there, and a rank that forgets its part of the sums has forgotten everybody's."""
-    for message in run(2, on_one_rank_only, strategy):
+    for message in run(2, on_one_rank_only, strategy, nan):
         assert "zero_grad() was called on some of them only" in message
 
 

@@ -154,6 +154,7 @@ def save_sharded(
 
     Raises:
         OSError: Some rank cannot write (the disk is full); the message names the rank and the file, and says why.
+        RuntimeError: Weights and state do not belong together, or ranks had different numbers of backward passes before the last step.
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
         ValueError: ``keep`` below 0.
     """
@@ -161,6 +162,7 @@ def save_sharded(
         raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
     _require_outside(stepper, "save_sharded")
     stepper.require_complete("save_sharded")
+    stepper.require_equal_passes("save_sharded")
     directory = Path(path)
     group = _group(stepper, "saving")
     _finish_pending(stepper)

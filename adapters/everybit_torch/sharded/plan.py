@@ -34,11 +34,12 @@ from everybit_torch.probing import is_number
 from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
+from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.planning.groups import GroupPlan
-from everybit_torch.sharded.planning.peaks import backward_peak, forward_peak, step_peak
+from everybit_torch.sharded.planning.peaks import backward_peak, forward_peak, norm_peak, step_peak
 from everybit_torch.sharded.planning.reductions import count_reductions
 from everybit_torch.sharded.planning.report import Plan, Ranks
-from everybit_torch.sharded.planning.traffic import sent_by_collective
+from everybit_torch.sharded.planning.traffic import agreed_bytes, sent_by_collective
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
 from everybit_torch.stepping import piece_size
@@ -141,6 +142,8 @@ def plan_layout(
     for one in groups:
         persistent.update(one.persistent(labelled))
     persistent["bookkeeping"] += len(layout.specs) * torch.int64.itemsize  # counts of non-finite gradients
+    if kind.grads:
+        persistent["bookkeeping"] += NUMBERS * torch.float64.itemsize  # sums of the ranks' numbers of backward passes
     if compile:
         values = [value for one in labelled.values() for value in hyperparameters(one.transform).values()]
         numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
@@ -156,7 +159,10 @@ def plan_layout(
     transient = {
         "forward": forward_peak(units, kind, reshard_after_forward) + (lazy if microbatches > 1 else 0),
         "backward": backward_peak(units, kind, microbatches, reshard_after_forward, lazy=lazy > 0),
-        "step": step_peak(groups, labelled, compile, piece_size(where)) + lazy,
+        "step": max(
+            norm_peak(groups, agreed_bytes(groups), where), step_peak(groups, labelled, compile, piece_size(where))
+        )
+        + lazy,
     }
     wire = sent_by_collective(groups, kind, ranks, microbatches, reshard_after_forward, count_reductions(labelled))
     weights: Counter[str] = Counter()

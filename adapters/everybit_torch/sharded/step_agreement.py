@@ -1,4 +1,8 @@
-"""What all ranks have to know alike before a step: who has gradients, how large they are, whether to step. One sum over the ranks."""
+"""What all ranks have to know alike before a step: who has gradients, how large they are, whether to step. One sum over the ranks.
+
+The host waits for that sum, and for all that the device was told to do before it, only where it has to know something of it: see
+:func:`agree`.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,22 @@ from torch import Tensor
 from everybit import barriers
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import free_storage
+from everybit_torch.sharded.gradient_norm import sum_of_squares
 from everybit_torch.sharded.nonfinite import find_nonfinite, has_nonfinite
+from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.planning.traffic import AGREED
 from everybit_torch.sharded.reports import NanCheck, NonFinite
 from everybit_torch.sharded.shard_optimizer import Shard
-from everybit_torch.stepping import piece_size
-
-# Sums of squares outside are made again in float64.
-_TINY, _HUGE = 1e-24, 1e36
 
 
 @dataclass(frozen=True, slots=True)
 class StepAgreement:
-    """The same on every rank.
+    """The same on every rank, but for what a rank did not have to know.
 
     Attributes:
         touched: For each parameter, whether any rank has a gradient.
         norm: Of the gradient: float64, 0-d, on the device.
-        is_nan: Whether that is NaN.
+        is_nan: Whether that is NaN; False on a rank that does not look.
         skipped: Whether nothing is to be stepped.
         nonfinite: Whose gradients are not finite, if that was to be found out.
     """
@@ -51,19 +53,28 @@ def agree(
     inner: Communicator,
     outer: Communicator,
     holding: Sequence[Communicator],
+    pass_counts: PassCounts | None,
+    *,
+    looks: bool,
 ) -> StepAgreement:
     """Ask all ranks. Every rank has to call it, with final gradients.
+
+    Every rank takes part in the same sums. The host of a rank reads them, and waits for the device, if it looks for gradients that are not
+    finite, or if it ``looks``.
 
     Args:
         names: Of all parameters.
         touched: For each of them, whether this rank had a gradient.
-        passes: What has to be the same number on every rank: of backward passes, where each is summed over the ranks.
+        passes: How many backward passes this rank had.
         nonfinite: For each parameter, how many elements of this rank's own gradients were not finite.
         shards: This rank's.
-        nan: What to look for.
+        nan: What to look for; the same on every rank.
         inner: The inner ranks.
         outer: The outer ranks.
         holding: Which of the two hold different parts of one gradient; the others hold copies.
+        pass_counts: Compares the numbers of passes, where each is summed over the ranks: now if all ranks read, else before the next
+            step.
+        looks: Whether this rank has to know who has gradients. Not if it has one of each parameter that is trained: then some rank has.
 
     Raises:
         RuntimeError: Ranks had different numbers of passes.
@@ -71,41 +82,25 @@ def agree(
     count, device = len(names), nonfinite.device
     numbers = torch.zeros(count + AGREED, dtype=torch.float64)
     numbers[:count] = torch.tensor(touched)
-    numbers[count + 2], numbers[count + 3] = passes, passes**2
+    if pass_counts is not None:
+        numbers[count + 2], numbers[count + 3] = pass_counts.of(passes)
     numbers = numbers.to(device, non_blocking=True)
     # Of ranks that hold the same the first one counts.
-    counts = all(one.rank == 0 for one in (inner, outer) if one not in holding)
-    if counts:
-        numbers[count] = _sum_of_squares(shards, torch.float32, device)
+    if all(one.rank == 0 for one in (inner, outer) if one not in holding):
+        numbers[count] = sum_of_squares([shard.without_padding for shard in shards], device)
     if nan == "step":
         numbers[count + 1] = has_nonfinite(shards)
     for communicator in (inner, outer):
         communicator.all_reduce(numbers, "what the gradients are like").wait()
-    *flags, square, bad, sum_of_passes, sum_of_squared_passes = numbers.tolist()
-    if inner.size * outer.size * sum_of_squared_passes != sum_of_passes**2:  # they are equal exactly if all passes are
-        raise RuntimeError(
-            f"step: ranks had different numbers of backward passes in this cycle, this one {passes}: zero_grad() was called on some of"
-            " them only. Accepted next is zero_grad(), on every rank."
-        )
-    if not _TINY < square < _HUGE:
-        # Squares of float32 numbers may be too large or too small for it, where the numbers are not. All ranks see the same here.
-        numbers[count] = _sum_of_squares(shards, torch.float64, device) if counts else 0.0
-        for communicator in (inner, outer):
-            communicator.all_reduce(numbers[count : count + 1], "the gradient's norm").wait()
     norm = barriers.sqrt(numbers[count])
+    if pass_counts is not None and nan == "off":
+        pass_counts.begin(numbers[count + 2 :], passes)
+    read = numbers.tolist() if looks or nan != "off" else None
     free_storage(numbers)
+    if read is None:
+        return StepAgreement(list(touched), norm, is_nan=False, skipped=False, nonfinite=())
+    *flags, square, bad, _, _ = read
+    if pass_counts is not None and nan != "off":
+        pass_counts.require_equal(read[count + 2 :], passes)
     found = find_nonfinite(shards, names, nonfinite, inner, outer) if nan == "param" else ()
     return StepAgreement([flag > 0 for flag in flags], norm, math.isnan(square), bad > 0 or bool(found), found)
-
-
-def _sum_of_squares(shards: Sequence[Shard], precision: torch.dtype, device: torch.device) -> Tensor:
-    """Of this rank's part of the gradient: float64, 0-d. Short pieces are summed in ``precision`` at least, and added up in float64."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for shard in shards:
-        own = shard.without_padding
-        wide = torch.promote_types(own.dtype, precision)
-        size = piece_size(own.device)
-        for low in range(0, own.numel(), size):
-            part = own[low : low + size].to(wide)
-            total += torch.dot(part, part)
-    return total

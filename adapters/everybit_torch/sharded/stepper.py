@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-import everybit as eb
 from everybit.dtypes import FloatDType, dtype_name, torch_dtype
 from everybit.optimizer import Unsafe
 from everybit.policy import Resolved, resolve
@@ -26,25 +21,23 @@ from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis, Pending
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
 from everybit_torch.collectives.reduction import Wire, divide
-from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
+from everybit_torch.sharded.arguments import claim, judge
+from everybit_torch.sharded.fingerprint import require_alike
 from everybit_torch.sharded.gathering import Gathering, Unit, each
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import Group, build
-from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
+from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units
 from everybit_torch.sharded.module_hooks import ModuleHook
-from everybit_torch.sharded.nonfinite import count_nonfinite
-from everybit_torch.sharded.offload import is_host
+from everybit_torch.sharded.pass_counts import PassCounts
+from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
-from everybit_torch.sharded.reduction_queue import ReductionQueue
 from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
 from everybit_torch.sharded.step_agreement import StepAgreement, agree
-from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
+from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 from everybit_torch.sharded.ways import Comparer
-from everybit_torch.sharded.weights import MOVED, WeightBuffer
-
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FlatStepper]] = weakref.WeakKeyDictionary()
+from everybit_torch.sharded.weights import WeightBuffer
 
 
 class FlatStepper:
@@ -122,12 +115,14 @@ class FlatStepper:
         self.inner, self.outer = communicators(mesh)
         # Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
         try:
-            described, facts = self._describe(
-                model, transform, policy, mesh, strategy, outer, units, labels, divisor, nan, offload, seed, unsafe
-            )
+            judged = judge(
+                model, transform, policy, mesh, strategy, outer, units, labels, divisor, nan, offload, seed, unsafe,
+                ranks=(self.inner.size, self.outer.size),
+            )  # fmt: skip
         except Exception as error:
             require_alike(error, self.inner, self.outer)
             raise
+        described, self.sharding, self.divisor = judged.described, judged.sharding, judged.divisor
         options = {
             "divisor": self.divisor,
             "nan": nan,
@@ -136,7 +131,9 @@ class FlatStepper:
             "metrics": metrics,
             "synchronize": synchronize,
         }
-        require_alike([*facts, *((name, repr(value)) for name, value in options.items())], self.inner, self.outer)
+        require_alike(
+            [*judged.facts, *((name, repr(value)) for name, value in options.items())], self.inner, self.outer
+        )
         self.model, self._nan = model, nan
         self._reshard_after_forward, self._compile = reshard_after_forward, compile
         self._keep_gradients = keep_gradients
@@ -144,7 +141,7 @@ class FlatStepper:
         self.all_ranks = ranks_of(mesh)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: Future[Path] | None = None
-        device = _device_of(described)
+        device = judged.device
         # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
         shards = self.inner.size * self.outer.size
         self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
@@ -171,25 +168,24 @@ class FlatStepper:
                 shard_list.append(Shard.of(weights, gradients, *self._own_range(group)))
         self._shards = shard_list
         self._trained_names = frozenset(place.spec.name for group in self._trained for place in group.placements)
-        laid_out = {place.spec.name for weights in self.weights for place in weights.group.placements}
         self._parameters = list(parameters.items())
-        self._frozen = [(name, p) for name, p in parameters.items() if name not in self._trained_names]
-        self._members = [[parameters[place.spec.name] for place in group.placements] for group in self._trained]
-        self._homes = [
-            (name, p, p.data_ptr()) for name, p in parameters.items() if name in laid_out and not self.sharding.params
-        ]
-        self._touched = [False] * len(self._names)
-        self._nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
-        self._queue = ReductionQueue(self.gradients)
-        self._last: bool | None = None
-        self._in_context = self._in_pass = self.in_full_parameters = False
-        self._accumulates = self._arrived = False
-        self._failed = self._owes_pass = self._finishing = False
+        self._passes = Passes(
+            self.layout,
+            parameters,
+            self.gradients,
+            self.sharding,
+            self.divisor,
+            nan,
+            (self.inner, self.outer),
+            device,
+            self._require_ready,
+        )
+        # Where gradients are shared out each backward pass is summed over the ranks, and all of them need as many.
+        self._pass_counts = PassCounts(shards, device) if self.sharding.grads else None
+        self.in_full_parameters = False
         self._incomplete: str | None = None
-        self._passes = self._cycle_passes = 0
         self._wire_after: Callable[[], None] | None = None
-        self._handles: list[Any] = []
-        self._watch(parameters)
+        self._handles: list[Any] = self._passes.watch()
         self._axis = GroupAxis(self._shard_communicators())
         self._optimizer = ShardOptimizer(
             self._labelled,
@@ -208,62 +204,15 @@ class FlatStepper:
         self._made: list[Communicator] = []
         if self.sharding.params:
             self._gathering = self._make_gathering(described)
+            self._passes.attach(self._gathering, self._made)
             self._guards = Guards(model, self._gathering)
         else:
             self._handles.append(
-                model.register_forward_hook(ModuleHook(self, "_after_forward", model, 0, compiled=False))
+                model.register_forward_hook(ModuleHook(self._passes, "after_forward", model, 0, compiled=False))
             )
-        _OWNERS[model] = weakref.ref(self)
+        claim(model, self)
 
     # -- making it -----------------------------------------------------------------------------------------------------------------
-
-    def _describe(
-        self,
-        model: nn.Module,
-        transform: Transforms,
-        policy: AnyPrecision,
-        mesh: Mesh,
-        strategy: Strategy | int,
-        outer: OuterStrategy,
-        units: Units | None,
-        labels: Labels | None,
-        divisor: float | None,
-        nan: NanCheck,
-        offload: bool,
-        seed: int,
-        unsafe: Unsafe,
-    ) -> tuple[ModelLayout, Facts]:
-        """Judge all arguments; and what of them has to be the same on every rank. Nothing is changed."""
-        if nan not in ("off", "step", "param"):
-            raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
-        if divisor is not None and (isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf")):
-            raise ValueError(
-                f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks."
-            )
-        self.sharding = sharding(strategy, outer)
-        if outer == "optim" and self.outer.size == 1 and not isinstance(mesh, DeviceMesh):
-            raise ValueError(
-                "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
-            )
-        self.divisor = float(self.inner.size * self.outer.size if divisor is None else divisor)
-        owner = _OWNERS.get(model)
-        if owner is not None and (other := owner()) is not None and not other.closed:
-            raise ValueError(
-                "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
-            )
-        described = describe(model, transform, policy, units, labels)
-        for spec, parameter in zip(described.specs, described.parameters, strict=True):
-            if parameter.grad is not None:
-                raise ValueError(
-                    f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
-                )
-        if offload and is_host(_device_of(described)):
-            raise ValueError(
-                "offload: got True for a model in the host's memory, where its state is already; accepted is False."
-            )
-        _device_of(described)
-        _judge(described, seed, unsafe)
-        return described, facts_of(model, described, self.sharding, (self.inner.size, self.outer.size))
 
     def _make_gathering(self, described: ModelLayout) -> Gathering:
         unit_weights: list[list[WeightBuffer]] = [[] for _ in described.units]
@@ -280,8 +229,8 @@ class FlatStepper:
             gathers,
             Comparer(*hosts),
             reshard_after_forward=self._reshard_after_forward,
-            on_backward=self._begin_pass,
-            on_unit=self._advance,
+            on_backward=self._passes.begin,
+            on_unit=self._passes.advance,
         )
 
     def _synchronize(self) -> None:
@@ -314,159 +263,6 @@ class FlatStepper:
             return ()
         return (self.inner, self.outer) if self.sharding.outer == "optim" else (self.inner,)
 
-    def _watch(self, parameters: dict[str, nn.Parameter]) -> None:
-        numbers = {name: number for number, name in enumerate(self._names)}
-        for group, buffer in enumerate(self.gradients):
-            for place, placement in enumerate(buffer.group.placements):
-                name = placement.spec.name
-                hook = self._arrival(buffer, group, place, numbers[name])
-                self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-    def _arrival(self, buffer: GradientBuffer, group: int, place: int, number: int) -> Callable[[Tensor], None]:
-        # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
-        reference, buffer_reference = weakref.ref(self), weakref.ref(buffer)
-
-        @torch.no_grad()  # backward(create_graph=True) runs hooks with gradients enabled
-        def arrive(parameter: Tensor) -> None:
-            stepper, into = reference(), buffer_reference()
-            if stepper is not None and into is not None:
-                gradient, parameter.grad = parameter.grad, None
-                assert gradient is not None
-                stepper._take(gradient.detach(), into, group, place, number)
-
-        return arrive
-
-    def _take(self, gradient: Tensor, buffer: GradientBuffer, group: int, place: int, number: int) -> None:
-        """A parameter's gradient is there: into its buffer with it."""
-        self._begin_pass()
-        if gradient.layout is not torch.strided:
-            raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
-        unit = buffer.group.unit
-        if self._gathering is not None:
-            self._require_weights(unit, number)
-            if self._queue.was_sent(group):
-                raise RuntimeError(
-                    f"{self._names[number]}: its gradient came after the backward pass had left its unit,"
-                    f" {self.layout.units[unit] or 'the model'}, whose gradients have been sent. Accepted are the other strategies."
-                )
-        if self._nan == "param":
-            self._nonfinite[number] += count_nonfinite(gradient)
-        buffer.add(place, gradient)
-        self._touched[number] = self._arrived = True
-        if buffer.complete:
-            self._advance()
-
-    def _require_weights(self, unit: int, number: int) -> None:
-        """Refuse a gradient that was computed while the weights may not have been there.
-
-        Raises:
-            RuntimeError: The message names the parameter.
-        """
-        assert self._gathering is not None
-        if unit > 0 and unit not in self._gathering.entered:
-            raise RuntimeError(
-                f"{self._names[number]}: its gradient came before that of what its unit, {self.layout.units[unit]}, returned, so the unit's"
-                " weights may not have been there. Accepted are units that return every tensor that the loss depends on."
-            )
-        if unit == 0 and not self._gathering.units[0].shown:
-            raise RuntimeError(
-                f"{self._names[number]}: was used out of the model's forward pass, while its weights were sharded and NaN. Accepted is to"
-                " use it in the model's forward method, or the whole pass inside `with stepper.full_parameters():`."
-            )
-
-    def _after_forward(self, number: int, arguments: Any, outputs: Any) -> None:
-        """Have a pass begin when the backward pass comes to what the model returned, and not in the inner pass of a checkpoint."""
-        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
-        if tensors and torch.is_grad_enabled():
-            reference = weakref.ref(self)
-
-            def enter(_: object) -> None:
-                stepper = reference()
-                if stepper is not None:
-                    stepper._begin_pass()
-
-            register_multi_grad_hook(tensors, enter, mode="any")
-
-    # -- one backward pass ---------------------------------------------------------------------------------------------------------
-
-    def _begin_pass(self) -> None:
-        if self._in_pass:
-            return
-        self._require_ready("backward")
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name}: requires_grad is True, and was False when the stepper was made, which has no place for its gradient."
-                    " Make a new stepper, and carry the state over with a checkpoint."
-                )
-        self._require_in_place()
-        self._queue.begin()
-        self._in_pass, self._arrived = True, False
-        self._accumulates = any(map(_accumulates, (p for _, p in self._parameters)))
-        for buffer, members in zip(self.gradients, self._members, strict=True):
-            buffer.begin_pass(sum(parameter.requires_grad for parameter in members))
-            if buffer.group.unit == 0:
-                buffer.open()  # of the model's own unit, whose gradients come first and last
-        if self._gathering is not None:
-            self._gathering.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_autograd)
-
-    def _require_in_place(self) -> None:
-        for name, parameter, address in self._homes:
-            if parameter.data_ptr() != address:
-                raise RuntimeError(MOVED.format(name=name))
-
-    @property
-    def _reduces(self) -> bool:
-        """Whether gradients are summed over the ranks in this backward pass."""
-        return self.sharding.grads or self._last is True
-
-    def _advance(self) -> None:
-        """Send what is complete, and what will not be, from the layout's last group on: in this order, whatever comes first."""
-        if not (self._accumulates or self._arrived):
-            return  # torch.autograd.grad, after which there is still a backward pass to come
-        while self._reduces and (buffer := self._queue.next) is not None:
-            over = self._gathering is not None and self._gathering.ways.is_over(buffer.group.unit)
-            if not (buffer.complete or over):
-                break
-            self._send_next()
-
-    def _send_next(self) -> None:
-        buffer, closes_unit = self._queue.next, self._queue.closes_unit
-        assert buffer is not None
-        bounded = True
-        if self._gathering is not None:
-            self._gathering.before_reduction(buffer.group.unit)
-            bounded = self._gathering.agreement().bounded
-        self._queue.send_next(self.divisor if self._last else None, bounded=bounded)
-        if self._gathering is not None and closes_unit:
-            self._gathering.release_what_is_over()
-
-    def _end_autograd(self) -> None:
-        """Autograd is done with everything that it was asked for."""
-        if not self._in_pass:
-            return
-        if self._arrived:
-            self._end_pass()
-            return
-        # torch.autograd.grad, for which this is not the backward pass. (A loss that reaches no parameter: its microbatch takes part.)
-        self._in_pass = False
-        for buffer in self.gradients:
-            if not buffer.arrived:
-                buffer.close()
-        if self._gathering is not None:
-            self._gathering.cancel_backward()
-
-    def _end_pass(self) -> None:
-        while self._reduces and self._queue.next is not None:
-            self._send_next()
-        self._queue.finish()
-        if self._gathering is not None:
-            self._gathering.end_backward()
-        self._in_pass = False
-        self._passes += 1
-        self._cycle_passes += 1
-
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -479,31 +275,19 @@ class FlatStepper:
         Raises:
             RuntimeError: Inside another, or after the last one without a step.
         """
-        if self._in_context:
+        if self._passes.in_context:
             raise RuntimeError("microbatch: one is open already; accepted is one after the other.")
         if any(buffer.phase == "final" for buffer in self.gradients):
             raise RuntimeError(
                 "microbatch: the last one of this cycle is over; accepted next is step() or zero_grad()."
             )
-        with self._mode(last=last, name="microbatch"):
-            passes = self._passes
+        with self._passes.context(last=last, name="microbatch"):
+            before = self._passes.total
             yield
-            if self._passes == passes:
-                self._empty_pass()
+            if self._passes.total == before:
+                self._passes.empty_pass()
             if last:
                 self._optimizer.attach_gradients()
-
-    def _empty_pass(self) -> None:
-        """Take part in what other ranks' passes do."""
-        if self._gathering is not None:
-            if not self._gathering.forward_over:
-                self._gathering.skip_forward()
-            self._gathering.begin_backward()
-        self._queue.begin()
-        self._in_pass = True
-        for buffer in self.gradients:
-            buffer.begin_pass()
-        self._end_pass()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -512,7 +296,7 @@ class FlatStepper:
         Raises:
             RuntimeError: Inside a microbatch.
         """
-        with self._mode(last=False, name="no_sync"):
+        with self._passes.context(last=False, name="no_sync"):
             yield
 
     @contextmanager
@@ -522,45 +306,8 @@ class FlatStepper:
         Raises:
             RuntimeError: Inside a microbatch.
         """
-        with self._mode(last=True, name="sync"):
+        with self._passes.context(last=True, name="sync"):
             yield
-
-    @contextmanager
-    def _mode(self, *, last: bool, name: str) -> Iterator[None]:
-        if self._in_context:
-            raise RuntimeError(
-                f"{name}: a microbatch, sync or no_sync is open already; accepted is one after the other."
-            )
-        self._require_ready(name)
-        passes = self._passes
-        self._in_context, self._last = True, last
-        try:
-            yield
-        except BaseException as error:
-            # zero_grad() goes on from here, and needs to know whether other ranks still wait for this one's pass.
-            self._failed, self._owes_pass = True, self._passes == passes
-            self._in_context = False
-            self._explain(error)
-            raise
-        self._in_context, self._last = False, None
-
-    def _explain(self, error: BaseException) -> None:
-        """Say of an error of autograd's what it is about, if weights that were given back were needed.
-
-        Raises:
-            RuntimeError: They were.
-        """
-        if self._gathering is None or "storage of size 0" not in str(error):
-            return
-        units = list(enumerate(self._gathering.units))
-        first, *others = [str(unit) for n, unit in reversed(units) if n and n not in self._gathering.entered] or [
-            "the model"
-        ]
-        raise RuntimeError(
-            f"{first}: the backward pass needed weights of this unit{f' (or of {others[0]}, ...)' if others else ''} before it came to what"
-            " the unit had returned. Accepted are units that return every tensor that the loss depends on, and hide none (in an attribute,"
-            " a list, or an object that is no pytree)."
-        ) from error
 
     def _require_ready(self, name: str) -> None:
         """Refuse to go on from a state that is not what it seems.
@@ -569,7 +316,7 @@ class FlatStepper:
             RuntimeError: An error was not recovered from.
         """
         self.require_complete(name)
-        if self._failed:
+        if self._passes.failed:
             raise RuntimeError(
                 f"{name}: the microbatch or step before ended in an error, and its gradients are in part; accepted is zero_grad(), on every"
                 " rank."
@@ -597,6 +344,18 @@ class FlatStepper:
         """
         self._incomplete = reason
 
+    def require_equal_passes(self, name: str) -> None:
+        """Refuse to go on from a step for which ranks had different numbers of backward passes. Every rank has to call it.
+
+        Args:
+            name: Of what is refused.
+
+        Raises:
+            RuntimeError: They had, and nobody has looked at it yet.
+        """
+        if self._pass_counts is not None:
+            self._pass_counts.finish(name)
+
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
         """Finish the sums over the ranks, step, and hand the weights to the ranks that keep a copy. The next cycle begins.
@@ -607,15 +366,18 @@ class FlatStepper:
         Raises:
             RuntimeError: Inside a microbatch, or a rank is gone. An error before anything was stepped leaves weights and state as they
                 were, and ``zero_grad()`` on every rank begins the next cycle; after one that came later a checkpoint has to be loaded.
+                Or ranks had different numbers of backward passes: in this cycle, or, with ``nan="off"``, in that of the last step.
         """
-        if self._in_context or self._in_pass:
+        if self._passes.in_context or self._passes.in_pass:
             raise RuntimeError("step: inside a microbatch or a backward pass; accepted is after it.")
         self._require_ready("step")
-        self._require_in_place()
+        self._passes.require_in_place()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
-        self._failed = True
+        self._passes.failed = True
+        self.require_equal_passes("step")
         self._keep_what_was_written()
-        self._finish_gradients()
+        self._passes.finish_gradients()
+        self._optimizer.attach_gradients()
         if loss_scale != 1.0:
             for buffer in self.gradients:
                 divide(buffer.own, loss_scale)
@@ -644,20 +406,10 @@ class FlatStepper:
         They are the gradients of this rank's parameters in ``as_optimizer()`` until then, and may be scaled.
         """
         self._require_ready("finish_gradients")
-        self._failed = True
-        self._finish_gradients()
-        self._failed = False
-
-    def _finish_gradients(self) -> None:
-        self._finishing = True
-        for buffer in reversed(self.gradients):
-            if buffer.phase in ("empty", "partial") and not (self.sharding.grads and buffer.phase == "partial"):
-                self._queue.send(buffer, self.divisor)
-        self._queue.finish()
-        for buffer in reversed(self.gradients):
-            buffer.finalize(self.divisor)
-        self._finishing = False
+        self._passes.failed = True
+        self._passes.finish_gradients()
         self._optimizer.attach_gradients()
+        self._passes.failed = False
 
     @torch.no_grad()
     def zero_grad(self) -> None:
@@ -665,64 +417,16 @@ class FlatStepper:
 
         After an error, on every rank: whatever it interrupted, the next cycle begins as if there had been none.
         """
-        if self._failed or self._in_pass or (self._gathering is not None and self._gathering.in_forward):
-            self._recover()
+        if self._passes.failed or self._passes.in_pass or (self._gathering is not None and self._gathering.in_forward):
+            self._passes.recover()
         self._forget()
 
     def _forget(self) -> None:
-        for buffer in self.gradients:
-            buffer.clear()
+        self._passes.forget()
         self._optimizer.detach_gradients()
-        self._touched = [False] * len(self._names)
-        self._nonfinite.zero_()
-        for _, parameter in self._parameters:
-            parameter.grad = None
-        self._cycle_passes = 0
         if self._wire_after is not None:
             self._wire_after()
-        self._failed = False
-
-    def _recover(self) -> None:
-        """After an error: take part to the end in what other ranks may be doing, wait for all that is under way, and forget it."""
-        gathering = self._gathering
-        with suppress(Exception):  # a rank may be gone; what comes next says so
-            owes = self._owes_pass or self._in_pass
-            if gathering is not None and (owes or gathering.unfinished):
-                owes = gathering.begin_to_recover() or owes
-            if owes and self._reduces:
-                if not self._in_pass:
-                    self._queue.begin()
-                self._take_part()
-            elif self._finishing:
-                self._drain_reductions()
-                self._finish_gradients()
-        for communicator in (self.inner, self.outer, *self._made):
-            communicator.drain()
-        self._queue.drop()
-        if gathering is not None:
-            gathering.recover()
-            gathering.begin_cycle()
-        self._in_pass = self._owes_pass = self._finishing = False
-        if not self._in_context:
-            self._last = None
-
-    def _take_part(self) -> None:
-        """Send what is left of this pass, whatever it holds: it is forgotten here, and nobody waits for it elsewhere."""
-        while (buffer := self._queue.next) is not None:
-            if self._gathering is not None:
-                self._gathering.before_reduction(buffer.group.unit)
-            self._drain_reductions()
-            self._queue.send_next(self.divisor if self._last else None, bounded=True)
-            if self._gathering is not None:
-                self._gathering.release_what_is_over()
-        self._queue.finish()
-        if self._gathering is not None:
-            self._gathering.take_part(1)
-
-    def _drain_reductions(self) -> None:
-        """Wait for reductions under way, also for one that an error kept from the queue: its memory is about to be used, and freed."""
-        for communicator in (self.inner, self.outer):
-            communicator.drain()
+        self._passes.failed = False
 
     def _require_sense(self, untouched: tuple[str, ...], *, is_nan: bool) -> None:
         """Refuse a step that would train nothing, or on nothing.
@@ -738,26 +442,35 @@ class FlatStepper:
                     f"{', '.join(replaced[:3])}: not the model's parameters any more; it has others (load_state_dict(assign=True)?)."
                     " Make a stepper after such a change."
                 )
-        if self._gathering is not None and self._nan == "off" and is_nan:
-            units = enumerate(self._gathering.units)
-            idle = [repr(str(one)) for n, one in units if one.trained and n not in self._gathering.ran]
-            if idle:
-                raise RuntimeError(
-                    f"the gradient is NaN, and {', '.join(idle[:3])} had no forward pass of its own in this cycle: weights are NaN while"
-                    " sharded. Call units, and the model, as modules."
-                )
+        if self._nan == "off" and is_nan and (idle := self._units_without_pass()):
+            raise RuntimeError(
+                f"the gradient is NaN, and {', '.join(map(repr, idle[:3]))} had no forward pass of its own in this cycle: weights are NaN"
+                " while sharded. Call units, and the model, as modules."
+            )
+
+    def _units_without_pass(self) -> list[str]:
+        """Units that are trained, gathered when they compute, and did not in this cycle."""
+        if self._gathering is None:
+            return []
+        units = enumerate(self._gathering.units)
+        return [str(one) for n, one in units if one.trained and n not in self._gathering.ran]
 
     def _agree(self) -> StepAgreement:
+        trained = (
+            here for name, here in zip(self._names, self._passes.touched, strict=True) if name in self._trained_names
+        )
         return agree(
             self._names,
-            self._touched,
-            self._cycle_passes if self.sharding.grads else 0,
-            self._nonfinite,
+            self._passes.touched,
+            self._passes.number,
+            self._passes.nonfinite,
             self._shards,
             self._nan,
             self.inner,
             self.outer,
             self._shard_communicators(),
+            self._pass_counts,
+            looks=not all(trained) or bool(self._units_without_pass()),
         )
 
     def _hand_out(self, *, trained_only: bool = True) -> None:
@@ -792,7 +505,7 @@ class FlatStepper:
             reshard_after_forward=self._reshard_after_forward,
             compile=self._compile,
             keep_gradients=self._keep_gradients,
-            device=self._nonfinite.device,
+            device=self._passes.nonfinite.device,
             metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(),
         )
@@ -808,7 +521,7 @@ class FlatStepper:
             ValueError: No dtype.
             RuntimeError: Gradients of this cycle have been put into a buffer for sending, or were sent already.
         """
-        if self._in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
+        if self._passes.in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
             raise RuntimeError(
                 "set_grad_comm: there are gradients of this cycle, which are sent in one dtype; accepted before the first backward pass"
                 " after step() or zero_grad()."
@@ -841,7 +554,7 @@ class FlatStepper:
         try:
             yield
         finally:
-            if self._in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
+            if self._passes.in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
                 self._wire_after = pending or restore
             else:
                 restore()
@@ -855,7 +568,7 @@ class FlatStepper:
         Raises:
             RuntimeError: Inside a backward pass.
         """
-        if self._in_pass:
+        if self._passes.in_pass:
             raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
         if self._gathering is None or self.in_full_parameters:
             yield self.model
@@ -893,7 +606,7 @@ class FlatStepper:
         """
         if self.closed:
             return
-        if self._failed or self._in_pass:
+        if self._passes.failed or self._passes.in_pass:
             self.zero_grad()
         if self._gathering is not None:
             self._gathering.close()
@@ -926,13 +639,15 @@ class FlatStepper:
 
         Every rank has to call it. What was incomplete is whole then, and what an error interrupted is forgotten.
         """
-        if self._failed or self._in_pass:
-            self._recover()
+        if self._passes.failed or self._passes.in_pass:
+            self._passes.recover()
         if self._incomplete is None:
             self.mark_incomplete("loading a checkpoint ended in an error")
         self._hand_out(trained_only=False)
         if self._gathering is not None:
             self._gathering.release_all()
+        if self._pass_counts is not None:
+            self._pass_counts.forget()
         self._incomplete = None
         self._forget()
 
@@ -945,32 +660,3 @@ class FlatStepper:
         for label, one in self._labelled.items():
             lines.append(f"  {label or 'all parameters'}: {one.transform!r}; {one.policy!r}")
         return "\n".join(lines)
-
-
-def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the backward pass that is going on accumulates a parameter's gradient, as far as its own graph tells."""
-    if not parameter.requires_grad:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # its gradient is what torch.autograd.grad was asked for
-        return False
-
-
-def _device_of(described: ModelLayout) -> torch.device:
-    devices = {parameter.device for parameter in described.parameters}
-    if len(devices) > 1:
-        raise ValueError(f"model: has parameters on {', '.join(sorted(map(str, devices)))}; accepted is one device.")
-    (device,) = devices
-    if device.type == "meta":
-        raise ValueError(
-            "model: is on the meta device, without values; accepted is a model with values. (everybit_torch.plan and `everybit plan` take"
-            " one on the meta device.)"
-        )
-    return device
-
-
-def _judge(described: ModelLayout, seed: int, unsafe: Unsafe) -> None:
-    """Refuse what cannot work before anything is laid out."""
-    for one in described.labelled.values():
-        eb.with_policy(one.transform, one.policy, seed=seed, unsafe="allow" if unsafe == "warn" else unsafe)

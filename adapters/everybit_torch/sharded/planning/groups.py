@@ -93,6 +93,18 @@ class GroupPlan:
         """Bytes that an exact wire receives beside them."""
         return self.bucket if self.wire.exact else 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank finds the sum of the squares of what it steps; of ranks that hold copies the first one does."""
+        inner = self.kind.state or self.ranks.inner_rank == 0
+        return inner and (self.kind.outer == "optim" or self.ranks.outer_rank == 0)
+
+    @property
+    def stepped(self) -> int:
+        """Elements of the main gradient that this rank steps, up to the last one that is a parameter's."""
+        slices = list(self.group.slices(self.low, self.high))
+        return slices[-1].offset + slices[-1].high - slices[-1].low if slices else 0
+
     def runs(self, labelled: Mapping[str, LabelledTransform]) -> list[int]:
         """Elements of each run that is stepped."""
         if self.given_runs is not None:

@@ -9,6 +9,7 @@ import torch
 import everybit as eb
 from everybit_torch.collectives.reduction import accumulate_bytes, install_bytes
 from everybit_torch.sharded.allocations import AllocationCounter
+from everybit_torch.sharded.gradient_norm import scratch_bytes
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import reductions_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -151,24 +152,27 @@ def _outer_bytes(one: GroupPlan) -> int:
 
 
 def step_peak(groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], compile: bool, piece: int) -> int:
-    """Return the peak temporary bytes of the step: the larger of one piece's step and the gradient norm, over all runs."""
+    """Return the peak temporary bytes of stepping one piece, over all runs."""
     peak = 0
     known: dict[tuple[str, torch.dtype, int], int] = {}
     for one in groups:
-        if one.resolved is None:
+        if one.resolved is None or compile:
             continue
         for numel in one.runs(labelled):
             block = one.resolved.policy.block
             size = min(numel, max(piece // block, 1) * block)
             key = (one.group.label, one.group.dtype, size)
             if size and key not in known:
-                known[key] = max(_norm_bytes(size, one.main), 0 if compile else _piece_bytes(one, labelled, size))
+                known[key] = _piece_bytes(one, labelled, size)
             peak = max(peak, known.get(key, 0))
     return peak
 
 
-def _norm_bytes(size: int, main: torch.dtype) -> int:
-    return size * torch.float32.itemsize if main.itemsize < 4 else 0
+def norm_peak(groups: list[GroupPlan], agreed: int, device: torch.device) -> int:
+    """What finding the norm of the gradient takes: the ``agreed`` bytes on which ranks agree, and what gradients are widened in."""
+    trained = [one for one in groups if one.resolved is not None and one.counts]
+    scratch = max((scratch_bytes(one.stepped, one.main, device) for one in trained), default=0)
+    return sum(size for size in (agreed, scratch) if size >= SMALLEST)
 
 
 def _piece_bytes(one: GroupPlan, labelled: Mapping[str, LabelledTransform], size: int) -> int:

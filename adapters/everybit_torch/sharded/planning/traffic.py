@@ -18,6 +18,11 @@ COMPARED = 5
 """Numbers in which ranks compare their ways through the units in a backward pass, where parameters are sharded."""
 
 
+def agreed_bytes(groups: list[GroupPlan]) -> int:
+    """Bytes of the numbers in which ranks agree on a step: who has gradients, and what they are like."""
+    return (sum(len(one.group.placements) for one in groups) + AGREED) * torch.float64.itemsize
+
+
 def sent_by_collective(
     groups: list[GroupPlan], kind: Sharding, ranks: Ranks, microbatches: int, reshard: bool, reductions: int
 ) -> dict[str, int]:
@@ -32,7 +37,6 @@ def sent_by_collective(
         reductions: How many 0-d float64 reductions the transforms ask for.
     """
     sent: Counter[str] = Counter()
-    parameters = sum(len(one.group.placements) for one in groups)
 
     def all_reduce(nbytes: int, size: int) -> None:
         sent["all_reduce"] += 2 * (size - 1) * nbytes // size
@@ -74,7 +78,7 @@ def sent_by_collective(
         elif kind.state and not kind.params:
             exchange("all_gather", one.weights, ranks.inner)
     for size in (ranks.inner, ranks.outer):
-        all_reduce((parameters + AGREED) * torch.float64.itemsize, size)  # who has gradients, and what they are like
+        all_reduce(agreed_bytes(groups), size)
         for _ in range(microbatches if kind.params else 0):
             all_reduce(COMPARED * torch.int64.itemsize, size)
     if kind.state:

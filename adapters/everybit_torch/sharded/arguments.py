@@ -1,0 +1,139 @@
+"""What a stepper is given, looked at before anything is changed."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import everybit as eb
+from everybit.optimizer import Unsafe
+from everybit_torch.collectives.meshes import Mesh
+from everybit_torch.sharded.fingerprint import Facts, facts_of
+from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
+from everybit_torch.sharded.offload import is_host
+from everybit_torch.sharded.reports import NanCheck
+from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
+
+
+class Owner(Protocol):
+    """What a model's parameters lie in the buffers of."""
+
+    closed: bool
+
+
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
+
+
+def claim(model: nn.Module, owner: Owner) -> None:
+    """A model belongs to a stepper from now on, until that is closed."""
+    _OWNERS[model] = weakref.ref(owner)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Arguments that can work.
+
+    Attributes:
+        described: The model, with what its parameters are stepped with.
+        device: Where it is.
+        sharding: What is shared out.
+        divisor: Of sums over the ranks.
+        facts: What has to be the same on every rank.
+    """
+
+    described: ModelLayout
+    device: torch.device
+    sharding: Sharding
+    divisor: float
+    facts: Facts
+
+
+def judge(
+    model: nn.Module,
+    transform: Transforms,
+    policy: AnyPrecision,
+    mesh: Mesh,
+    strategy: Strategy | int,
+    outer: OuterStrategy,
+    units: Units | None,
+    labels: Labels | None,
+    divisor: float | None,
+    nan: NanCheck,
+    offload: bool,
+    seed: int,
+    unsafe: Unsafe,
+    *,
+    ranks: tuple[int, int],
+) -> Judged:
+    """Look at all arguments. Nothing is changed.
+
+    Args:
+        model: As the stepper's, and so are all of these up to ``unsafe``.
+        transform: See there.
+        policy: See there.
+        mesh: See there.
+        strategy: See there.
+        outer: See there.
+        units: See there.
+        labels: See there.
+        divisor: See there.
+        nan: See there.
+        offload: See there.
+        seed: See there.
+        unsafe: See there.
+        ranks: How many inner and outer ones there are.
+
+    Raises:
+        TypeError: As the stepper.
+        ValueError: As the stepper.
+    """
+    if nan not in ("off", "step", "param"):
+        raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
+    if divisor is not None and (isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf")):
+        raise ValueError(
+            f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks."
+        )
+    inner_size, outer_size = ranks
+    kind = sharding(strategy, outer)
+    if outer == "optim" and outer_size == 1 and not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
+        )
+    owner = _OWNERS.get(model)
+    if owner is not None and (other := owner()) is not None and not other.closed:
+        raise ValueError(
+            "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
+        )
+    described = describe(model, transform, policy, units, labels)
+    for spec, parameter in zip(described.specs, described.parameters, strict=True):
+        if parameter.grad is not None:
+            raise ValueError(
+                f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
+            )
+    device = _device_of(described)
+    if offload and is_host(device):
+        raise ValueError(
+            "offload: got True for a model in the host's memory, where its state is already; accepted is False."
+        )
+    for one in described.labelled.values():
+        eb.with_policy(one.transform, one.policy, seed=seed, unsafe="allow" if unsafe == "warn" else unsafe)
+    facts = facts_of(model, described, kind, ranks)
+    return Judged(described, device, kind, float(inner_size * outer_size if divisor is None else divisor), facts)
+
+
+def _device_of(described: ModelLayout) -> torch.device:
+    devices = {parameter.device for parameter in described.parameters}
+    if len(devices) > 1:
+        raise ValueError(f"model: has parameters on {', '.join(sorted(map(str, devices)))}; accepted is one device.")
+    (device,) = devices
+    if device.type == "meta":
+        raise ValueError(
+            "model: is on the meta device, without values; accepted is a model with values. (everybit_torch.plan and `everybit plan` take"
+            " one on the meta device.)"
+        )
+    return device

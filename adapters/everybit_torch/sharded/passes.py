@@ -1,0 +1,397 @@
+"""The backward passes of a cycle: how gradients come into the buffers, and when they are summed over the ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.sharded.gathering import Gathering
+from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.layout import Layout
+from everybit_torch.sharded.nonfinite import count_nonfinite
+from everybit_torch.sharded.reduction_queue import ReductionQueue
+from everybit_torch.sharded.reports import NanCheck
+from everybit_torch.sharded.strategies import Sharding
+from everybit_torch.sharded.weights import MOVED
+
+
+class Passes:
+    """The backward passes since the last step.
+
+    A hook on every parameter puts its gradient into a buffer. What is complete is summed over the ranks in the layout's order, last group
+    first, while the pass goes on.
+
+    Args:
+        layout: Of the model.
+        parameters: All of the model's, by name, in the layout's order.
+        gradients: The buffers of those that are trained.
+        sharding: What is shared out.
+        divisor: Of the sums.
+        nan: Whether gradients are looked at when they arrive.
+        communicators: The inner and the outer ranks.
+        device: Of the model.
+        require_ready: Raises where a pass may not begin; it is told what is refused.
+
+    Attributes:
+        in_pass: A backward pass goes on.
+        in_context: Inside ``microbatch``, ``sync`` or ``no_sync``.
+        failed: An error was not recovered from; so it is while something goes on that may fail.
+        number: How many passes there were in this cycle.
+        total: How many there were since the stepper was made.
+        touched: For each parameter, whether it had a gradient in this cycle.
+        nonfinite: For each parameter, how many elements of this rank's own gradients were not finite, if that is looked at.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, nn.Parameter],
+        gradients: Sequence[GradientBuffer],
+        sharding: Sharding,
+        divisor: float,
+        nan: NanCheck,
+        communicators: tuple[Communicator, Communicator],
+        device: torch.device,
+        require_ready: Callable[[str], None],
+    ) -> None:
+        self._layout, self._gradients, self._sharding = layout, list(gradients), sharding
+        self._divisor, self._nan, self._communicators = divisor, nan, communicators
+        self._require_ready = require_ready
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        trained = {place.spec.name for buffer in self._gradients for place in buffer.group.placements}
+        self._frozen = [(name, p) for name, p in parameters.items() if name not in trained]
+        self._members = [[parameters[place.spec.name] for place in b.group.placements] for b in self._gradients]
+        self._homes = [
+            (name, p, p.data_ptr()) for name, p in parameters.items() if name in trained and not sharding.params
+        ]
+        self._queue = ReductionQueue(self._gradients)
+        self._gathering: Gathering | None = None
+        self.touched = [False] * len(self._names)
+        self.nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
+        self.in_context = self.in_pass = self.failed = False
+        self.number = self.total = 0
+        self._others: tuple[Communicator, ...] = ()
+        self._last: bool | None = None
+        self._accumulates = self._arrived = False
+        self._owes_pass = self._finishing = False
+
+    # -- gradients arrive ------------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> list[Any]:
+        """Have gradients come here from now on; handles of the hooks."""
+        numbers = {name: number for number, name in enumerate(self._names)}
+        handles = []
+        for group, buffer in enumerate(self._gradients):
+            for place, placement in enumerate(buffer.group.placements):
+                number = numbers[placement.spec.name]
+                hook = self._arrival(buffer, group, place, number)
+                handles.append(self._parameters[number].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        return handles
+
+    def attach(self, gathering: Gathering, communicators: Sequence[Communicator]) -> None:
+        """Weights are gathered for these passes.
+
+        Args:
+            gathering: Gathers them.
+            communicators: What it sends over.
+        """
+        self._gathering, self._others = gathering, tuple(communicators)
+
+    def _arrival(self, buffer: GradientBuffer, group: int, place: int, number: int) -> Callable[[Tensor], None]:
+        # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
+        reference, buffer_reference = weakref.ref(self), weakref.ref(buffer)
+
+        @torch.no_grad()  # backward(create_graph=True) runs hooks with gradients enabled
+        def arrive(parameter: Tensor) -> None:
+            passes, into = reference(), buffer_reference()
+            if passes is not None and into is not None:
+                gradient, parameter.grad = parameter.grad, None
+                assert gradient is not None
+                passes._take(gradient.detach(), into, group, place, number)
+
+        return arrive
+
+    def _take(self, gradient: Tensor, buffer: GradientBuffer, group: int, place: int, number: int) -> None:
+        """A parameter's gradient is there: into its buffer with it."""
+        self.begin()
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
+        unit = buffer.group.unit
+        if self._gathering is not None:
+            self._require_weights(unit, number)
+            if self._queue.was_sent(group):
+                raise RuntimeError(
+                    f"{self._names[number]}: its gradient came after the backward pass had left its unit,"
+                    f" {self._layout.units[unit] or 'the model'}, whose gradients have been sent. Accepted are the other strategies."
+                )
+        if self._nan == "param":
+            self.nonfinite[number] += count_nonfinite(gradient)
+        buffer.add(place, gradient)
+        self.touched[number] = self._arrived = True
+        if buffer.complete:
+            self.advance()
+
+    def _require_weights(self, unit: int, number: int) -> None:
+        """Refuse a gradient that was computed while the weights may not have been there.
+
+        Raises:
+            RuntimeError: The message names the parameter.
+        """
+        assert self._gathering is not None
+        if unit > 0 and unit not in self._gathering.entered:
+            raise RuntimeError(
+                f"{self._names[number]}: its gradient came before that of what its unit, {self._layout.units[unit]}, returned, so the"
+                " unit's weights may not have been there. Accepted are units that return every tensor that the loss depends on."
+            )
+        if unit == 0 and not self._gathering.units[0].shown:
+            raise RuntimeError(
+                f"{self._names[number]}: was used out of the model's forward pass, while its weights were sharded and NaN. Accepted is to"
+                " use it in the model's forward method, or the whole pass inside `with stepper.full_parameters():`."
+            )
+
+    def after_forward(self, _number: int, _arguments: Any, outputs: Any) -> None:
+        """Have a pass begin when the backward pass comes to what the model returned, and not in the inner pass of a checkpoint."""
+        tensors = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        if tensors and torch.is_grad_enabled():
+            reference = weakref.ref(self)
+
+            def enter(_: object) -> None:
+                passes = reference()
+                if passes is not None:
+                    passes.begin()
+
+            register_multi_grad_hook(tensors, enter, mode="any")
+
+    # -- one backward pass ---------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward pass begins, if none goes on.
+
+        Raises:
+            RuntimeError: It may not; the message says why.
+        """
+        if self.in_pass:
+            return
+        self._require_ready("backward")
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name}: requires_grad is True, and was False when the stepper was made, which has no place for its gradient."
+                    " Make a new stepper, and carry the state over with a checkpoint."
+                )
+        self.require_in_place()
+        self._queue.begin()
+        self.in_pass, self._arrived = True, False
+        self._accumulates = any(map(_accumulates, self._parameters))
+        for buffer, members in zip(self._gradients, self._members, strict=True):
+            buffer.begin_pass(sum(parameter.requires_grad for parameter in members))
+            if buffer.group.unit == 0:
+                buffer.open()  # of the model's own unit, whose gradients come first and last
+        if self._gathering is not None:
+            self._gathering.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_autograd)
+
+    def require_in_place(self) -> None:
+        """Refuse parameters that were given other memory.
+
+        Raises:
+            RuntimeError: The message names the parameter.
+        """
+        for name, parameter, address in self._homes:
+            if parameter.data_ptr() != address:
+                raise RuntimeError(MOVED.format(name=name))
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether gradients are summed over the ranks in this backward pass."""
+        return self._sharding.grads or self._last is True
+
+    def advance(self) -> None:
+        """Send what is complete, and what will not be, from the layout's last group on: in this order, whatever comes first."""
+        if not (self._accumulates or self._arrived):
+            return  # torch.autograd.grad, after which there is still a backward pass to come
+        while self._reduces and (buffer := self._queue.next) is not None:
+            over = self._gathering is not None and self._gathering.ways.is_over(buffer.group.unit)
+            if not (buffer.complete or over):
+                break
+            self._send_next()
+
+    def _send_next(self) -> None:
+        buffer, closes_unit = self._queue.next, self._queue.closes_unit
+        assert buffer is not None
+        bounded = True
+        if self._gathering is not None:
+            self._gathering.before_reduction(buffer.group.unit)
+            bounded = self._gathering.agreement().bounded
+        self._queue.send_next(self._divisor if self._last else None, bounded=bounded)
+        if self._gathering is not None and closes_unit:
+            self._gathering.release_what_is_over()
+
+    def _end_autograd(self) -> None:
+        """Autograd is done with everything that it was asked for."""
+        if not self.in_pass:
+            return
+        if self._arrived:
+            self._end_pass()
+            return
+        # torch.autograd.grad, for which this is not the backward pass. (A loss that reaches no parameter: its microbatch takes part.)
+        self.in_pass = False
+        for buffer in self._gradients:
+            if not buffer.arrived:
+                buffer.close()
+        if self._gathering is not None:
+            self._gathering.cancel_backward()
+
+    def _end_pass(self) -> None:
+        while self._reduces and self._queue.next is not None:
+            self._send_next()
+        self._queue.finish()
+        if self._gathering is not None:
+            self._gathering.end_backward()
+        self.in_pass = False
+        self.total += 1
+        self.number += 1
+
+    # -- contexts --------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def context(self, *, last: bool, name: str) -> Iterator[None]:
+        """Backward passes in here are the last of their cycle, or are not.
+
+        Args:
+            last: Which of the two.
+            name: For error messages.
+
+        Raises:
+            RuntimeError: Inside another.
+        """
+        if self.in_context:
+            raise RuntimeError(
+                f"{name}: a microbatch, sync or no_sync is open already; accepted is one after the other."
+            )
+        self._require_ready(name)
+        passes = self.total
+        self.in_context, self._last = True, last
+        try:
+            yield
+        except BaseException as error:
+            # zero_grad() goes on from here, and needs to know whether other ranks still wait for this one's pass.
+            self.failed, self._owes_pass = True, self.total == passes
+            self.in_context = False
+            self._explain(error)
+            raise
+        self.in_context, self._last = False, None
+
+    def _explain(self, error: BaseException) -> None:
+        """Say of an error of autograd's what it is about, if weights that were given back were needed.
+
+        Raises:
+            RuntimeError: They were.
+        """
+        if self._gathering is None or "storage of size 0" not in str(error):
+            return
+        units = list(enumerate(self._gathering.units))
+        first, *others = [str(unit) for n, unit in reversed(units) if n and n not in self._gathering.entered] or [
+            "the model"
+        ]
+        raise RuntimeError(
+            f"{first}: the backward pass needed weights of this unit{f' (or of {others[0]}, ...)' if others else ''} before it came to what"
+            " the unit had returned. Accepted are units that return every tensor that the loss depends on, and hide none (in an attribute,"
+            " a list, or an object that is no pytree)."
+        ) from error
+
+    def empty_pass(self) -> None:
+        """Take part in what other ranks' passes do, where a loss reached no parameter."""
+        if self._gathering is not None:
+            if not self._gathering.forward_over:
+                self._gathering.skip_forward()
+            self._gathering.begin_backward()
+        self._queue.begin()
+        self.in_pass = True
+        for buffer in self._gradients:
+            buffer.begin_pass()
+        self._end_pass()
+
+    # -- the end of a cycle ----------------------------------------------------------------------------------------------------------
+
+    def finish_gradients(self) -> None:
+        """Sum over the ranks what was not yet, and divide."""
+        self._finishing = True
+        for buffer in reversed(self._gradients):
+            if buffer.phase in ("empty", "partial") and not (self._sharding.grads and buffer.phase == "partial"):
+                self._queue.send(buffer, self._divisor)
+        self._queue.finish()
+        for buffer in reversed(self._gradients):
+            buffer.finalize(self._divisor)
+        self._finishing = False
+
+    def forget(self) -> None:
+        """The next cycle begins: nothing has arrived."""
+        for buffer in self._gradients:
+            buffer.clear()
+        self.touched = [False] * len(self._names)
+        self.nonfinite.zero_()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.number = 0
+
+    def recover(self) -> None:
+        """After an error: take part to the end in what other ranks may be doing, wait for all that is under way, and forget it."""
+        gathering = self._gathering
+        with suppress(Exception):  # a rank may be gone; what comes next says so
+            owes = self._owes_pass or self.in_pass
+            if gathering is not None and (owes or gathering.unfinished):
+                owes = gathering.begin_to_recover() or owes
+            if owes and self._reduces:
+                if not self.in_pass:
+                    self._queue.begin()
+                self._take_part()
+            elif self._finishing:
+                self._drain_reductions()
+                self.finish_gradients()
+        for communicator in (*self._communicators, *self._others):
+            communicator.drain()
+        self._queue.drop()
+        if gathering is not None:
+            gathering.recover()
+            gathering.begin_cycle()
+        self.in_pass = self._owes_pass = self._finishing = False
+        if not self.in_context:
+            self._last = None
+
+    def _take_part(self) -> None:
+        """Send what is left of this pass, whatever it holds: it is forgotten here, and nobody waits for it elsewhere."""
+        while (buffer := self._queue.next) is not None:
+            if self._gathering is not None:
+                self._gathering.before_reduction(buffer.group.unit)
+            self._drain_reductions()
+            self._queue.send_next(self._divisor if self._last else None, bounded=True)
+            if self._gathering is not None:
+                self._gathering.release_what_is_over()
+        self._queue.finish()
+        if self._gathering is not None:
+            self._gathering.take_part(1)
+
+    def _drain_reductions(self) -> None:
+        """Wait for reductions under way, also for one that an error kept from the queue: its memory is about to be used, and freed."""
+        for communicator in self._communicators:
+            communicator.drain()
+
+
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the backward pass that is going on accumulates a parameter's gradient, as far as its own graph tells."""
+    if not parameter.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # its gradient is what torch.autograd.grad was asked for
+        return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ import everybit as eb
 from everybit.metrics import Metrics
 from everybit.scalars import require
 from everybit_torch.optimizer import TorchOptimizer, to_device_of
+from everybit_torch.torch_internals import autograd
 from everybit_torch.units import Unit
 
 
@@ -115,12 +115,11 @@ class GradientRelease:
         assert parameter.grad is not None
         if parameter.grad.layout is not torch.strided:
             raise TypeError(f"gradient release: got a {parameter.grad.layout} gradient; accepted are dense gradients.")
-        this = torch._C._current_graph_task_id()
+        this = autograd.present_pass()
         if this not in self._open:
             # Called only if the pass raises nothing. A pass within a pass, as reentrant checkpointing makes, is one of its own.
             self._open.add(this)
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._open.discard(this))
+            autograd.at_the_end_of_the_pass(lambda: self._open.discard(this))
         self._begin()
         bucket = self._of[id(parameter)]
         if bucket.stepped:

@@ -21,6 +21,7 @@ from everybit_torch.sharded.reduction_queue import ReductionQueue
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.weights import MOVED
+from everybit_torch.torch_internals import autograd
 
 
 class Passes:
@@ -198,7 +199,7 @@ class Passes:
                 buffer.open()  # of the model's own unit, whose gradients come first and last
         if self._gathering is not None:
             self._gathering.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_autograd)
+        autograd.at_the_end_of_the_pass(self._end_autograd)
 
     def require_in_place(self) -> None:
         """Refuse parameters that were given other memory.
@@ -392,6 +393,6 @@ def _accumulates(parameter: nn.Parameter) -> bool:
     if not parameter.requires_grad:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+        return autograd.will_execute(get_gradient_edge(parameter).node)
     except RuntimeError:  # its gradient is what torch.autograd.grad was asked for
         return False

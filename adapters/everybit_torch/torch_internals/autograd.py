@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,26 @@ def in_a_backward_pass() -> bool:
     """Whether autograd is running; True where torch does not say."""
     task: Any = getattr(torch._C, "_current_graph_task_id", None)
     return task is None or task() != -1
+
+
+def present_pass() -> int:
+    """Return the number of the backward pass that runs."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_the_end_of_the_pass(function: Callable[[], object]) -> None:
+    """Have the backward pass that runs call ``function`` at its end, unless it ends in an error."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward pass that runs will come to a node of its graph.
+
+    Raises:
+        RuntimeError: The node is what ``torch.autograd.grad`` was asked for, of which torch does not say it.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def recorded_nodes() -> int:

@@ -10,7 +10,7 @@ the first phase decodes only those slots which the pending reduction is computed
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 import everybit as eb
 from everybit.hyperparameters import hyperparameters
 from everybit.parts import needs_whole_tensors
+from everybit.replay import NeedsReductionError, ReplayAxis
 from everybit_torch.units import Unit, map_state
-
-P = TypeVar("P")
 
 # Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
 PIECE = 1 << 20
@@ -29,50 +28,6 @@ DEVICE_PIECE = 1 << 24
 
 WEIGHTS = "params"
 """The name of the weights among the inputs of a reduction; the others go by the names of their slots."""
-
-
-class NeedsReductionError(Exception):
-    """A transform asked for a reduction whose total is not known yet: the pending reduction.
-
-    Args:
-        kind: ``"sum"`` or ``"max"``.
-        value: The partial result of the chunk on which the transform was run.
-    """
-
-    def __init__(self, kind: Literal["sum", "max"], value: Tensor) -> None:
-        super().__init__(kind)
-        self.kind, self.value = kind, value
-
-
-class ReplayAxis:
-    """An axis that answers a transform's reductions, in order, with totals that were found before.
-
-    Args:
-        totals: The totals that are known.
-        counted: Whether this process contributes the elements on which the transform is run.
-    """
-
-    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
-        self._totals, self._counted = totals, counted
-        self._asked = 0
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the total if it is known; else raise :class:`NeedsReductionError`."""
-        return self._answer("sum", value)
-
-    def max(self, value: Tensor) -> Tensor:
-        """Return the maximum if it is known; else raise :class:`NeedsReductionError`."""
-        return self._answer("max", value)
-
-    def owned(self, tree: P) -> P:
-        """Return ``tree``, or zeros if another process contributes these elements."""
-        return tree if self._counted else eb.tree.zeros_like(tree)
-
-    def _answer(self, kind: Literal["sum", "max"], value: Tensor) -> Tensor:
-        if self._asked == len(self._totals):
-            raise NeedsReductionError(kind, value)
-        self._asked += 1
-        return self._totals[self._asked - 1]
 
 
 class Part(NamedTuple):

@@ -16,10 +16,11 @@ from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.policy import AnyPolicy
+from everybit.replay import ReplayAxis
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
 from everybit_torch.probing import Factory, fits, is_number
-from everybit_torch.reductions import Reads, ReplayAxis
+from everybit_torch.reductions import Reads
 from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import Inputs, Variants
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.parts import needs_whole_tensors
+from everybit.replay import Kind, NeedsReductionError, ReplayAxis
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
 from everybit.testing.checks.cuts import flattened, promises, stored_slots
 from everybit.testing.checks.parts import decided
@@ -19,7 +20,6 @@ from everybit.testing.examples import assert_same_bits, example_grads, example_p
 from everybit.transform import Context
 
 P = TypeVar("P")
-Kind = Literal["sum", "max"]
 
 AGREEMENT = 1e-5
 """How far a sum over shards may be from the sum of the whole, relative to what the shards contribute in magnitude.
@@ -62,10 +62,10 @@ def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Piece], 
         now = f"{what}, step {step}"
         ranks = [_Rank(piece, part, piece.of(grads), s) for piece, part, s in zip(pieces, parts, states, strict=True)]
         totals, stepped = _step_together(optimizer, ranks, now)
-        axis = _ReplayAxis([total.value for total in totals])
+        axis = _RecordingAxis([total.value for total in totals])
         try:
             params, state = optimizer.step(params, grads, state, Context(axis=axis))
-        except _NeedsReductionError as pending:
+        except NeedsReductionError as pending:
             raise AssertionError(f"{now}: only the whole asks for the {pending.kind} of {pending.value}.") from None
         _require_agreement(axis.asked, totals, now)
         parts, states = [out[0] for out in stepped], [out[1] for out in stepped]
@@ -119,7 +119,7 @@ class _Piece(NamedTuple):
 
     def context(self, totals: Sequence[Tensor]) -> Context:
         """Return the context of a step whose first reductions have these totals."""
-        return Context(first_element=self.start, axis=_ReplayAxis(totals, counted=self.counted))
+        return Context(first_element=self.start, axis=ReplayAxis(totals, counted=self.counted))
 
 
 class _Rank(NamedTuple):
@@ -137,35 +137,17 @@ class _Total(NamedTuple):
     magnitude: Tensor
 
 
-class _NeedsReductionError(Exception):
-    """A reduction was asked for whose total is not known yet; ``value`` is this rank's partial result."""
-
-    def __init__(self, kind: Kind, value: Tensor) -> None:
-        super().__init__(kind)
-        self.kind, self.value = kind, value
-
-
-class _ReplayAxis:
-    """An axis that answers the first reductions of a step with known totals, and stops the step at the next one."""
+class _RecordingAxis(ReplayAxis):
+    """An axis that also keeps what it was asked, with the partial results that it answered."""
 
     def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
-        self.totals, self.counted = totals, counted
+        super().__init__(totals, counted=counted)
         self.asked: list[tuple[Kind, Tensor]] = []
 
-    def sum(self, value: Tensor) -> Tensor:
-        return self._answer("sum", value)
-
-    def max(self, value: Tensor) -> Tensor:
-        return self._answer("max", value)
-
-    def owned(self, tree_of_any: P) -> P:
-        return tree_of_any if self.counted else tree.zeros_like(tree_of_any)
-
     def _answer(self, kind: Kind, value: Tensor) -> Tensor:
-        if len(self.asked) == len(self.totals):
-            raise _NeedsReductionError(kind, value)
+        answer = super()._answer(kind, value)
         self.asked.append((kind, value))
-        return self.totals[len(self.asked) - 1]
+        return answer
 
 
 def _step_together(
@@ -182,7 +164,7 @@ def _step_together(
             ctx = rank.piece.context([total.value for total in totals])
             try:
                 stepped.append(optimizer.step(rank.params, rank.grads, rank.state, ctx))
-            except _NeedsReductionError as pending:
+            except NeedsReductionError as pending:
                 partials.append(pending)
         if not partials:
             return totals, stepped
@@ -195,7 +177,7 @@ def _step_together(
         totals.append(_reduced(partials))
 
 
-def _reduced(partials: list[_NeedsReductionError]) -> _Total:
+def _reduced(partials: list[NeedsReductionError]) -> _Total:
     kind, dtype = partials[0].kind, partials[0].value.dtype
     values = torch.stack([one.value.double() for one in partials])
     value = values.sum(0) if kind == "sum" else values.amax(0)

@@ -1,0 +1,57 @@
+"""An axis for two-phase reductions: a transform is run until it asks for a total that is not known yet, and run again with the total."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+from torch import Tensor
+
+from everybit.tree import zeros_like
+
+P = TypeVar("P")
+Kind = Literal["sum", "max"]
+
+
+class NeedsReductionError(Exception):
+    """A transform asked for a reduction whose total is not known yet: the pending reduction.
+
+    Args:
+        kind: ``"sum"`` or ``"max"``.
+        value: The partial result of the elements on which the transform was run.
+    """
+
+    def __init__(self, kind: Kind, value: Tensor) -> None:
+        super().__init__(kind)
+        self.kind, self.value = kind, value
+
+
+class ReplayAxis:
+    """An axis that answers a transform's reductions, in order, with totals that were found before.
+
+    Args:
+        totals: The totals that are known.
+        counted: Whether this process contributes the elements on which the transform is run.
+    """
+
+    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
+        self._totals, self._counted = totals, counted
+        self._answered = 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the total if it is known; else raise :class:`NeedsReductionError`."""
+        return self._answer("sum", value)
+
+    def max(self, value: Tensor) -> Tensor:
+        """Return the maximum if it is known; else raise :class:`NeedsReductionError`."""
+        return self._answer("max", value)
+
+    def owned(self, tree: P) -> P:
+        """Return ``tree``, or zeros if another process contributes these elements."""
+        return tree if self._counted else zeros_like(tree)
+
+    def _answer(self, kind: Kind, value: Tensor) -> Tensor:
+        if self._answered == len(self._totals):
+            raise NeedsReductionError(kind, value)
+        self._answered += 1
+        return self._totals[self._answered - 1]

@@ -9,7 +9,7 @@ the first phase decodes only those slots which the pending reduction is computed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import everybit as eb
 from everybit.hyperparameters import hyperparameters
+from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.replay import NeedsReductionError, ReplayAxis
 from everybit_torch.units import Unit, map_state
@@ -60,16 +61,16 @@ class Reads:
         for known, asked, names in self._known:
             if known is optimizer and asked == len(totals):
                 return names
-        names = self._find(optimizer, _without_elements(unit), totals)
+        names = self._find(optimizer, unit, totals)
         # Optimizers are made anew when hyperparameters change; the present ones stay.
         self._known = [*self._known[-15:], (optimizer, len(totals), names)]
         return names
 
     @staticmethod
-    def _find(optimizer: eb.Optimizer[Any], empty: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
-        params, state = optimizer.decode(empty.tensors, empty.state)
+    def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
+        params, state = optimizer.decode(*_without_elements(unit))
         grads = [torch.empty_like(x) for x in params]
-        ctx = eb.Context(axis=ReplayAxis(totals), first_element=empty.first).at(state.step + 1)
+        ctx = eb.Context(axis=ReplayAxis(totals), first_element=unit.first).at(state.step + 1)
         numbers = [value for _, value in hyperparameters(optimizer.transform) if isinstance(value, Tensor)]
         following = _Origins(
             {id(x): frozenset() for x in (*totals, *numbers, *eb.tree.leaves(state), *grads, ctx.step)}
@@ -101,8 +102,8 @@ class _Origins(TorchFunctionMode):
         self._held: list[Any] = []  # so that no id comes twice
 
     def of(self, tensor: Tensor) -> frozenset[str]:
-        everything: frozenset[str] = frozenset().union(*self.origins.values())
-        return self.origins.get(id(tensor), everything)
+        known = self.origins.get(id(tensor))
+        return frozenset().union(*self.origins.values()) if known is None else known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -125,62 +126,94 @@ def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads) -> list[Tens
         RuntimeError: Parts that reduce differently.
     """
     totals: list[Tensor] = []
-    while (pending := _pending_reduction(parts[0], totals)) is not None:
-        total = pending.value.double()
-        for part in parts:
-            if part.grad is None:
-                continue
-            for one in _partial_results(part, totals, reads):
-                if one.kind != pending.kind:
-                    raise RuntimeError(
-                        f"{part.optimizer.transform}: reduces differently for different parameters; accepted is a transform whose"
-                        " reductions go over all of its parameters."
-                    )
-                value = one.value.double().to(total.device)
-                total = total + value if one.kind == "sum" else torch.maximum(total, value)
-        total = axis.sum(total) if pending.kind == "sum" else axis.max(total)
-        totals.append(total.to(pending.value.dtype))
+    while partials := _all_partial_results(parts, totals, reads):
+        kind, dtype, device = partials[0].kind, partials[0].value.dtype, partials[0].value.device
+        if any(one.kind != kind for one in partials):
+            raise RuntimeError(
+                f"{parts[0].optimizer.transform}: reduces differently for different parameters; accepted is a transform whose"
+                " reductions go over all of its parameters."
+            )
+        total, *others = (one.value.double().to(device) for one in partials)
+        for other in others:
+            total = total + other if kind == "sum" else torch.maximum(total, other)
+        total = axis.sum(total) if kind == "sum" else axis.max(total)
+        totals.append(total.to(dtype))
     return totals
 
 
-def _partial_results(part: Part, totals: Sequence[Tensor], reads: Reads | None) -> Iterator[NeedsReductionError]:
-    """Yield a part's partial results, chunk by chunk, for the first reduction whose total is still unknown.
+def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads: Reads) -> list[NeedsReductionError]:
+    """List the partial results for the first reduction whose total is still unknown; an empty list if ``totals`` answer all.
 
-    A part without elements yields one. Nothing is yielded if ``totals`` answer all of the transform's reductions.
+    The first is that of a chunk without elements, which a process that has nothing to step contributes too. A transform that must see whole
+    tensors is not run on one: its parts are in one process.
     """
-    optimizer, unit, grad, counted = part
-    assert grad is not None
+    found: list[NeedsReductionError] = []
+    if not parts[0].optimizer.transform.reduces:
+        return found
+    if not needs_whole_tensors(parts[0].optimizer.transform):
+        pending = _pending_reduction(parts[0], totals)
+        if pending is None:
+            return found
+        found.append(pending)
+    for part in parts:
+        if part.grad is not None:
+            found += _partial_results(part, part.grad, totals, reads)
+            if not found:
+                break
+    return found
+
+
+def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: Reads) -> Iterator[NeedsReductionError]:
+    """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
+    optimizer, unit, _, counted = part
     (tensor,) = unit.tensors
-    whole = tensor.ndim != 1 or needs_whole_tensors(optimizer.transform)
-    # Where there are no elements it does not matter what is decoded.
-    names = None if whole or reads is None else reads.of(optimizer, unit, totals)
-    size = unit.piece_size(PIECE if tensor.device.type in ("cpu", "meta") else DEVICE_PIECE)
-    for start in range(0, 1 if whole else max(tensor.numel(), 1), size):
-        stop = min(start + size, tensor.numel())
-        cut = slice(None) if whole else slice(start, stop)
-        state = unit.state if whole else unit.cut_state(start, stop, lambda x: x)
+    if tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
+        chunks: Iterable[tuple[int, Tensor, Tensor, OptimizerState[Any]]] = [(0, tensor, grad, unit.state)]
+        names = None
+    else:
+        chunks, names = _chunks(unit, grad), reads.of(optimizer, unit, totals)
+    for start, values, gradient, state in chunks:
         ctx = eb.Context(first_element=unit.first + start, axis=ReplayAxis(totals, counted=counted))
-        given, gradient = (tensor, grad) if whole else (tensor[cut], grad[cut])
-        try:
-            optimizer.ask([given], [gradient], state, ctx, reads=names)
-        except NeedsReductionError as pending:
-            pending.__traceback__ = None  # its frames hold what was computed on the way
-            yield pending
-        else:
+        pending = _ask(optimizer, values, gradient, state, ctx, names)
+        if pending is None:
             return
+        yield pending
+
+
+def _chunks(unit: Unit, grad: Tensor) -> Iterator[tuple[int, Tensor, Tensor, OptimizerState[Any]]]:
+    """Cut a flat unit: the number of the first element, values, gradients and state of each chunk; one if there are no elements."""
+    (tensor,) = unit.tensors
+    size = unit.piece_size(PIECE if tensor.device.type in ("cpu", "meta") else DEVICE_PIECE)
+    for start in range(0, max(tensor.numel(), 1), size):
+        stop = min(start + size, tensor.numel())
+        yield start, tensor[start:stop], grad[start:stop], unit.cut_state(start, stop, lambda x: x)
 
 
 def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionError | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
-    if not part.optimizer.transform.reduces:
-        return None
-    empty = _without_elements(part.unit)
-    none = torch.empty_like(empty.tensors[0], dtype=torch.float32)
-    partials = _partial_results(Part(part.optimizer, empty, none), totals, None)
-    return next(partials, None)
+    (tensor,), state = _without_elements(part.unit)
+    none = torch.empty_like(tensor, dtype=torch.float32)
+    ctx = eb.Context(first_element=part.unit.first, axis=ReplayAxis(totals))
+    # Where there are no elements it does not matter what is decoded.
+    return _ask(part.optimizer, tensor, none, state, ctx, None)
 
 
-def _without_elements(unit: Unit) -> Unit:
-    tensor = unit.tensors[0].reshape(-1)[:0]
+def _ask(
+    optimizer: eb.Optimizer[Any],
+    tensor: Tensor,
+    grad: Tensor,
+    state: OptimizerState[Any],
+    ctx: eb.Context,
+    names: frozenset[str] | None,
+) -> NeedsReductionError | None:
+    try:
+        optimizer.ask([tensor], [grad], state, ctx, reads=names)
+    except NeedsReductionError as pending:
+        pending.__traceback__ = None  # its frames hold what was computed on the way
+        return pending
+    return None
+
+
+def _without_elements(unit: Unit) -> tuple[list[Tensor], OptimizerState[Any]]:
     state = map_state(unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
-    return Unit(unit.group, [tensor], [], state, unit.first, flat=True, stored=unit.stored)
+    return [unit.tensors[0].reshape(-1)[:0]], state

@@ -177,6 +177,42 @@ def test_one_norm_over_groups_as_torchs_clip_grad_norm(layout: Any) -> None:
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
 
 
+@dataclass(frozen=True, slots=True)
+class ByGram:
+    """Looks at matrices as such, and reduces over all of them; a vector is a matrix of one row."""
+
+    cut: ClassVar[eb.Cut] = "tensor"
+    reduces: ClassVar[bool] = True
+
+    def init(self, params: Any) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = eb.Context()) -> tuple[Any, Any]:  # noqa: B008
+        grams = [u @ u.mT for u in map(torch.atleast_2d, eb.tree.leaves(updates))]
+        total = ctx.axis.sum(torch.stack([gram.trace().double() for gram in grams]).sum()).sqrt()
+        return eb.tree.map(lambda u: u / (total.to(u.dtype) + u.abs().max()), updates), state
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_whole_tensors_and_a_reduction_together_give_the_cores_bits(compile: bool) -> None:
+    def by_gram(learning_rate: Any) -> eb.Transform[Any]:
+        return eb.chain(ByGram(), eb.trace(0.9), eb.scale_by_learning_rate(learning_rate))
+
+    def build() -> nn.ParameterDict:
+        draw = torch.Generator().manual_seed(0)
+        shapes = {"a": (3, 4), "b": (5,), "c": (2, 2)}
+        return nn.ParameterDict({name: torch.randn(shape, generator=draw) for name, shape in shapes.items()})
+
+    model = build()
+    whole = Whole(by_gram, model, FP32)
+    optimizer = TorchOptimizer(model.parameters(), by_gram, lr=1e-2, seed=3, compile=compile)
+    for step in range(3):
+        give_gradients(model, step)
+        whole.step(model)
+        optimizer.step()
+        assert same_bits(values(model), list(whole.parameters_by_name.values()))
+
+
 def test_a_clip_that_begins_with_a_hyperparameter_begins() -> None:
     def factory(learning_rate: float, limit: float) -> eb.Transform[Any]:
         clips = [eb.clip_by_global_norm(limit)] if limit else []

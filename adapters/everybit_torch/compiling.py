@@ -67,7 +67,12 @@ def has_compiler(device: torch.device) -> bool:
     """Whether torch compiles for a device, and what it needs for that is installed; without a word if not."""
     if device.type == "cpu":
         return _cpp_compiler_error() is None
-    return device.type in ("cuda", "xpu") and find_spec("triton") is not None
+    return device.type in ("cuda", "xpu") and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @cache

@@ -63,7 +63,7 @@ def require_followable(
                     " step cannot write; clone it."
                 )
             resolved = resolve_tree(groups[unit.group].optimizer_of(unit).policy, unit.tensors)[member.position]
-            if id(member.parameter) in tied and (len(unit.tensors) > 1 or len(resolved.params.parts()) > 1):
+            if id(member.parameter) in tied and len(resolved.params.parts()) > 1:
                 raise RuntimeError(
                     f"{where} was given memory of another parameter since the optimizer first stepped, and what is kept for it was kept"
                     " for weights of its own. To tie two weights let them be one Parameter, before the first step."

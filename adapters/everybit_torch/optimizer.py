@@ -563,8 +563,12 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         work = self._split_by_gradients(self._units)
         self._units = [unit for unit, _ in work]
         self._require_some_gradient(work)
-        gathered = self._gather_for_totals(work)
-        totals = self._find_totals(work, gathered)
+        reducing = [(unit, grads) for unit, grads in work if self._reduces(unit)]
+        # A transform that reduces looks at all gradients before any is used.
+        gathered = {
+            id(unit): _gathered(unit, cast(list[Tensor], grads)) for unit, grads in reducing if grads[0] is not None
+        }
+        totals = self._find_totals([unit for unit, _ in reducing], gathered)
         total: Metrics | None = None
         for unit, grads in work:
             measured = self._step_unit(unit, grads, totals, gathered.pop(id(unit), None))
@@ -651,22 +655,16 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _reduces(self, unit: Unit) -> bool:
         return self._groups[unit.group].optimizer_of(unit).transform.reduces
 
-    def _gather_for_totals(self, work: list[tuple[Unit, list[Tensor | None]]]) -> dict[int, Tensor]:
-        """The gradients of units, by id, whose transform looks at all of them before it steps any."""
-        return {
-            id(unit): _gathered(unit, cast(list[Tensor], grads))
-            for unit, grads in work
-            if grads[0] is not None and self._reduces(unit)
-        }
+    def _find_totals(self, reducing: list[Unit], gathered: Mapping[int, Tensor]) -> list[Tensor]:
+        """Find the totals of the transform's reductions over all units, on all ranks if parameters are sharded over them.
 
-    def _find_totals(
-        self, work: list[tuple[Unit, list[Tensor | None]]], gathered: Mapping[int, Tensor]
-    ) -> list[Tensor]:
-        """Find the totals of the transform's reductions over all units, on all ranks if parameters are sharded over them."""
-        asking = [unit for unit, _ in work if self._reduces(unit)]
-        if not asking:
+        Args:
+            reducing: The units whose transform reduces.
+            gathered: By id of the unit, the gradients of those that have some.
+        """
+        if not reducing:
             return []
-        mesh = mesh_of([parameter for unit in asking for parameter in unit.parameters])
+        mesh = mesh_of([parameter for unit in reducing for parameter in unit.parameters])
         if mesh is None and not gathered:
             return []
         parts = [
@@ -676,7 +674,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 gathered.get(id(unit)),
                 mesh is None or is_counted(unit.parameters[0], mesh),
             )
-            for unit in asking
+            for unit in reducing
         ]
         return find_totals(parts, eb.Local if mesh is None else axis_of(mesh), self._groups[0].reads)
 
@@ -709,7 +707,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             _gathered(unit, cast(list[Tensor], grads)) if gathered is None else gathered,
             compile=self._compiles(unit),
             metrics=self.metrics_enabled,
-            totals=totals if self._reduces(unit) else (),
+            totals=totals if totals and self._reduces(unit) else (),
         )
         if unit.flat:
             # Autograd does not see that writing to the buffer changes the parameters; a graph that needs the old values must not run.

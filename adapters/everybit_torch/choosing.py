@@ -18,9 +18,9 @@ from torch import Tensor
 import everybit as eb
 from everybit.combinators.chain import chain
 from everybit.combinators.masked import Masked, Partition
+from everybit.context import ALONE
 from everybit.parts import map_parts, transforms_in
 from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
-from everybit.transform import ALONE
 
 P = TypeVar("P")
 Tree = Mapping[str | int, Tensor]

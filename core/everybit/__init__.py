@@ -10,10 +10,12 @@ stored.
 
 from everybit import policies, tree
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
+from everybit.axis import Axis, Local
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.masked import masked, partition
+from everybit.context import Context
 from everybit.formats import (
     Format,
     Kahan,
@@ -29,6 +31,7 @@ from everybit.formats import (
 from everybit.metrics import Metrics, with_metrics
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
+from everybit.per_tensor import Members
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.random_bits import Key
 from everybit.scalars import Hyperparameter, Schedule
@@ -40,7 +43,7 @@ from everybit.schedules import (
     warmup_cosine_decay_schedule,
     warmup_stable_decay_schedule,
 )
-from everybit.transform import Axis, Context, Cut, Local, SlotDecay, Transform
+from everybit.transform import Cut, SlotDecay, Transform
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.rms import scale_by_rms
@@ -61,8 +64,8 @@ from everybit.update import apply_updates
 __version__ = "0.1.0"
 
 __all__ = [
-    "Axis", "ByLabel", "Context", "Cut", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Metrics", "Nearest",
-    "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split",
+    "Axis", "ByLabel", "Context", "Cut", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members", "Metrics",
+    "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split",
     "StateFormat",
     "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite", "apply_updates", "by_dtype",
     "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules",

@@ -13,7 +13,7 @@ from everybit import rounding, tree
 from everybit.dtypes import FLOAT_DTYPES, torch_dtype
 from everybit.formats import BUILT_IN, Format, Parts, PartSpec
 from everybit.policy import Resolved
-from everybit.random_bits import Key, Lane, stream
+from everybit.random_bits import Key, Lane, Numbering, stream
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -30,31 +30,26 @@ class Codec:
     formats: list[Resolved]
     seed: int | Tensor
     step: Tensor
-    first: int | Tensor
+    numbering: tuple[Numbering, ...]
     drawn: list[list[Tensor]]
 
     @staticmethod
     def of(params: object, formats: list[Resolved], seed: int | Tensor, step: Tensor, first: int | Tensor) -> Codec:
-        """No random bits drawn yet."""
-        return Codec(params, formats, seed, step, first, [[] for _ in formats])
+        """No random bits drawn yet. Each dtype is numbered by itself, because elements of two dtypes may have one number in two buffers."""
+        numbering = Numbering.through(tree.leaves(params), first, [one.model for one in formats])
+        return Codec(params, formats, seed, step, numbering, [[] for _ in formats])
 
     def keys(self, name: str) -> list[Key]:
-        """A key per leaf. Elements are numbered through the leaves of one dtype, in order, as they lie in a flat buffer.
-
-        Each dtype has streams of its own, because elements of two dtypes may have one number.
-        """
-        keys = []
+        """A key per leaf. Each dtype has streams of its own."""
         half = _HALVES.get(name)
         # Once for each dtype and not for each leaf: names are hashed in Python, which a compiler traces letter by letter.
-        models = dict.fromkeys(one.model for one in self.formats)
-        offsets = dict.fromkeys(models, 0)
+        models: dict[str, None] = dict.fromkeys(one.model for one in self.formats)
         streams = {model: stream(f"{name}:{model}") for model in models}
         shared = {} if half is None else {model: stream(f"moments:{model}") for model in models}
-        for leaf, one, drawn in zip(tree.leaves(self.params), self.formats, self.drawn, strict=True):
-            lane = None if half is None else Lane(shared[one.model], half, drawn)
-            keys.append(Key(self.seed, self.step, streams[one.model], self.first + offsets[one.model], lane))
-            offsets[one.model] += leaf.numel()
-        return keys
+        return [
+            Key(self.seed, self.step, streams[kind], first, None if half is None else Lane(shared[kind], half, drawn))
+            for (first, kind), drawn in zip(self.numbering, self.drawn, strict=True)
+        ]
 
     def decode_params(self, extra: object) -> list[Tensor]:
         """Decode the weights, in the compute dtype.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.transform import Context, Transform
+from everybit.context import Context
+from everybit.transform import Transform
 
 P = TypeVar("P")
 S = TypeVar("S")

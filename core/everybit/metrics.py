@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.axis import Local
+from everybit.context import Context
 from everybit.optimizer import Optimizer, OptimizerState, StepTrace
-from everybit.transform import Context, Cut, Local
+from everybit.transform import Cut
 
 P = TypeVar("P")
 S = TypeVar("S")

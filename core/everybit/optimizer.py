@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
@@ -14,11 +14,12 @@ from everybit import tree
 from everybit.checks import problems, undeclared
 from everybit.codec import Codec, widened, widened_param, zeros
 from everybit.combinators.chain import zero_step
+from everybit.context import Context
 from everybit.contracts import Unwritten, require_state, separated, updated
 from everybit.dtypes import torch_dtype
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, policies_of, resolve_tree
 from everybit.random_bits import require_seed
-from everybit.transform import Context, Cut, Transform, decays, require_transform, squares
+from everybit.transform import Cut, Transform, any_draws, decays, eval_params, periods, require_transform, squares
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -86,6 +87,32 @@ class Optimizer(Generic[S]):
     def reduces(self) -> bool:
         """Whether a step asks ``ctx.axis`` for anything."""
         return self.transform.reduces
+
+    @property
+    def draws(self) -> bool:
+        """Whether the transform draws random bits, beside those by which formats round."""
+        return any_draws([self.transform])
+
+    def due(self, step: int) -> tuple[tuple[int, bool], ...]:
+        """Decide on the host which periodic work is due at an update, for the ``due`` of :class:`~everybit.Context`.
+
+        What is compiled is compiled once for each answer, and does the work where it is due and not elsewhere.
+
+        Args:
+            step: Number of the update, 1 at the first: ``int(state.step) + 1`` before it, which a training loop knows without a wait.
+
+        Raises:
+            ValueError: ``step`` is below 1.
+
+        Example:
+            >>> import torch, everybit as eb
+            >>> opt = eb.with_policy(eb.adamw(1e-3), eb.policies.FP32)
+            >>> opt.due(1)  # nothing in AdamW is done every few steps only
+            ()
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+            raise ValueError(f"step: got {step!r}; accepted is the number of an update, a whole number, at least 1.")
+        return tuple((period, (step - 1) % period == 0) for period in periods(self.transform))
 
     def formats(self, params: object) -> list[Resolved]:
         """Return how each leaf of ``params`` and its state are stored, in order.
@@ -166,7 +193,7 @@ class Optimizer(Generic[S]):
         inner = codec.decode_state(state.inner)
 
         unwritten = Unwritten(grads=wide_grads, state=inner, params=before)
-        updates, inner = updated(self.transform, wide_grads, inner, before, (ctx or Context()).at(step))
+        updates, inner = updated(self.transform, wide_grads, inner, before, self._inside(ctx, codec))
         unwritten.require(self.transform)
         moves = tree.leaves(updates)
         if len(moves) != len(values) or any(u.shape != x.shape for u, x in zip(moves, values, strict=True)):
@@ -176,6 +203,16 @@ class Optimizer(Generic[S]):
         parts = codec.encode_params(after)
         new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), codec.encode_state(inner))
         return StepTrace(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
+
+    def _inside(self, ctx: Context | None, codec: Codec) -> Context:
+        """The context of a step for the transform."""
+        promises = {"reduces": self.reduces, "draws": self.draws}
+        return replace(
+            ctx or Context(),
+            seed=self.seed,
+            numbering=codec.numbering,
+            undeclared=tuple(name for name, made in promises.items() if not made),
+        ).at(codec.step)
 
     def ask(
         self,
@@ -204,7 +241,9 @@ class Optimizer(Generic[S]):
         else:
             values = [zeros(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
         inner = codec.decode_state(state.inner, reads)
-        self.transform.update(widened(grads, params, formats), inner, tree.replace(params, values), ctx.at(step))
+        self.transform.update(
+            widened(grads, params, formats), inner, tree.replace(params, values), self._inside(ctx, codec)
+        )
 
     def export_fp32(self, params: P, state: OptimizerState[S]) -> P:
         """The weights with all the precision that parameters and state hold together, in the compute dtype (float32).
@@ -214,6 +253,18 @@ class Optimizer(Generic[S]):
         """
         codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
         return tree.replace(params, [value.clone() for value in codec.decode_params(state.extra)])
+
+    def eval_params(self, params: P, state: OptimizerState[S]) -> P:
+        """The weights for evaluation, in the compute dtype (float32): those that the transform says, else those that are trained.
+
+        Raises:
+            ValueError: ``state`` does not belong to ``params`` under this policy.
+        """
+        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
+        weights = tree.replace(params, codec.decode_params(state.extra))
+        found = eval_params(self.transform, weights, codec.decode_state(state.inner))
+        tree.require_same_structure(found, params, name="eval_params", reference_name="params")
+        return tree.map(torch.clone, found)
 
     def import_fp32(self, weights: P, params: P, state: OptimizerState[S] | None = None) -> tuple[P, OptimizerState[S]]:
         """Store full-precision ``weights``: the model's tensors get the rounded values, the residuals get the rest.

@@ -7,6 +7,7 @@ eight, eager and compiled, in one go and after a resume.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -28,6 +29,37 @@ class Lane(NamedTuple):
     stream: int
     half: Literal[0, 1]
     drawn: list[Tensor]
+
+
+class Numbering(NamedTuple):
+    """The indices of a tensor's elements.
+
+    Attributes:
+        first: Index of the first; the others follow.
+        kind: Name of what is counted together: elements of two kinds may have one index, and draw from different streams.
+    """
+
+    first: int | Tensor
+    kind: str
+
+    @staticmethod
+    def through(
+        tensors: Sequence[Tensor], first: int | Tensor, kinds: Sequence[str] | None = None
+    ) -> tuple[Numbering, ...]:
+        """Number the elements of several tensors, those of each kind through all tensors, as they lie in a flat buffer.
+
+        Args:
+            tensors: In order.
+            first: Index of the first element of each kind.
+            kinds: For each tensor; None: all are of one.
+        """
+        named = [""] * len(tensors) if kinds is None else kinds
+        offsets = dict.fromkeys(named, 0)
+        found = []
+        for tensor, kind in zip(tensors, named, strict=True):
+            found.append(Numbering(first + offsets[kind], kind))
+            offsets[kind] += tensor.numel()
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from torch import Tensor
-
+from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter
 
 P = TypeVar("P")
@@ -15,71 +14,6 @@ S = TypeVar("S")
 
 Cut = Literal["element", "tensor"]
 """How finely the parameters of a transform may be cut: anywhere, or not at all."""
-
-
-class Axis(Protocol):
-    """Reductions over everything that shares one optimizer step: one process, or all shards of a model."""
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Return the sum of ``value`` over the axis; same shape and dtype."""
-        ...
-
-    def max(self, value: Tensor) -> Tensor:
-        """Return the maximum of ``value`` over the axis, element by element."""
-        ...
-
-    def owned(self, tree: P) -> P:
-        """Return ``tree`` with every element that another process counts, or that is padding, set to zero."""
-        ...
-
-
-class Local:
-    """The axis of a single process, over which a reduction returns its argument.
-
-    The class itself is the axis, there are no instances: compilers trace a default that is a class, not one that is an object.
-    """
-
-    @staticmethod
-    def sum(value: Tensor) -> Tensor:
-        """Return ``value``: there is no other process."""
-        return value
-
-    @staticmethod
-    def max(value: Tensor) -> Tensor:
-        """Return ``value``: there is no other process."""
-        return value
-
-    @staticmethod
-    def owned(tree: P) -> P:
-        """Return ``tree``: this process counts all elements."""
-        return tree
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The inputs of a step beyond gradients, state and parameters.
-
-    Attributes:
-        axis: Reductions over all that shares this step.
-        value: The loss, 0-d, for transforms that look at it.
-        step: Number of this update, 1 at the first; int64, 0-d. Filled in by whoever counts: ``chain``, ``accumulate``,
-            ``apply_if_finite``, the optimizer.
-        first_element: Global index of the first element of the tree, for shards and flat buffers: stochastic rounding draws
-            its bits by global index, so that a shard rounds as the whole would.
-    """
-
-    axis: Axis = Local
-    value: Tensor | None = None
-    step: Tensor | None = None
-    first_element: int | Tensor = 0
-
-    def at(self, step: Tensor) -> Context:
-        """Return this context with ``step`` filled in."""
-        return replace(self, step=step)
-
-
-ALONE = Context()
-"""The context of a single process that knows nothing but the gradients."""
 
 
 PARTS = ("cut", "reduces", "init", "update")
@@ -95,7 +29,11 @@ class Transform(Protocol[S]):
 
     Two promises say what an engine may do, independently of each other. ``cut``: ``"element"``, any flat slice of memory will do, because
     what becomes of an element depends on nothing but that element and on what was reduced; or ``"tensor"``, whole tensors with their
-    shapes. ``reduces``: whether ``update`` asks ``ctx.axis`` for sums or maxima over everything that shares the step.
+    shapes. ``reduces``: whether ``update`` asks ``ctx.axis`` for sums or maxima over everything that shares the step, or
+    ``ctx.per_tensor`` for those over each parameter.
+
+    A transform may have more: ``draws``, True if ``update`` asks ``ctx.keys`` for random bits; ``decays()``, see :class:`SlotDecay`;
+    ``periods()``, the periods of the work that it gives to ``ctx.every``; ``eval_params(params, state)``, see :class:`HasEvalParams`.
     """
 
     @property
@@ -105,7 +43,7 @@ class Transform(Protocol[S]):
 
     @property
     def reduces(self) -> bool:
-        """Whether ``update`` asks ``ctx.axis`` for anything."""
+        """Whether ``update`` asks ``ctx.axis`` or ``ctx.per_tensor`` for anything."""
         ...
 
     def init(self, params: P) -> S:
@@ -165,6 +103,36 @@ def coarsest(transforms: Iterable[Transform[Any]]) -> Cut:
 def any_reduces(transforms: Iterable[Transform[Any]]) -> bool:
     """Whether several transforms applied together reduce."""
     return any(transform.reduces for transform in transforms)
+
+
+def any_draws(transforms: Iterable[object]) -> bool:
+    """Whether one of several transforms draws random bits; those that say nothing of it do not."""
+    return any(getattr(transform, "draws", False) for transform in transforms)
+
+
+def periods(*transforms: object) -> tuple[int, ...]:
+    """List the periods of the work that transforms, and those inside them, give to ``ctx.every``: each once, in ascending order."""
+    found = {one for transform in transforms if hasattr(transform, "periods") for one in transform.periods()}
+    return tuple(sorted(found))
+
+
+@runtime_checkable
+class HasEvalParams(Protocol):
+    """A transform that evaluates other weights than those it trains: an average of them, or a point between others."""
+
+    def eval_params(self, params: P, state: Any) -> P:
+        """Return the weights for evaluation.
+
+        Args:
+            params: The weights after the last update, in the compute dtype.
+            state: The transform's state after it.
+        """
+        ...
+
+
+def eval_params(transform: object, params: P, state: Any) -> P:
+    """Return the weights for evaluation of a transform; ``params``, of one that has no others."""
+    return transform.eval_params(params, state) if isinstance(transform, HasEvalParams) else params
 
 
 def require_transform(value: object, *, who: str) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import everybit as eb
 from everybit import testing
+from everybit.context import ALONE
 from everybit.hyperparameters import numbers_only
 from everybit.testing import CHECKS, REGISTRY
-from everybit.transform import ALONE
 
 P = TypeVar("P")
 

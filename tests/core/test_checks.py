@@ -16,7 +16,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.checks import MARGIN
-from everybit.transform import ALONE
+from everybit.context import ALONE
 
 P = TypeVar("P")
 BF16 = torch.bfloat16

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.combinators.chain import zero_step
+from everybit.context import ALONE, Context
 from everybit.contracts import updated
-from everybit.transform import ALONE, Context, Cut, SlotDecay, Transform, decays, require_transform
+from everybit.transform import Cut, SlotDecay, Transform, any_draws, decays, eval_params, periods, require_transform
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -60,9 +61,22 @@ class Accumulate:
         """Whether the inner transform does."""
         return self.transform.reduces
 
+    @property
+    def draws(self) -> bool:
+        """Whether the inner transform does."""
+        return any_draws([self.transform])
+
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the inner transform's decay rates, and that of the mean, which its last gradient changes by ``1 / every``."""
         return SlotDecay("gradient", 1 - 1 / self.every), *decays(self.transform)
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the inner transform declares."""
+        return periods(self.transform)
+
+    def eval_params(self, params: P, state: AccumulateState[Any]) -> P:
+        """Return the inner transform's weights for evaluation."""
+        return eval_params(self.transform, params, state.inner)
 
     def init(self, params: P) -> AccumulateState[P]:
         """Return a state with a zero mean of gradients and the inner transform's state."""
@@ -78,7 +92,7 @@ class Accumulate:
         mean = tree.map(lambda g, a: a + (g - a) / count, updates, state.gradient)
         due = count == self.every
         step = state.step + due
-        inner_updates, inner = updated(self.transform, mean, state.inner, params, ctx.at(state.step + 1))
+        inner_updates, inner = updated(self.transform, mean, state.inner, params, ctx.counted(state.step + 1))
         none = tree.zeros_like(updates)
         return tree.where(due, inner_updates, none), AccumulateState(
             step, count * ~due, tree.where(due, none, mean), tree.where(due, inner, state.inner)

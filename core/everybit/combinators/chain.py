@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.transform import (
-    ALONE,
-    Context,
     Cut,
     SlotDecay,
     Transform,
+    any_draws,
     any_reduces,
     coarsest,
     decays,
+    eval_params,
+    periods,
     require_transform,
 )
 
@@ -64,9 +66,24 @@ class Chain:
         """Whether one of the parts does."""
         return any_reduces(self.transforms)
 
+    @property
+    def draws(self) -> bool:
+        """Whether one of the parts does."""
+        return any_draws(self.transforms)
+
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the transforms of the chain declare."""
         return decays(*self.transforms)
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the transforms of the chain declare."""
+        return periods(*self.transforms)
+
+    def eval_params(self, params: P, state: ChainState) -> P:
+        """Return the weights for evaluation: those of each part, of what the one before it gave."""
+        for transform, inner in zip(self.transforms, state.states, strict=True):
+            params = eval_params(transform, params, inner)
+        return params
 
     def init(self, params: P) -> ChainState:
         """Return the initial state of each transform, and a count of zero steps."""
@@ -77,8 +94,8 @@ class Chain:
         step = state.step + 1
         ctx = ctx.at(step)
         states = []
-        for transform, inner in zip(self.transforms, state.states, strict=True):
-            updates, inner = updated(transform, updates, inner, params, ctx)
+        for index, (transform, inner) in enumerate(zip(self.transforms, state.states, strict=True)):
+            updates, inner = updated(transform, updates, inner, params, ctx.inside(index))
             states.append(inner)
         return updates, ChainState(step, tuple(states))
 
@@ -103,9 +120,24 @@ class NamedChain:
         """Whether one of the parts does."""
         return any_reduces(self.transforms.values())
 
+    @property
+    def draws(self) -> bool:
+        """Whether one of the parts does."""
+        return any_draws(self.transforms.values())
+
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the transforms of the chain declare."""
         return decays(*self.transforms.values())
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the transforms of the chain declare."""
+        return periods(*self.transforms.values())
+
+    def eval_params(self, params: P, state: NamedChainState) -> P:
+        """Return the weights for evaluation: those of each part, of what the one before it gave."""
+        for transform, inner in ((part, state.states[name]) for name, part in self.transforms.items()):
+            params = eval_params(transform, params, inner)
+        return params
 
     def init(self, params: P) -> NamedChainState:
         """Each part's state, by its name."""
@@ -117,8 +149,8 @@ class NamedChain:
         step = state.step + 1
         ctx = ctx.at(step)
         states = {}
-        for name, transform in self.transforms.items():
-            updates, states[name] = updated(transform, updates, state.states[name], params, ctx)
+        for index, (name, transform) in enumerate(self.transforms.items()):
+            updates, states[name] = updated(transform, updates, state.states[name], params, ctx.inside(index))
         return updates, NamedChainState(step, states)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.combinators.chain import zero_step
+from everybit.context import ALONE, Context
 from everybit.contracts import updated
-from everybit.transform import ALONE, Context, Cut, SlotDecay, Transform, decays, require_transform
+from everybit.transform import Cut, SlotDecay, Transform, any_draws, decays, eval_params, periods, require_transform
 
 P = TypeVar("P")
 
@@ -59,9 +60,22 @@ class ApplyIfFinite:
         """True, since one element that is not finite stops the step of all."""
         return True
 
+    @property
+    def draws(self) -> bool:
+        """Whether the inner transform does."""
+        return any_draws([self.transform])
+
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the inner transform declares."""
         return decays(self.transform)
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the inner transform declares."""
+        return periods(self.transform)
+
+    def eval_params(self, params: P, state: ApplyIfFiniteState) -> P:
+        """Return the inner transform's weights for evaluation."""
+        return eval_params(self.transform, params, state.inner)
 
     def init(self, params: P) -> ApplyIfFiniteState:
         """Return the inner transform's state, and counters of zero skipped updates."""
@@ -76,7 +90,7 @@ class ApplyIfFinite:
         consecutive = torch.where(apply, 0, state.consecutive + 1)
         if self.max_consecutive is not None:
             apply = apply | (consecutive > self.max_consecutive)
-        inner_updates, inner = updated(self.transform, updates, state.inner, params, ctx.at(state.step + 1))
+        inner_updates, inner = updated(self.transform, updates, state.inner, params, ctx.counted(state.step + 1))
         chosen = tree.where(apply, inner_updates, tree.zeros_like(updates))
         return chosen, ApplyIfFiniteState(
             state.step + apply, state.skipped + ~apply, consecutive, tree.where(apply, inner, state.inner)

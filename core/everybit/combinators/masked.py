@@ -9,8 +9,19 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from everybit import tree
+from everybit.context import ALONE, Context
 from everybit.contracts import updated
-from everybit.transform import ALONE, Context, Cut, SlotDecay, Transform, any_reduces, decays, require_transform
+from everybit.transform import (
+    Cut,
+    SlotDecay,
+    Transform,
+    any_draws,
+    any_reduces,
+    decays,
+    eval_params,
+    periods,
+    require_transform,
+)
 
 P = TypeVar("P")
 
@@ -51,9 +62,23 @@ class Masked:
         """Whether the inner transform does."""
         return self.transform.reduces
 
+    @property
+    def draws(self) -> bool:
+        """Whether the inner transform does."""
+        return any_draws([self.transform])
+
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the inner transform declares."""
         return decays(self.transform)
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the inner transform declares."""
+        return periods(self.transform)
+
+    def eval_params(self, params: P, state: MaskedState) -> P:
+        """Return the inner transform's weights for evaluation where selected, else those given."""
+        chosen = _mask(self.mask, params)
+        return _merge(params, eval_params(self.transform, _select(params, chosen), state.inner))
 
     def init(self, params: P) -> MaskedState:
         """The inner state of the selected leaves."""
@@ -64,7 +89,7 @@ class Masked:
         updates = tree.ordered_as(params, updates)
         chosen = _mask(self.mask, params)
         inner_updates, inner = updated(
-            self.transform, _select(updates, chosen), state.inner, _select(params, chosen), ctx
+            self.transform, _select(updates, chosen), state.inner, _select(params, chosen), ctx.of(chosen)
         )
         return _merge(updates, inner_updates), MaskedState(inner)
 
@@ -90,9 +115,27 @@ class Partition:
         """Whether one of the parts does."""
         return any_reduces(self.transforms.values())
 
+    @property
+    def draws(self) -> bool:
+        """Whether one of the parts does."""
+        return any_draws(self.transforms.values())
+
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the transforms of all labels declare."""
         return decays(*self.transforms.values())
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the transforms of all labels declare."""
+        return periods(*self.transforms.values())
+
+    def eval_params(self, params: P, state: PartitionState) -> P:
+        """Return each label's weights for evaluation of its leaves."""
+        labels = self._labels(params)
+        merged = params
+        for name, transform in self.transforms.items():
+            own = _select(params, [label == name for label in labels])
+            merged = _merge(merged, eval_params(transform, own, state.by_label[name]))
+        return merged
 
     def init(self, params: P) -> PartitionState:
         """Each label's state of its leaves."""
@@ -114,10 +157,15 @@ class Partition:
         updates = tree.ordered_as(params, updates)
         labels = self._labels(params)
         merged, states = updates, {}
-        for name, transform in self.transforms.items():
+        for index, (name, transform) in enumerate(self.transforms.items()):
             chosen = [label == name for label in labels]
+            # By position, as in a chain: that is what a front end makes of a partition whose labels it knows.
             inner_updates, states[name] = updated(
-                transform, _select(updates, chosen), state.by_label[name], _select(params, chosen), ctx
+                transform,
+                _select(updates, chosen),
+                state.by_label[name],
+                _select(params, chosen),
+                ctx.of(chosen).inside(index),
             )
             merged = _merge(merged, inner_updates)
         return merged, PartitionState(states)

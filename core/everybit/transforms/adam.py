@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from everybit import tree
 from everybit.barriers import materialize, sqrt
+from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, bias_correction, is_zero, require, require_step
-from everybit.transform import ALONE, Context, Cut, SlotDecay
+from everybit.transform import Cut, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")

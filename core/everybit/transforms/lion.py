@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from everybit import tree
+from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import ALONE, Context, Cut, SlotDecay
+from everybit.transform import Cut, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")

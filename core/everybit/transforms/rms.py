@@ -9,8 +9,9 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.barriers import sqrt
+from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import ALONE, Context, Cut, SlotDecay
+from everybit.transform import Cut, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.barriers import materialize, sqrt
+from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, Scalar, at, require
-from everybit.transform import ALONE, Context, Cut
+from everybit.transform import Cut
 
 P = TypeVar("P")
 

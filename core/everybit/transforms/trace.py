@@ -9,8 +9,9 @@ import torch
 
 from everybit import tree
 from everybit.barriers import materialize
+from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, is_zero, require, require_step
-from everybit.transform import ALONE, Context, Cut, SlotDecay
+from everybit.transform import Cut, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")

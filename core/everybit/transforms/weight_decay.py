@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
-from everybit.transform import ALONE, Context, Cut
+from everybit.transform import Cut
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from everybit import policies
+from everybit.context import Context
 from everybit.policy import Policy
 from everybit.scalars import Hyperparameter
-from everybit.transform import Context, Transform
+from everybit.transform import Transform
 
 Build = Callable[[Hyperparameter], Transform[Any]]
 """From a learning rate to a transform."""

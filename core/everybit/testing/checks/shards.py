@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.context import Context
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.parts import needs_whole_tensors
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
@@ -17,7 +18,6 @@ from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
 from everybit.testing.checks.cuts import flattened, promises, stored_slots
 from everybit.testing.checks.parts import decided
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
-from everybit.transform import Context
 
 P = TypeVar("P")
 

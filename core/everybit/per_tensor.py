@@ -1,0 +1,229 @@
+"""Reductions over each parameter: sums and norms of a whole tensor, from pieces of it too.
+
+A transform that needs one number of each parameter, such as a trust ratio, may still be cut anywhere: it asks ``ctx.per_tensor`` for the
+number, computes with numbers, and lets ``ctx.per_tensor.expand`` give each element that of its parameter.
+
+*Numbers* are a tree of the parameters' structure, with a vector in the place of each leaf: one float64 number for each parameter that has
+elements in the leaf. A leaf of a model's tree is one parameter. A piece of a flat buffer may hold elements of several, and of the first
+and the last of them only some: :class:`Members` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import barriers, tree
+from everybit.axis import Axis
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The parameters that a leaf's elements belong to, where a leaf is not one whole parameter.
+
+    Attributes:
+        numbers: Number of each such parameter among all that share the step: int64, 1-d.
+        edges: Position in the leaf of the first element of each, and the leaf's number of elements: int64, one longer. A parameter may
+            have no element in it.
+        sizes: Number of elements of every parameter that shares the step, in order: float64, 1-d.
+    """
+
+    numbers: Tensor
+    edges: Tensor
+    sizes: Tensor
+
+    def cut(self, start: int, stop: int) -> Members:
+        """Return the members of the leaf's elements ``start`` to ``stop``."""
+        return Members(self.numbers, self.edges.clamp(start, stop) - start, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PerTensor:
+    """What a transform may ask of each whole parameter; it is ``ctx.per_tensor``.
+
+    Sums are taken in float64, so that those of pieces add up to that of the whole but for a float64's last bits. All processes that share
+    the step have to ask for the same, in the same order, as for reductions over everything.
+
+    Attributes:
+        axis: Over which the pieces of a parameter are summed.
+        members: Of each leaf, in order; None: every leaf is one whole parameter, and nothing is asked of the axis.
+    """
+
+    axis: Axis
+    members: tuple[Members, ...] | None
+
+    def sum(self, values: P) -> P:
+        """The sum of each parameter's elements, as numbers."""
+        return self._sum(values, _sum)
+
+    def sum_of_squares(self, values: P) -> P:
+        """The sum of the squares of each parameter's elements, as numbers."""
+        return self._sum(values, barriers.sum_of_squares)
+
+    def norm(self, values: P) -> P:
+        """The Euclidean norm of each parameter's elements, as numbers."""
+        return tree.map(barriers.sqrt, self.sum_of_squares(values))
+
+    def size(self, values: P) -> P:
+        """The number of elements of each parameter, as numbers; of the whole of it, wherever the rest is."""
+        if self.members is None:
+            return tree.map(lambda x: torch.full((1,), x.numel(), dtype=torch.float64, device=x.device), values)
+        return self._map(lambda _, members: members.sizes[members.numbers], values)
+
+    def mean(self, values: P) -> P:
+        """The mean of each parameter's elements, as numbers; 0 of a parameter without elements."""
+        return tree.map(_divided, self.sum(values), self.size(values))
+
+    def mean_of_squares(self, values: P) -> P:
+        """The mean of the squares of each parameter's elements, as numbers; 0 of a parameter without elements."""
+        return tree.map(_divided, self.sum_of_squares(values), self.size(values))
+
+    def expand(self, numbers: P, like: P) -> P:
+        """Give each element its parameter's number, in the dtype of ``like``.
+
+        Args:
+            numbers: One number for each parameter, as the other methods return them and as computed from those.
+            like: A tree of the parameters' structure and shapes.
+
+        Returns:
+            A tree of tensors that broadcast against those of ``like``.
+
+        Raises:
+            ValueError: A leaf of ``numbers`` that is not one vector of a number for each parameter.
+        """
+        if self.members is None:
+            return tree.map(_broadcast, numbers, like)
+        return self._map(_expanded, like, numbers)
+
+    def _sum(self, values: P, of: Callable[[Tensor], Tensor]) -> P:
+        if self.members is None:
+            return tree.map(lambda x: of(x).reshape(1), values)
+        known = getattr(self.axis, "known", None)
+        total = None if known is None else known()
+        if total is None:
+            owned = tree.leaves(self.axis.owned(values))
+            partial = _added([_partial(x, one, of) for x, one in zip(owned, self._of_leaves(values), strict=True)])
+            total = self.axis.sum(partial)
+        return self._map(lambda _, members: total[members.numbers], values)
+
+    def _map(self, function: Callable[..., Tensor], values: P, *others: P) -> P:
+        leaves = [tree.leaves(one) for one in (values, *others)]
+        members = self._of_leaves(values)
+        return tree.replace(
+            values, [function(x, *rest) for x, *rest in zip(leaves[0], members, *leaves[1:], strict=True)]
+        )
+
+    def _of_leaves(self, values: object) -> tuple[Members, ...]:
+        assert self.members is not None
+        if len(tree.leaves(values)) != len(self.members):
+            raise ValueError(
+                f"ctx.per_tensor: got {len(tree.leaves(values))} tensors; accepted is a tree of the {len(self.members)} parameters'"
+                " structure. A combinator that leaves some out passes ctx.of(chosen) on."
+            )
+        return self.members
+
+
+def _partial(x: Tensor, members: Members, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum for every parameter that shares the step, of the elements here: float64, 1-d."""
+    count = len(members.numbers)
+    sums = of(x).reshape(1) if count == 1 else _sums_of_members(x, members.edges, of is barriers.sum_of_squares)
+    return sums.new_zeros(len(members.sizes)).index_copy(0, members.numbers, sums)
+
+
+def _added(partials: list[Tensor]) -> Tensor:
+    return torch.stack(partials).sum(0) if len(partials) != 1 else partials[0]
+
+
+def _sum(x: Tensor) -> Tensor:
+    return barriers.sum(x.double())
+
+
+def _divided(total: Tensor, size: Tensor) -> Tensor:
+    return total / size.clamp(min=1)
+
+
+def _broadcast(numbers: Tensor, like: Tensor) -> Tensor:
+    if numbers.shape != (1,):
+        raise ValueError(_unfit(numbers, 1))
+    return barriers.materialize(numbers.to(like.dtype)).reshape((1,) * like.ndim)
+
+
+def _expanded(like: Tensor, members: Members, numbers: Tensor) -> Tensor:
+    count = len(members.numbers)
+    if count == 1:
+        return _broadcast(numbers, like)
+    if numbers.shape != (count,):
+        raise ValueError(_unfit(numbers, count))
+    if not like.numel():
+        return torch.empty_like(like)
+    values = barriers.materialize(numbers.to(like.dtype))
+    if like.device.type == "meta":
+        return torch.empty_like(like)
+    if like.device.type == "cpu":
+        expand = _expand_op if torch.compiler.is_compiling() else _expand
+        return expand(values, members.edges, like.numel()).reshape(like.shape)
+    # On accelerators a search for each element, which compiled code does in the loop that uses it.
+    places = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
+    return values[torch.bucketize(places, members.edges[1:], out_int32=True, right=True)].reshape(like.shape)
+
+
+def _unfit(numbers: Tensor, count: int) -> str:
+    return (
+        f"ctx.per_tensor.expand: got numbers of shape {tuple(numbers.shape)}; accepted is one for each of the {count} parameters in the"
+        f" leaf, {(count,)}."
+    )
+
+
+def _expand(values: Tensor, edges: Tensor, size: int) -> Tensor:
+    """Repeat each value for the elements of its member. No indices are made, which would take twice the memory."""
+    found: Tensor = values.new_empty(size)
+    for number, (start, stop) in enumerate(pairwise(edges.tolist())):
+        if stop > start:
+            found[start:stop] = values[number]
+    return found
+
+
+def _sums_of_members(x: Tensor, edges: Tensor, squares: bool) -> Tensor:
+    return (_sums_op if torch.compiler.is_compiling() else _sums)(x, edges, squares)
+
+
+def _sums(x: Tensor, edges: Tensor, squares: bool) -> Tensor:
+    flat = x.reshape(-1)
+    # Made from `x`, so that it can be told what it is computed from where there are no elements, too.
+    found = flat.new_zeros(len(edges) - 1, dtype=torch.float64)
+    if not flat.numel() or x.device.type == "meta":
+        return found
+    if x.device.type == "cpu":
+        of = barriers.sum_of_squares if squares else _sum
+        for number, (start, stop) in enumerate(pairwise(edges.tolist())):
+            if stop > start:
+                found[number] = of(flat[start:stop])
+        return found
+    # One kernel for all members, over a chunk at a time: no copy of a long tensor is widened.
+    for start in range(0, flat.numel(), barriers.DEVICE_CHUNK):
+        wide = flat[start : start + barriers.DEVICE_CHUNK].double()
+        here = edges.clamp(start, start + len(wide)) - start
+        found += torch.segment_reduce(wide.square_() if squares else wide, "sum", offsets=here, unsafe=True, initial=0)
+    return found
+
+
+@torch.library.custom_op("everybit::sums_of_members", mutates_args=())
+def _sums_op(x: Tensor, edges: Tensor, squares: bool) -> Tensor:
+    return _sums(x, edges, squares)
+
+
+@torch.library.custom_op("everybit::expand_members", mutates_args=())
+def _expand_op(values: Tensor, edges: Tensor, size: int) -> Tensor:
+    return _expand(values, edges, size)
+
+
+_sums_op.register_fake(lambda x, edges, squares: x.new_empty(len(edges) - 1, dtype=torch.float64))  # noqa: ARG005
+_expand_op.register_fake(lambda values, edges, size: values.new_empty(size))  # noqa: ARG005

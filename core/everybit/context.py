@@ -12,6 +12,7 @@ from everybit import tree
 from everybit.axis import Axis, Local
 from everybit.per_tensor import Members, PerTensor
 from everybit.random_bits import Key, Numbering, stream
+from everybit.scalars import require_step
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -101,10 +102,7 @@ class Context:
         """
         if "draws" in self.undeclared:
             raise TypeError(_undeclared("keys", "draws"))
-        if self.updates is None:
-            raise ValueError(
-                "ctx.keys: nobody counts steps; accepted is a transform inside eb.chain(...) or eb.with_policy(...)."
-            )
+        updates = require_step(self.step if self.updates is None else self.updates, "ctx.keys")
         leaves = tree.leaves(like)
         numbering = Numbering.through(leaves, self.first_element) if self.numbering is None else self.numbering
         if len(numbering) != len(leaves):
@@ -115,7 +113,7 @@ class Context:
         # No slot and no part of a parameter has a name with a colon in front.
         place = ".".join(map(str, self.path))
         streams = {kind: stream(f":{place}:{name}:{kind}") for kind in dict.fromkeys(one.kind for one in numbering)}
-        found: Any = [Key(self.seed, self.updates, streams[one.kind], one.first) for one in numbering]
+        found: Any = [Key(self.seed, updates, streams[one.kind], one.first) for one in numbering]
         return tree.replace(like, found)
 
     def every(self, period: int, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
@@ -140,11 +138,8 @@ class Context:
                 return work() if due else otherwise()
         if period == 1:
             return work()
-        if self.updates is None:
-            raise ValueError(
-                "ctx.every: nobody counts steps; accepted is a transform inside eb.chain(...) or eb.with_policy(...)."
-            )
-        return tree.where((self.updates - 1) % period == 0, work(), otherwise())
+        updates = require_step(self.step if self.updates is None else self.updates, "ctx.every")
+        return tree.where((updates - 1) % period == 0, work(), otherwise())
 
 
 ALONE = Context()

@@ -105,14 +105,17 @@ def map(function: Callable[..., Any], tree: P, *others: Any) -> P:
 def elementwise(function: Callable[..., Tensor], tree: P, *others: Any) -> P:
     """Map a ``function`` of each element over trees, as :func:`map` does: the mathematics of a transform.
 
+    ``others`` may hold something else than tensors in the place of a leaf, such as the keys of :meth:`everybit.Context.keys`.
+
     A 0-d leaf is shown to ``function`` as a tensor of one element. Otherwise torch would promote it to the float64 of a 0-d coefficient
     such as ``1 - beta ** step``, and the dtype of updates and state would depend on how many dimensions a parameter has.
     """
 
-    def apply(leaf: Tensor, *rest: Tensor) -> Tensor:
+    def apply(leaf: Tensor, *rest: Any) -> Tensor:
         if leaf.ndim:
             return function(leaf, *rest)
-        return function(leaf.reshape(1), *(other.reshape(1) for other in rest)).reshape(())
+        alike = (other.reshape(1) if isinstance(other, Tensor) else other for other in rest)
+        return function(leaf.reshape(1), *alike).reshape(())
 
     return map(apply, tree, *others)
 

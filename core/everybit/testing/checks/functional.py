@@ -13,6 +13,7 @@ from everybit.optimizer import with_policy
 from everybit.policy import Policy
 from everybit.testing.checks.conditions import LEARNING_RATE, Build, at_step
 from everybit.testing.examples import assert_close, example_grads, example_params
+from everybit.transform import any_draws
 
 
 def check_vmap(build: Build) -> None:
@@ -99,7 +100,9 @@ def check_differentiable(build: Build) -> None:
             raise AssertionError(
                 f"derivative by {name}: torch.func.grad gives {found!r}, finite differences give {expected!r}."
             )
-    _check_stored_derivative(build)
+    # Elements of another dtype draw other bits, so that a transform that draws does not go the same way under another policy.
+    if not any_draws([build(LEARNING_RATE)]):
+        _check_stored_derivative(build)
 
 
 def _check_stored_derivative(build: Build) -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.combinators.masked import Masked, Partition
 from everybit.context import Context
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
-from everybit.parts import needs_whole_tensors
+from everybit.parts import needs_whole_tensors, transforms_in
+from everybit.per_tensor import Members
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
 from everybit.testing.checks.cuts import flattened, promises, stored_slots
 from everybit.testing.checks.parts import decided
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
-
-P = TypeVar("P")
 
 AGREEMENT = 1e-5
 """How far a sum over shards may be from the sum of the whole, relative to what the shards contribute in magnitude.
@@ -30,7 +31,8 @@ The 58 elements of the examples, added up in float32 in another order, differ by
 def check_shards_equal_whole(build: Build) -> None:
     """The pieces of a model, stepped on the ranks of a sharded run, get the bits that the whole model gets.
 
-    The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors. A transform whose cut is ``"tensor"``,
+    The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors: one for each tensor, and then, of a
+    transform without masks and labels, one for each piece, as in a flat buffer. A transform whose cut is ``"tensor"``,
     or that of a part of it, gets whole tensors, each on a rank of its own. One rank has nothing, and one has a copy of what another rank
     counts. Masks and labels that are functions are asked of the whole parameters.
 
@@ -47,24 +49,28 @@ def check_shards_equal_whole(build: Build) -> None:
             edges = [0, 1, size // 2, size // 2, size // 2 + 1, size - 1, size]
         else:
             edges = [0, *itertools.accumulate(sizes)]
-        pieces = [_Piece(a, b, flat) for a, b in itertools.pairwise(edges)]
-        pieces.append(pieces[0]._replace(counted=False))
-        what = f"{promises(transform)}: {size} {dtype} elements on shards that begin at {tuple(edges[:-1])}"
-        _check_pieces(with_policy(transform, policy), params, pieces, what)
+        chooses = any(isinstance(one, (Masked, Partition)) for one in transforms_in(transform))
+        for joined in (False, True) if flat and not chooses else (False,):
+            pieces = [_Piece(a, b, flat, joined) for a, b in itertools.pairwise(edges)]
+            pieces.append(pieces[0]._replace(counted=False))
+            what = f"{promises(transform)}: {size} {dtype} elements on shards that begin at {tuple(edges[:-1])}"
+            _check_pieces(with_policy(transform, policy), params, pieces, what)
 
 
 def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Piece], what: str) -> None:
     state = optimizer.init(params)
     parts = [piece.of(params) for piece in pieces]
-    states = [optimizer.init(part, piece.context(())) for piece, part in zip(pieces, parts, strict=True)]
+    sizes = [leaf.numel() for leaf in tree.leaves(params)]
+    whole = _Piece(0, sum(sizes), flat=False)
+    states = [optimizer.init(part, piece.context((), sizes)) for piece, part in zip(pieces, parts, strict=True)]
     for step in (1, 2):
         grads = example_grads(params, step)
         now = f"{what}, step {step}"
         ranks = [_Rank(piece, part, piece.of(grads), s) for piece, part, s in zip(pieces, parts, states, strict=True)]
-        totals, stepped = _step_together(optimizer, ranks, now)
+        totals, stepped = _step_together(optimizer, ranks, sizes, now)
         axis = _RecordingAxis([total.value for total in totals])
         try:
-            params, state = optimizer.step(params, grads, state, Context(axis=axis))
+            params, state = optimizer.step(params, grads, state, replace(whole.context((), sizes), axis=axis))
         except NeedsReductionError as pending:
             raise AssertionError(f"{now}: only the whole asks for the {pending.kind} of {pending.value}.") from None
         _require_agreement(axis.asked, totals, now)
@@ -99,27 +105,40 @@ class _Piece(NamedTuple):
         start: First element.
         stop: One past the last.
         flat: Whether tensors are vectors here, of what the rank has of them; else they are whole or empty.
+        joined: Whether what the rank has of all tensors is one vector.
         counted: Whether this rank is the one that contributes these elements to reductions.
     """
 
     start: int
     stop: int
     flat: bool
+    joined: bool = False
     counted: bool = True
 
-    def of(self, values: P) -> P:
-        """The same tree; a tensor that lies elsewhere is empty."""
+    def of(self, values: Any) -> Any:
+        """The same tree, or a vector; a tensor that lies elsewhere is empty."""
         position, found = 0, []
         for leaf in tree.leaves(values):
             first, last = (min(max(edge - position, 0), leaf.numel()) for edge in (self.start, self.stop))
             whole = last - first == leaf.numel() and not self.flat
             found.append(leaf.clone() if whole else leaf.reshape(-1)[first:last].clone())
             position += leaf.numel()
-        return tree.replace(values, found)
+        return torch.cat(found) if self.joined else tree.replace(values, found)
 
-    def context(self, totals: Sequence[Tensor]) -> Context:
-        """Return the context of a step whose first reductions have these totals."""
-        return Context(first_element=self.start, axis=ReplayAxis(totals, counted=self.counted))
+    def context(self, totals: Sequence[Tensor], sizes: Sequence[int]) -> Context:
+        """Return the context of a step of tensors of these sizes, whose first reductions have these totals."""
+        ends = torch.tensor([0, *itertools.accumulate(sizes)])
+        whole = Members(torch.arange(len(sizes)), ends, torch.tensor(sizes, dtype=torch.float64))
+        here = whole.cut(self.start, self.stop)
+        apart = (
+            Members(here.numbers[i : i + 1], here.edges[i : i + 2] - here.edges[i], here.sizes)
+            for i in range(len(sizes))
+        )
+        return Context(
+            first_element=self.start,
+            axis=ReplayAxis(totals, counted=self.counted),
+            members=(here,) if self.joined else tuple(apart),
+        )
 
 
 class _Rank(NamedTuple):
@@ -144,6 +163,9 @@ class _RecordingAxis(ReplayAxis):
         super().__init__(totals, counted=counted)
         self.asked: list[tuple[Kind, Tensor]] = []
 
+    def known(self) -> None:
+        """Return None, so that partial results are computed in any case."""
+
     def _answer(self, kind: Kind, value: Tensor) -> Tensor:
         answer = super()._answer(kind, value)
         self.asked.append((kind, value))
@@ -151,7 +173,7 @@ class _RecordingAxis(ReplayAxis):
 
 
 def _step_together(
-    optimizer: Optimizer[Any], ranks: list[_Rank], what: str
+    optimizer: Optimizer[Any], ranks: list[_Rank], sizes: Sequence[int], what: str
 ) -> tuple[list[_Total], list[tuple[Any, OptimizerState[Any]]]]:
     """Step all ranks, and return the totals of their reductions and each rank's result.
 
@@ -161,7 +183,7 @@ def _step_together(
     while True:
         stepped, partials = [], []
         for rank in ranks:
-            ctx = rank.piece.context([total.value for total in totals])
+            ctx = rank.piece.context([total.value for total in totals], sizes)
             try:
                 stepped.append(optimizer.step(rank.params, rank.grads, rank.state, ctx))
             except NeedsReductionError as pending:

@@ -1,0 +1,221 @@
+"""Example transforms that use what a context offers: reductions per tensor, random draws, periodic work, weights for evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.context import ALONE
+from everybit.random_bits import uniform
+from everybit.scalars import at
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByTrustRatio:
+    """Scale each parameter's update to the parameter's norm, as LAMB does (You et al. 2020, https://arxiv.org/abs/1904.00962)."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = True
+
+    def init(self, params: P) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        weights, moves = ctx.per_tensor.norm(params), ctx.per_tensor.norm(updates)
+
+        def ratio(weight: Tensor, move: Tensor) -> Tensor:
+            return torch.where((weight > 0) & (move > 0), weight / move, 1.0)
+
+        ratios = ctx.per_tensor.expand(eb.tree.map(ratio, weights, moves), updates)
+        return eb.tree.elementwise(lambda u, r: u * r, updates, ratios), state
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByRms:
+    """Divide each parameter's update by its root mean square over a limit, where that is above 1, as Adafactor does.
+
+    Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235, section 6.
+    """
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = True
+    limit: eb.Hyperparameter = 1.0
+
+    def init(self, params: P) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        limit = at(self.limit, ctx.step, name="limit")
+        squares = ctx.per_tensor.mean_of_squares(updates)
+
+        def factor(square: Tensor) -> Tensor:
+            # No root of zero, which has no derivative.
+            above = square > limit * limit
+            return torch.where(above, torch.where(above, square, 1.0).sqrt() / limit, 1.0)
+
+        factors = eb.tree.map(factor, squares)
+        return eb.tree.elementwise(lambda u, f: u / f, updates, ctx.per_tensor.expand(factors, updates)), state
+
+
+@dataclass(frozen=True, slots=True)
+class CenterGradients:
+    """Subtract from each parameter's update its mean over all elements."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = True
+
+    def init(self, params: P) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        means = ctx.per_tensor.expand(ctx.per_tensor.mean(updates), updates)
+        return eb.tree.elementwise(lambda u, m: u - m, updates, means), state
+
+
+@dataclass(frozen=True, slots=True)
+class AddNoise:
+    """Add uniform noise of a standard deviation that falls with the step, as in Neelakantan et al. 2015 (https://arxiv.org/abs/1511.06807)."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
+    draws: ClassVar[bool] = True
+    scale: eb.Hyperparameter = 0.1
+
+    def init(self, params: P) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        scale = at(self.scale, ctx.step, name="scale")
+
+        def noisy(u: Tensor, key: eb.Key) -> Tensor:
+            # Products by powers of two, and one rounding, so that no compiler can fuse them into other bits.
+            noise = (uniform(key.bits(u)) - 0.5) * 4.0
+            return u + scale * noise
+
+        return eb.tree.elementwise(noisy, updates, ctx.keys("noise", updates)), state
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class AverageState(Generic[P]):
+    """``average`` of the weights; ``step`` is counted by who is around it."""
+
+    average: eb.Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class AverageWeights:
+    """Keep a running mean of the weights, which is what is evaluated; the last of a chain."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
+    decay: eb.Hyperparameter = 0.9
+
+    def decays(self) -> tuple[eb.SlotDecay, ...]:
+        return (eb.SlotDecay("average", self.decay),)
+
+    def init(self, params: P) -> AverageState[P]:
+        return AverageState(eb.tree.map(torch.clone, params))
+
+    def update(
+        self, updates: P, state: AverageState[Any], params: P, ctx: eb.Context = ALONE
+    ) -> tuple[P, AverageState[P]]:
+        decay = at(self.decay, ctx.step, name="decay")
+        average = eb.tree.elementwise(lambda a, p, u: decay * a + (1 - decay) * (p + u), state.average, params, updates)
+        return updates, AverageState(average)
+
+    def eval_params(self, params: P, state: AverageState[P]) -> P:
+        return state.average
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class ScaleState(Generic[P]):
+    """``size``: magnitudes of a gradient of some steps ago."""
+
+    size: eb.Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByOldMagnitudes:
+    """Divide by the magnitudes of the gradients, which are looked at every few steps only."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
+    period: int = 3
+
+    def decays(self) -> tuple[eb.SlotDecay, ...]:
+        return (eb.SlotDecay("size", 0.0),)
+
+    def periods(self) -> tuple[int, ...]:
+        return (self.period,)
+
+    def init(self, params: P) -> ScaleState[P]:
+        return ScaleState(eb.tree.zeros_like(params))
+
+    def update(self, updates: P, state: ScaleState[Any], params: P, ctx: eb.Context = ALONE) -> tuple[P, ScaleState[P]]:
+        size = ctx.every(self.period, lambda: eb.tree.map(torch.abs, updates), lambda: state.size)
+        return eb.tree.elementwise(lambda u, s: u / (s + 1), updates, size), ScaleState(size)
+
+
+def lamb(learning_rate: Any, b2: Any = 0.95) -> eb.Transform[Any]:
+    """Adam's direction with trust ratios and weight decay."""
+    return eb.chain(
+        eb.scale_by_adam(b2=b2),
+        eb.add_decayed_weights(0.1),
+        ScaleByTrustRatio(),
+        eb.scale_by_learning_rate(learning_rate),
+    )
+
+
+def rms_clipped(learning_rate: Any, limit: Any = 0.5) -> eb.Transform[Any]:
+    """Gradients centred, Adam's direction clipped by its root mean square, and all of it by the global norm."""
+    return eb.chain(
+        eb.clip_by_global_norm(1.0),
+        CenterGradients(),
+        eb.scale_by_adam(b2=0.95, eps_root=1e-12),
+        ClipByRms(limit),
+        eb.trace(0.9),
+        eb.scale_by_learning_rate(learning_rate),
+    )
+
+
+def noisy(learning_rate: Any) -> eb.Transform[Any]:
+    """Two sources of noise, which have to be independent."""
+    return eb.chain(AddNoise(0.5), AddNoise(0.25), eb.trace(0.9), eb.scale_by_learning_rate(learning_rate))
+
+
+def averaged(learning_rate: Any) -> eb.Transform[Any]:
+    """Momentum, and a running mean of the weights to be evaluated."""
+    return eb.chain(eb.trace(0.9), eb.scale_by_learning_rate(learning_rate), AverageWeights())
+
+
+def periodic(learning_rate: Any) -> eb.Transform[Any]:
+    """Work at the steps 1, 4, 7."""
+    return eb.chain(ScaleByOldMagnitudes(3), eb.trace(0.9), eb.scale_by_learning_rate(learning_rate))
+
+
+def masked_noise(learning_rate: Any) -> eb.Transform[Any]:
+    """Trust ratios and noise for some of the parameters only."""
+    return eb.chain(
+        eb.masked(eb.chain(AddNoise(0.5), ScaleByTrustRatio()), where=lambda _path, p: p.ndim > 1),
+        eb.trace(0.9),
+        eb.scale_by_learning_rate(learning_rate),
+    )
+
+
+EXAMPLES = {
+    "lamb": lamb,
+    "rms clipped": rms_clipped,
+    "noisy": noisy,
+    "averaged": averaged,
+    "periodic": periodic,
+    "masked noise": masked_noise,
+}
+"""Builders of the examples, by name, as the battery takes them."""

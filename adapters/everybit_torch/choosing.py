@@ -21,6 +21,7 @@ from everybit.combinators.masked import Masked, Partition
 from everybit.context import ALONE
 from everybit.parts import map_parts, transforms_in
 from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
+from everybit.transform import any_draws
 
 P = TypeVar("P")
 Tree = Mapping[str | int, Tensor]
@@ -83,6 +84,11 @@ class ReductionsOnly:
     def reduces(self) -> bool:
         """Whether the transform asks for reductions."""
         return self.transform.reduces
+
+    @property
+    def draws(self) -> bool:
+        """Whether the transform draws random bits, for which elements that are not contributed ask too."""
+        return any_draws([self.transform])
 
     def init(self, params: P) -> Any:
         """Return the empty state of ``identity``."""

@@ -38,6 +38,7 @@ from everybit_torch.entries import UNUSED, ParameterState, States, state_replace
 from everybit_torch.following import follow, require_followable
 from everybit_torch.gradients import GradientBuffer, gather
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
+from everybit_torch.members import ParameterTable
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.param_groups import (
     Params,
@@ -165,6 +166,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self._units: list[Unit] = []
         self._counted: dict[torch.dtype, int] = {}
         self._first_elements: dict[Tensor, int] = {}  # of first elements, by parameter, where a model was named
+        self._table: ParameterTable | None = None  # made when a step first reduces
         self._had_gradients = False
         self._release: Release | None = None  # set by enable_gradient_release
         self._metrics: Metrics | None = None
@@ -351,6 +353,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def _carry_out(self, plan: Placement) -> None:
         self._counted = plan.counted
+        self._table = None
         for group, known, waiting, lazy in zip(self._groups, plan.known, plan.waiting, plan.uninitialized, strict=True):
             group.known, group.waiting, group.uninitialized = known, waiting, lazy
         for run in plan.runs:
@@ -667,6 +670,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         mesh = mesh_of([parameter for unit in reducing for parameter in unit.parameters])
         if mesh is None and not gathered:
             return []
+        if self._table is None:
+            self._table = self._parameter_table()
+        for unit in reducing:
+            self._table.describe(unit)
         parts = [
             Part(
                 self._groups[unit.group].optimizer_of(unit),
@@ -677,6 +684,12 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             for unit in reducing
         ]
         return find_totals(parts, eb.Local if mesh is None else axis_of(mesh), self._groups[0].reads)
+
+    def _parameter_table(self) -> ParameterTable:
+        parameters = list({id(p): p for p in self._parameters()}.values())
+        # Those of lazy modules without a shape are numbered; they have no gradient.
+        sizes = [0 if is_lazy(p) else p.numel() for p in parameters]
+        return ParameterTable({id(p): number for number, p in enumerate(parameters)}, sizes)
 
     def _counts(self, unit: Unit) -> bool:
         """Whether what this rank measures of a unit is not another rank's to count."""
@@ -935,6 +948,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         }
         # What the optimizer keeps is in its units; of the state that shows it, what others keep there.
         del copied["_states"]
+        copied["_table"] = None  # it knows parameters by their ids
         copied["state"] = {
             key: entries.kept if isinstance(entries, ParameterState) else entries for key, entries in self.state.items()
         }

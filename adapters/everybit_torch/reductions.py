@@ -21,6 +21,7 @@ from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.replay import NeedsReductionError, ReplayAxis
+from everybit_torch.members import members_of
 from everybit_torch.units import Unit, map_state
 
 # Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
@@ -70,10 +71,16 @@ class Reads:
     def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
         params, state = optimizer.decode(*_without_elements(unit))
         grads = [torch.empty_like(x) for x in params]
-        ctx = eb.Context(axis=ReplayAxis(totals), first_element=unit.first).at(state.step + 1)
+        none = members_of(unit, 0, 0)
+        ctx = eb.Context(
+            axis=ReplayAxis(totals),
+            first_element=unit.first,
+            members=none,
+            seed=optimizer.seed,
+        ).at(state.step + 1)
         numbers = [value for _, value in hyperparameters(optimizer.transform) if isinstance(value, Tensor)]
         following = _Origins(
-            {id(x): frozenset() for x in (*totals, *numbers, *eb.tree.leaves(state), *grads, ctx.step)}
+            {id(x): frozenset() for x in (*totals, *numbers, *eb.tree.leaves((state, none)), *grads, ctx.step)}
         )
 
         def note(name: str, slot: Any) -> Any:
@@ -173,7 +180,11 @@ def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: 
     else:
         chunks, names = _chunks(unit, grad), reads.of(optimizer, unit, totals)
     for start, values, gradient, state in chunks:
-        ctx = eb.Context(first_element=unit.first + start, axis=ReplayAxis(totals, counted=counted))
+        ctx = eb.Context(
+            first_element=unit.first + start,
+            axis=ReplayAxis(totals, counted=counted),
+            members=members_of(unit) if names is None else members_of(unit, start, start + len(gradient)),
+        )
         pending = _ask(optimizer, values, gradient, state, ctx, names)
         if pending is None:
             return
@@ -193,7 +204,7 @@ def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionEr
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
     (tensor,), state = _without_elements(part.unit)
     none = torch.empty_like(tensor, dtype=torch.float32)
-    ctx = eb.Context(first_element=part.unit.first, axis=ReplayAxis(totals))
+    ctx = eb.Context(first_element=part.unit.first, axis=ReplayAxis(totals), members=members_of(part.unit, 0, 0))
     # Where there are no elements it does not matter what is decoded.
     return _ask(part.optimizer, tensor, none, state, ctx, None)
 

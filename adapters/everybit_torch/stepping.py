@@ -19,6 +19,7 @@ from everybit.policy import AnyPolicy
 from everybit.replay import ReplayAxis
 from everybit_torch.choosing import Decision
 from everybit_torch.compiling import can_compile
+from everybit_torch.members import members_of
 from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.reductions import Reads
 from everybit_torch.units import Unit, map_state
@@ -136,7 +137,14 @@ class Group:
             if unit.flat and tensor.numel() > piece_size(tensor.device):
                 return step_in_pieces(optimizer, unit, grad, metrics=metrics, totals=totals)
             return step_in_place(
-                optimizer, unit.tensors, [grad], unit.state, unit.first, metrics=metrics, totals=totals
+                optimizer,
+                unit.tensors,
+                [grad],
+                unit.state,
+                unit.first,
+                metrics=metrics,
+                totals=totals,
+                members=members_of(unit),
             )
 
         # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
@@ -150,6 +158,7 @@ class Group:
             unit.state,
             unit.first_tensor,
             list(totals),
+            members_of(unit),
             self.policies[tensor.dtype],
             metrics,
             unit.decision,
@@ -186,9 +195,10 @@ def step_in_place(
     *,
     metrics: bool,
     totals: Sequence[Tensor] = (),
+    members: tuple[eb.Members, ...] | None = None,
 ) -> Metrics | None:
     """The pure step, and its results written over what went in; compiled, the writes become in-place stores."""
-    ctx = eb.Context(first_element=first)
+    ctx = eb.Context(first_element=first, members=members)
     # Who measures adds up what is measured of the parts.
     trace = optimizer.step_traced(tensors, grads, state, replace(ctx, axis=ReplayAxis(totals)) if totals else ctx)
     measured = measure(optimizer, trace, ctx) if metrics else None
@@ -218,6 +228,7 @@ def step_in_pieces(
             unit.first + start,
             metrics=metrics,
             totals=totals,
+            members=members_of(unit, start, min(stop, grad.numel())),
         )
         if measured is not None:
             total = measured if total is None else total + measured

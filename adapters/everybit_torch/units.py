@@ -62,6 +62,8 @@ class Unit:
         gradients: Where autograd accumulates their gradients; None if it does as it likes.
         decision: What the optimizer's masks and labels said of the parameters; None if it has none.
         stored: How each of the tensors and its state are stored; None: in the compute dtype.
+        whole: The parameters that its elements belong to, where it takes part in reductions.
+        table: The table by which they are numbered.
         block: The least number of elements at whose multiples a flat unit may be cut.
     """
 
@@ -74,6 +76,8 @@ class Unit:
     gradients: UnitGradients | None = None
     decision: Decision | None = None
     stored: list[Resolved] | None = None
+    whole: eb.Members | None = None
+    table: object = None
     block: int = field(init=False)
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)

@@ -50,6 +50,7 @@ class Inputs:
         state: The optimizer's state for it.
         first: Number of the first element, int64, 0-d.
         totals: The totals of the transform's reductions.
+        members: The parameters that the tensor's elements belong to, of a transform that reduces.
         policy: How all of it is stored: the param group's, for parameters of this dtype.
         metrics: Whether the step is measured.
         decision: The results of the optimizer's masks and labels for the parameters.
@@ -60,6 +61,7 @@ class Inputs:
     state: OptimizerState[Any]
     first: Tensor
     totals: list[Tensor]
+    members: tuple[eb.Members, ...] | None
     policy: AnyPolicy
     metrics: bool
     decision: Decision | None
@@ -151,7 +153,7 @@ class Variants:
         given = {name: arguments[name] for name in variant.given}
         try:
             measured = variant.run(
-                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals
+                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals, inputs.members
             )
         except Exception as error:
             if variant.began:
@@ -213,9 +215,11 @@ class Variants:
         """A step of tensors without values."""
 
         def step(transform: eb.Transform[Any]) -> object:
-            like = without_values(([*inputs.tensors], [*inputs.grads], inputs.state, inputs.first, inputs.totals))
+            like = without_values(
+                ([*inputs.tensors], [*inputs.grads], inputs.state, inputs.first, inputs.totals, inputs.members)
+            )
             optimizer = applied(eb.Optimizer(transform, inputs.policy, self._seed), inputs.decision)
-            return self._body(optimizer, *like[:4], metrics=inputs.metrics, totals=like[4])
+            return self._body(optimizer, *like[:4], metrics=inputs.metrics, totals=like[4], members=like[5])
 
         return step
 
@@ -231,11 +235,12 @@ class Variants:
             given: dict[str, Tensor],
             first: Tensor,
             totals: list[Tensor],
+            members: tuple[eb.Members, ...] | None,
         ) -> Metrics | None:
             # One tensor for all numbers: of each 0-d input torch makes a symbol first, and traces everything again without.
             data = {name: numbers[place] for name, place in places.items()}
             optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)
-            return body(optimizer, tensors, grads, state, first, metrics=metrics, totals=totals)
+            return body(optimizer, tensors, grads, state, first, metrics=metrics, totals=totals, members=members)
 
         def began() -> None:
             variant.began = True

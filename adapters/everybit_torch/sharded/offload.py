@@ -104,7 +104,8 @@ def step_streamed(
         if number + 1 < len(starts):
             ahead = fetch(starts[number + 1])
         here = [tensor[start : start + size]]
-        part = Unit(unit.group, here, [], state, unit.first + start, flat=True, stored=unit.stored)
+        whole = None if unit.whole is None else unit.whole.cut(start, start + len(here[0]))
+        part = Unit(unit.group, here, [], state, unit.first + start, flat=True, stored=unit.stored, whole=whole)
         results.append(step(part, grad[start : start + size]))
         copies.begin(device)
         with copies.on_stream():

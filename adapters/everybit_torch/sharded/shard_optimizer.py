@@ -16,6 +16,7 @@ from everybit.optimizer import Unsafe
 from everybit.policy import Policy
 from everybit_torch.compiling import can_compile
 from everybit_torch.hyperparameter_names import spread
+from everybit_torch.members import ParameterTable
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
@@ -433,12 +434,27 @@ class ShardOptimizer(TorchOptimizer):
     def _source(self, unit: Unit) -> str:
         return self._labelled[self.param_groups[unit.group]["label"]].source
 
+    def _parameter_table(self) -> ParameterTable:
+        """Number all parameters that are trained, wherever they lie."""
+        specs = [place.spec for shard in self._shards for place in shard.weights.group.placements]
+        number_of = {spec: number for number, spec in enumerate(specs)}
+        numbers = {
+            id(p): number_of[s.placement.spec]
+            for shard in self._shards
+            for s, p in zip(shard.slices, shard.parameters, strict=True)
+        }
+        return ParameterTable(numbers, [spec.numel for spec in specs])
+
     def _reduce(self, stepped: list[Unit]) -> dict[str, list[Tensor]]:
         """Find the totals of each transform's reductions, in the order of the labels, which is the same on every rank."""
         parts: dict[str, list[Part]] = {}
         taking_part = set(map(id, stepped))
+        if self._table is None:
+            self._table = self._parameter_table()
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizer_of(unit)
+            if optimizer.transform.reduces:
+                self._table.describe(unit)
             assert unit.gradients is not None
             grad = unit.gradients.buffer if id(unit) in taking_part else None
             parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))

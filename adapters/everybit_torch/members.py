@@ -1,0 +1,54 @@
+"""The parameters that share reductions: their numbers and sizes, and which of them a unit's elements belong to.
+
+A transform that asks for a number of each whole parameter is answered with one vector, which has a place for every parameter that takes
+part, on every rank the same one. Each unit adds what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit_torch.units import Unit
+
+
+class ParameterTable:
+    """Numbers and sizes of all parameters that share reductions.
+
+    Args:
+        numbers: By id of the tensor that a unit has for a parameter, the parameter's number.
+        sizes: Number of elements of each whole parameter, in the order of the numbers.
+    """
+
+    def __init__(self, numbers: Mapping[int, int], sizes: Sequence[int]) -> None:
+        self._numbers, self._sizes = numbers, sizes
+        self._on: dict[torch.device, Tensor] = {}
+
+    def describe(self, unit: Unit) -> None:
+        """Let a unit say which parameters its elements belong to."""
+        if unit.table is self:
+            return
+        device = unit.tensors[0].device
+        numbers = [self._numbers[id(member.parameter)] for member in unit.members]
+        edges = [*(member.start for member in unit.members), unit.members[-1].stop] if unit.members else [0]
+        unit.whole = eb.Members(
+            torch.tensor(numbers, dtype=torch.int64, device=device),
+            torch.tensor(edges, dtype=torch.int64, device=device),
+            self._sizes_on(device),
+        )
+        unit.table = self
+
+    def _sizes_on(self, device: torch.device) -> Tensor:
+        if device not in self._on:
+            self._on[device] = torch.tensor(self._sizes, dtype=torch.float64, device=device)
+        return self._on[device]
+
+
+def members_of(unit: Unit, start: int | None = None, stop: int = 0) -> tuple[eb.Members, ...] | None:
+    """The members of a unit, or of its elements from ``start`` to ``stop``, as a context has them; None if nobody described it."""
+    if unit.whole is None:
+        return None
+    return (unit.whole if start is None else unit.whole.cut(start, stop),)

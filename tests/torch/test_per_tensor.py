@@ -1,0 +1,76 @@
+"""Transforms that ask for numbers of each whole parameter stay flat: trust ratios, clipping by a root mean square, centred gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit_torch import TorchOptimizer, reductions, stepping
+from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
+from tests.support.transforms import EXAMPLES
+
+LEAN, KAHAN, FP32 = eb.policies.LEAN_BF16, eb.policies.KAHAN_BF16, eb.policies.FP32
+
+
+class Whole:
+    """The same parameters, stepped as one tree by the core."""
+
+    def __init__(self, factory: Callable[..., Any], model: nn.Module, policy: eb.Policy) -> None:
+        self.optimizer = eb.with_policy(factory(1e-2), policy, seed=3)
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.state = self.optimizer.init(self.weights)
+
+    def step(self, model: nn.Module) -> list[Tensor]:
+        grads = {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}
+        self.weights, self.state = self.optimizer.step(self.weights, grads, self.state)
+        return list(self.weights.values())
+
+
+@pytest.mark.parametrize("policy", [LEAN, FP32], ids=["LEAN", "FP32"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_flat_buffers_in_pieces_give_the_bits_of_the_whole_tree(
+    monkeypatch: pytest.MonkeyPatch, name: str, policy: eb.Policy
+) -> None:
+    monkeypatch.setattr(reductions, "PIECE", 7)
+    monkeypatch.setattr(stepping, "PIECE", 11)
+    dtype = torch.float32 if policy is FP32 else torch.bfloat16
+    model = Awkward(dtype)
+    whole = Whole(EXAMPLES[name], model, policy)
+    kinds: tuple[dict[str, Any], ...] = ({}, {"layout": "tree"}, {"flat_gradients": True})
+    models = [Awkward(dtype) for _ in kinds]
+    optimizers = [
+        TorchOptimizer(one.parameters(), EXAMPLES[name], lr=1e-2, policy=policy, seed=3, **kind)
+        for one, kind in zip(models, kinds, strict=True)
+    ]
+    for step in range(4):
+        give_gradients(model, 1000 + step)
+        expected = whole.step(model)
+        for one, optimizer in zip(models, optimizers, strict=True):
+            assert same_bits(train(one, optimizer, 1, start=step), expected)
+
+
+SAMPLED = ("lamb", "noisy")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.exhaustive) for name in EXAMPLES]
+)
+@pytest.mark.parametrize("layout", ["auto", "tree"])
+def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, layout: Any) -> None:
+    """With parameters without a gradient, so that pieces of several sizes and numbers of members are stepped."""
+    found = []
+    for compile in (False, True):
+        model = Awkward(torch.bfloat16)
+        optimizer = TorchOptimizer(
+            model.parameters(), EXAMPLES[name], lr=1e-2, policy=LEAN, compile=compile, layout=layout
+        )
+        for step in range(4):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            train(model, optimizer, 1, start=step, without=lambda step, name: step == 2 and name == "vector")
+        found.append(values(model))
+    assert same_bits(*found)

@@ -21,7 +21,7 @@ from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe, state_bytes, with_policy
 from everybit.parts import needs_whole_tensors
 from everybit.policies import describe
-from everybit.policy import LOW, AnyPolicy, draws_bits, resolve_tree
+from everybit.policy import LOW, AnyPolicy, resolve_tree
 from everybit_torch import loading, state_dicts, stepping
 from everybit_torch.arguments import (
     as_python,
@@ -377,7 +377,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             tensors = [flatten(run.parameters)]
         else:
             tensors = run.tensors(sharded=self._is_sharded())
-            if draws_bits(optimizer.policy):
+            if optimizer.draws_bits:
                 first += first_element(run.parameters[0])
         state = init_state(optimizer, tensors, first)
         unit = Unit(
@@ -408,7 +408,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         found: list[tuple[Unit, list[int], list[int]]] = []
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizer_of(unit)
-            if not draws_bits(optimizer.policy) or any(p not in numbers for p in unit.parameters):
+            if not optimizer.draws_bits or any(p not in numbers for p in unit.parameters):
                 found.append((unit, [], []))
                 continue
             sizes = [local(p).numel() for p in unit.parameters]

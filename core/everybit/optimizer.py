@@ -17,7 +17,7 @@ from everybit.combinators.chain import zero_step
 from everybit.context import Context
 from everybit.contracts import Unwritten, require_state, separated, updated
 from everybit.dtypes import torch_dtype
-from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, policies_of, resolve_tree
+from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, draws_bits, policies_of, resolve_tree
 from everybit.random_bits import require_seed
 from everybit.transform import Cut, Transform, any_draws, decays, eval_params, periods, require_transform, squares
 
@@ -92,6 +92,11 @@ class Optimizer(Generic[S]):
     def draws(self) -> bool:
         """Whether the transform draws random bits, beside those by which formats round."""
         return any_draws([self.transform])
+
+    @property
+    def draws_bits(self) -> bool:
+        """Whether a step needs the elements' indices: the policy rounds stochastically, or the transform draws."""
+        return self.draws or draws_bits(self.policy)
 
     def due(self, step: int) -> tuple[tuple[int, bool], ...]:
         """Decide on the host which periodic work is due at an update, for the ``due`` of :class:`~everybit.Context`.

@@ -59,6 +59,11 @@ class LabelledTransform:
     transform: eb.Transform[Any]
     policy: Policy
 
+    @property
+    def draws_bits(self) -> bool:
+        """Whether a step needs the elements' indices in the model."""
+        return eb.Optimizer(self.transform, self.policy).draws_bits
+
 
 @dataclass(slots=True)
 class Shard:
@@ -220,8 +225,8 @@ class ShardOptimizer(TorchOptimizer):
 
     def _place_shard(self, group: Any, shard: Shard) -> None:
         own = shard.weights.own
-        policy = self._labelled[shard.weights.group.label].policy
-        runs = contiguous_runs(shard.slices, by_index=policy.draws_bits, block=policy.block)
+        labelled = self._labelled[shard.weights.group.label]
+        runs = contiguous_runs(shard.slices, by_index=labelled.draws_bits, block=labelled.policy.block)
         for run in runs:
             low = shard.slices[run[0]].offset if run else 0
             high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0

@@ -110,8 +110,8 @@ class GroupPlan:
         if self.given_runs is not None:
             return list(self.given_runs)
         slices = list(self.group.slices(self.low, self.high))
-        policy = labelled[self.group.label].policy
-        runs = contiguous_runs(slices, by_index=policy.draws_bits, block=policy.block)
+        own = labelled[self.group.label]
+        runs = contiguous_runs(slices, by_index=own.draws_bits, block=own.policy.block)
         return [sum(slices[number].high - slices[number].low for number in run) for run in runs]
 
     def persistent(self, labelled: Mapping[str, LabelledTransform]) -> Counter[str]:

@@ -21,7 +21,7 @@ from everybit.combinators.masked import Masked, Partition
 from everybit.context import ALONE
 from everybit.parts import map_parts, transforms_in
 from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
-from everybit.transform import any_draws
+from everybit.transform import any_draws, any_per_tensor
 
 P = TypeVar("P")
 Tree = Mapping[str | int, Tensor]
@@ -89,6 +89,11 @@ class ReductionsOnly:
     def draws(self) -> bool:
         """Whether the transform draws random bits, for which elements that are not contributed ask too."""
         return any_draws([self.transform])
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the transform asks for reductions over each parameter."""
+        return any_per_tensor([self.transform])
 
     def init(self, params: P) -> Any:
         """Return the empty state of ``identity``."""

@@ -670,10 +670,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         mesh = mesh_of([parameter for unit in reducing for parameter in unit.parameters])
         if mesh is None and not gathered:
             return []
-        if self._table is None:
-            self._table = self._parameter_table()
-        for unit in reducing:
-            self._table.describe(unit)
+        self._describe(reducing)
         parts = [
             Part(
                 self._groups[unit.group].optimizer_of(unit),
@@ -684,6 +681,14 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             for unit in reducing
         ]
         return find_totals(parts, eb.Local if mesh is None else axis_of(mesh), self._groups[0].reads)
+
+    def _describe(self, units: list[Unit]) -> None:
+        """Let those units say which parameters their elements belong to whose transform asks for it."""
+        for unit in units:
+            if self._groups[unit.group].optimizer_of(unit).per_tensor:
+                if self._table is None:
+                    self._table = self._parameter_table()
+                self._table.describe(unit)
 
     def _parameter_table(self) -> ParameterTable:
         parameters = list({id(p): p for p in self._parameters()}.values())

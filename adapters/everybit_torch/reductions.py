@@ -20,7 +20,7 @@ import everybit as eb
 from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
-from everybit.replay import NeedsReductionError, ReplayAxis
+from everybit.replay import Kind, NeedsReductionError, ReplayAxis
 from everybit_torch.members import members_of
 from everybit_torch.units import Unit, map_state
 
@@ -133,41 +133,55 @@ def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads) -> list[Tens
         RuntimeError: Parts that reduce differently.
     """
     totals: list[Tensor] = []
-    while partials := _all_partial_results(parts, totals, reads):
-        kind, dtype, device = partials[0].kind, partials[0].value.dtype, partials[0].value.device
-        if any(one.kind != kind for one in partials):
+    while (total := _total_of_parts(parts, totals, reads)) is not None:
+        kind, dtype, value = total
+        reduced = axis.sum(value) if kind == "sum" else axis.max(value)
+        totals.append(reduced.to(dtype))
+    return totals
+
+
+def _total_of_parts(
+    parts: Sequence[Part], totals: Sequence[Tensor], reads: Reads
+) -> tuple[Kind, torch.dtype, Tensor] | None:
+    """Reduce the partial results for the first reduction whose total is still unknown; None if ``totals`` answer all.
+
+    Returns:
+        What is asked for, its dtype, and the partial result of all parts, in float64.
+    """
+    first: NeedsReductionError | None = None
+    running = torch.empty(0)
+    for one in _all_partial_results(parts, totals, reads):
+        if first is None:
+            first, running = one, one.value.double()
+        elif one.kind != first.kind:
             raise RuntimeError(
                 f"{parts[0].optimizer.transform}: reduces differently for different parameters; accepted is a transform whose"
                 " reductions go over all of its parameters."
             )
-        total, *others = (one.value.double().to(device) for one in partials)
-        for other in others:
-            total = total + other if kind == "sum" else torch.maximum(total, other)
-        total = axis.sum(total) if kind == "sum" else axis.max(total)
-        totals.append(total.to(dtype))
-    return totals
+        else:
+            value = one.value.to(running.device, torch.float64)
+            running = running + value if one.kind == "sum" else torch.maximum(running, value)
+    return None if first is None else (first.kind, first.value.dtype, running)
 
 
-def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads: Reads) -> list[NeedsReductionError]:
-    """List the partial results for the first reduction whose total is still unknown; an empty list if ``totals`` answer all.
+def _all_partial_results(
+    parts: Sequence[Part], totals: Sequence[Tensor], reads: Reads
+) -> Iterator[NeedsReductionError]:
+    """Yield the partial results for the first reduction whose total is still unknown; nothing if ``totals`` answer all.
 
     The first is that of a chunk without elements, which a process that has nothing to step contributes too. A transform that must see whole
     tensors is not run on one: its parts are in one process.
     """
-    found: list[NeedsReductionError] = []
     if not parts[0].optimizer.transform.reduces:
-        return found
+        return
     if not needs_whole_tensors(parts[0].optimizer.transform):
         pending = _pending_reduction(parts[0], totals)
         if pending is None:
-            return found
-        found.append(pending)
+            return
+        yield pending
     for part in parts:
         if part.grad is not None:
-            found += _partial_results(part, part.grad, totals, reads)
-            if not found:
-                break
-    return found
+            yield from _partial_results(part, part.grad, totals, reads)
 
 
 def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: Reads) -> Iterator[NeedsReductionError]:

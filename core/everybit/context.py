@@ -38,7 +38,7 @@ class Context:
             who decide on the device whether a step counts.
         numbering: The indices of each leaf's elements, for random draws. Filled in by the optimizer; None: through all leaves, in order.
         path: Position of the transform in the chains around it, by which equal transforms draw different bits.
-        undeclared: Promises that the transform has not made, ``"reduces"`` or ``"draws"``; to use what they are for is an error.
+        undeclared: Promises that the transform has not made, ``"per_tensor"`` or ``"draws"``; to use what they are for is an error.
     """
 
     axis: Axis = Local
@@ -55,13 +55,13 @@ class Context:
 
     @property
     def per_tensor(self) -> PerTensor:
-        """Reductions over each whole parameter, for transforms that say that they reduce.
+        """Reductions over each whole parameter, for transforms with ``per_tensor = True``.
 
         Raises:
-            TypeError: The transform says that it does not.
+            TypeError: The transform does not say so.
         """
-        if "reduces" in self.undeclared:
-            raise TypeError(_undeclared("per_tensor", "reduces"))
+        if "per_tensor" in self.undeclared:
+            raise TypeError(_undeclared("per_tensor", "per_tensor"))
         return PerTensor(self.axis, self.members)
 
     def at(self, step: Tensor) -> Context:

@@ -19,7 +19,17 @@ from everybit.contracts import Unwritten, require_state, separated, updated
 from everybit.dtypes import torch_dtype
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, draws_bits, policies_of, resolve_tree
 from everybit.random_bits import require_seed
-from everybit.transform import Cut, Transform, any_draws, decays, eval_params, periods, require_transform, squares
+from everybit.transform import (
+    Cut,
+    Transform,
+    any_draws,
+    any_per_tensor,
+    decays,
+    eval_params,
+    periods,
+    require_transform,
+    squares,
+)
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -87,6 +97,11 @@ class Optimizer(Generic[S]):
     def reduces(self) -> bool:
         """Whether a step asks ``ctx.axis`` for anything."""
         return self.transform.reduces
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether a step asks ``ctx.per_tensor`` for anything."""
+        return any_per_tensor([self.transform])
 
     @property
     def draws(self) -> bool:
@@ -211,7 +226,7 @@ class Optimizer(Generic[S]):
 
     def _inside(self, ctx: Context | None, codec: Codec) -> Context:
         """The context of a step for the transform."""
-        promises = {"reduces": self.reduces, "draws": self.draws}
+        promises = {"per_tensor": self.per_tensor, "draws": self.draws}
         return replace(
             ctx or Context(),
             seed=self.seed,

@@ -32,7 +32,8 @@ class Transform(Protocol[S]):
     shapes. ``reduces``: whether ``update`` asks ``ctx.axis`` for sums or maxima over everything that shares the step, or
     ``ctx.per_tensor`` for those over each parameter.
 
-    A transform may have more: ``draws``, True if ``update`` asks ``ctx.keys`` for random bits; ``decays()``, see :class:`SlotDecay`;
+    A transform may have more: ``per_tensor``, True if ``update`` asks ``ctx.per_tensor`` (it has to say that it reduces, too);
+    ``draws``, True if ``update`` asks ``ctx.keys`` for random bits; ``decays()``, see :class:`SlotDecay`;
     ``periods()``, the periods of the work that it gives to ``ctx.every``; ``eval_params(params, state)``, see :class:`HasEvalParams`.
     """
 
@@ -110,6 +111,11 @@ def any_draws(transforms: Iterable[object]) -> bool:
     return any(getattr(transform, "draws", False) for transform in transforms)
 
 
+def any_per_tensor(transforms: Iterable[object]) -> bool:
+    """Whether one of several transforms reduces over each parameter; those that say nothing of it do not."""
+    return any(getattr(transform, "per_tensor", False) for transform in transforms)
+
+
 def periods(*transforms: object) -> tuple[int, ...]:
     """List the periods of the work that transforms, and those inside them, give to ``ctx.every``: each once, in ascending order."""
     found = {one for transform in transforms if hasattr(transform, "periods") for one in transform.periods()}
@@ -159,6 +165,11 @@ def require_transform(value: object, *, who: str) -> None:
     if promised.cut not in get_args(Cut):
         accepted = ", ".join(map(repr, get_args(Cut)))
         raise TypeError(f"{who}: {type(value).__name__}.cut: got {promised.cut!r}; accepted are {accepted}.")
+    if getattr(promised, "per_tensor", False) and promised.reduces is not True:
+        raise TypeError(
+            f"{who}: {type(value).__name__}.reduces: got {promised.reduces!r} with per_tensor=True; accepted is True, since pieces of a"
+            " parameter are added up."
+        )
     if not isinstance(promised.reduces, bool):
         raise TypeError(
             f"{who}: {type(value).__name__}.reduces: got {promised.reduces!r}; accepted are True and False."

@@ -22,6 +22,7 @@ class ScaleByTrustRatio:
 
     cut: ClassVar[eb.Cut] = "element"
     reduces: ClassVar[bool] = True
+    per_tensor: ClassVar[bool] = True
 
     def init(self, params: P) -> Any:
         return eb.identity().init(params)
@@ -45,6 +46,7 @@ class ClipByRms:
 
     cut: ClassVar[eb.Cut] = "element"
     reduces: ClassVar[bool] = True
+    per_tensor: ClassVar[bool] = True
     limit: eb.Hyperparameter = 1.0
 
     def init(self, params: P) -> Any:
@@ -69,6 +71,7 @@ class CenterGradients:
 
     cut: ClassVar[eb.Cut] = "element"
     reduces: ClassVar[bool] = True
+    per_tensor: ClassVar[bool] = True
 
     def init(self, params: P) -> Any:
         return eb.identity().init(params)

@@ -29,6 +29,7 @@ from torch import nn
 from everybit.metrics import Metrics
 from everybit.optimizer import nbytes
 from everybit.policies import short
+from everybit.transform import any_per_tensor
 from everybit_torch.collectives.reduction import chunk_size
 from everybit_torch.probing import is_number
 from everybit_torch.sharded.hyperparameters import hyperparameters
@@ -36,8 +37,8 @@ from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.planning.groups import GroupPlan
-from everybit_torch.sharded.planning.peaks import backward_peak, forward_peak, norm_peak, step_peak
-from everybit_torch.sharded.planning.reductions import count_reductions
+from everybit_torch.sharded.planning.peaks import asked_peak, backward_peak, forward_peak, norm_peak, step_peak
+from everybit_torch.sharded.planning.reductions import reduced_numbers
 from everybit_torch.sharded.planning.report import Plan, Ranks
 from everybit_torch.sharded.planning.traffic import agreed_bytes, sent_by_collective
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -141,6 +142,17 @@ def plan_layout(
     persistent: Counter[str] = Counter()
     for one in groups:
         persistent.update(one.persistent(labelled))
+    asking = [
+        one for one in groups if one.resolved is not None and any_per_tensor([labelled[one.group.label].transform])
+    ]
+    stepped = [place.spec for one in groups if one.resolved is not None for place in one.group.placements]
+    numbered = {spec: number for number, spec in enumerate(stepped)}
+    if asking:
+        # The parameters that each run's elements belong to, and their sizes.
+        persistent["bookkeeping"] += len(numbered) * torch.float64.itemsize
+        for one in asking:
+            for members in one.members(labelled, numbered):
+                persistent["bookkeeping"] += members.numbers.nbytes + members.edges.nbytes
     persistent["bookkeeping"] += len(layout.specs) * torch.int64.itemsize  # counts of non-finite gradients
     if kind.grads:
         persistent["bookkeeping"] += NUMBERS * torch.float64.itemsize  # sums of the ranks' numbers of backward passes
@@ -160,11 +172,15 @@ def plan_layout(
         "forward": forward_peak(units, kind, reshard_after_forward) + (lazy if microbatches > 1 else 0),
         "backward": backward_peak(units, kind, microbatches, reshard_after_forward, lazy=lazy > 0),
         "step": max(
-            norm_peak(groups, agreed_bytes(groups), where), step_peak(groups, labelled, compile, piece_size(where))
+            norm_peak(groups, agreed_bytes(groups), where),
+            step_peak(groups, labelled, numbered, compile, piece_size(where)),
+            asked_peak(groups, labelled, numbered, where),
         )
         + lazy,
     }
-    wire = sent_by_collective(groups, kind, ranks, microbatches, reshard_after_forward, count_reductions(labelled))
+    wire = sent_by_collective(
+        groups, kind, ranks, microbatches, reshard_after_forward, reduced_numbers(labelled, len(numbered))
+    )
     weights: Counter[str] = Counter()
     for one in groups:
         name = "frozen" if one.resolved is None else short(one.resolved.params)

@@ -172,6 +172,7 @@ class ShardOptimizer(TorchOptimizer):
         )
         # Buffers are laid out: nothing moves any more, and what a stepper takes it takes at once.
         self._place()
+        self._describe(self._units)
         if compile and self._shards and can_compile(device := self._shards[0].weights.own.device):
             for group in self._groups:
                 group.numbers(device)
@@ -454,12 +455,9 @@ class ShardOptimizer(TorchOptimizer):
         """Find the totals of each transform's reductions, in the order of the labels, which is the same on every rank."""
         parts: dict[str, list[Part]] = {}
         taking_part = set(map(id, stepped))
-        if self._table is None:
-            self._table = self._parameter_table()
+        self._describe(self._units)
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizer_of(unit)
-            if optimizer.transform.reduces:
-                self._table.describe(unit)
             assert unit.gradients is not None
             grad = unit.gradients.buffer if id(unit) in taking_part else None
             parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))

@@ -11,7 +11,17 @@ from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
-from everybit.transform import Cut, SlotDecay, Transform, any_draws, decays, eval_params, periods, require_transform
+from everybit.transform import (
+    Cut,
+    SlotDecay,
+    Transform,
+    any_draws,
+    any_per_tensor,
+    decays,
+    eval_params,
+    periods,
+    require_transform,
+)
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -60,6 +70,11 @@ class Accumulate:
     def reduces(self) -> bool:
         """Whether the inner transform does."""
         return self.transform.reduces
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the inner transform reduces over each parameter."""
+        return any_per_tensor([self.transform])
 
     @property
     def draws(self) -> bool:

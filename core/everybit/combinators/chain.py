@@ -17,6 +17,7 @@ from everybit.transform import (
     SlotDecay,
     Transform,
     any_draws,
+    any_per_tensor,
     any_reduces,
     coarsest,
     decays,
@@ -71,6 +72,11 @@ class Chain:
         """Whether one of the parts does."""
         return any_draws(self.transforms)
 
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one of the parts reduces over each parameter."""
+        return any_per_tensor(self.transforms)
+
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the transforms of the chain declare."""
         return decays(*self.transforms)
@@ -124,6 +130,11 @@ class NamedChain:
     def draws(self) -> bool:
         """Whether one of the parts does."""
         return any_draws(self.transforms.values())
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one of the parts reduces over each parameter."""
+        return any_per_tensor(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the transforms of the chain declare."""

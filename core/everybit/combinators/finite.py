@@ -12,7 +12,17 @@ from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
-from everybit.transform import Cut, SlotDecay, Transform, any_draws, decays, eval_params, periods, require_transform
+from everybit.transform import (
+    Cut,
+    SlotDecay,
+    Transform,
+    any_draws,
+    any_per_tensor,
+    decays,
+    eval_params,
+    periods,
+    require_transform,
+)
 
 P = TypeVar("P")
 
@@ -59,6 +69,11 @@ class ApplyIfFinite:
     def reduces(self) -> bool:
         """True, since one element that is not finite stops the step of all."""
         return True
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the inner transform reduces over each parameter."""
+        return any_per_tensor([self.transform])
 
     @property
     def draws(self) -> bool:

@@ -16,6 +16,7 @@ from everybit.transform import (
     SlotDecay,
     Transform,
     any_draws,
+    any_per_tensor,
     any_reduces,
     decays,
     eval_params,
@@ -66,6 +67,11 @@ class Masked:
     def draws(self) -> bool:
         """Whether the inner transform does."""
         return any_draws([self.transform])
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the inner transform reduces over each parameter."""
+        return any_per_tensor([self.transform])
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the inner transform declares."""
@@ -119,6 +125,11 @@ class Partition:
     def draws(self) -> bool:
         """Whether one of the parts does."""
         return any_draws(self.transforms.values())
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one of the parts reduces over each parameter."""
+        return any_per_tensor(self.transforms.values())
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the decay rates that the transforms of all labels declare."""

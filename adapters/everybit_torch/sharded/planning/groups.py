@@ -13,7 +13,7 @@ from everybit.dtypes import dtype_name, torch_dtype
 from everybit.optimizer import nbytes, state_bytes
 from everybit.policy import Resolved, resolve
 from everybit_torch.collectives.reduction import Wire
-from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.layout import Group, ParameterSpec
 from everybit_torch.sharded.planning.report import Ranks
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.strategies import Sharding
@@ -113,6 +113,22 @@ class GroupPlan:
         own = labelled[self.group.label]
         runs = contiguous_runs(slices, by_index=own.draws_bits, block=own.policy.block)
         return [sum(slices[number].high - slices[number].low for number in run) for run in runs]
+
+    def members(
+        self, labelled: Mapping[str, LabelledTransform], numbers: Mapping[ParameterSpec, int]
+    ) -> list[eb.Members]:
+        """Return the parameters in each run, by their numbers; of a label whose transform asks for them."""
+        slices = iter(self.group.slices(self.low, self.high))
+        sizes = torch.tensor([spec.numel for spec in numbers], dtype=torch.float64)
+        found = []
+        for numel in self.runs(labelled):
+            here, edges = [], [0]
+            while edges[-1] < numel:
+                one = next(slices)
+                here.append(numbers[one.placement.spec])
+                edges.append(edges[-1] + one.high - one.low)
+            found.append(eb.Members(torch.tensor(here, dtype=torch.int64), torch.tensor(edges), sizes))
+        return found
 
     def persistent(self, labelled: Mapping[str, LabelledTransform]) -> Counter[str]:
         """Bytes that are kept between steps, by use."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import everybit as eb
+from everybit.transform import any_per_tensor
+from everybit_torch import reductions
 from everybit_torch.collectives.reduction import accumulate_bytes, install_bytes
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.gradient_norm import scratch_bytes
+from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.planning.groups import GroupPlan
-from everybit_torch.sharded.planning.reductions import reductions_of
+from everybit_torch.sharded.planning.reductions import no_members, reduced_numbers, totals_of, unit_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.stepping import PIECE, step_in_place
@@ -151,19 +156,58 @@ def _outer_bytes(one: GroupPlan) -> int:
     return cast + received + scratch
 
 
-def step_peak(groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], compile: bool, piece: int) -> int:
+Numbers = Mapping[ParameterSpec, int]
+"""The number of each parameter that is trained, among all of them."""
+
+
+def step_peak(
+    groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], numbers: Numbers, compile: bool, piece: int
+) -> int:
     """Return the peak temporary bytes of stepping one piece, over all runs."""
+    if compile:
+        return 0
+    # All totals are there while one piece is stepped.
+    sizes = [count * torch.float64.itemsize for count in reduced_numbers(labelled, len(numbers))]
+    totals = sum(size for size in sizes if size >= SMALLEST)
+    return totals + _peak_of_pieces(groups, labelled, numbers, piece, PIECE, _step_one)
+
+
+def asked_peak(
+    groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], numbers: Numbers, device: torch.device
+) -> int:
+    """Return the peak temporary bytes of what a transform that reduces is asked for, a chunk at a time, over all runs."""
+    reducing = [one for one in groups if one.resolved is not None and labelled[one.group.label].transform.reduces]
+    chunk = reductions.PIECE if device.type in ("cpu", "meta") else reductions.DEVICE_PIECE
+    return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, _ask_one)
+
+
+Run = Callable[[eb.Optimizer[Any], Tensor, Tensor, eb.Members], int]
+
+
+def _peak_of_pieces(
+    groups: list[GroupPlan],
+    labelled: Mapping[str, LabelledTransform],
+    numbers: Numbers,
+    piece: int,
+    largest: int,
+    run: Run,
+) -> int:
+    """Return the peak temporary bytes of ``run``, over pieces of at most ``piece`` elements; of ``largest`` it is measured."""
     peak = 0
-    known: dict[tuple[str, torch.dtype, int], int] = {}
+    known: dict[tuple[str, torch.dtype, int, int], int] = {}
     for one in groups:
-        if one.resolved is None or compile:
+        if one.resolved is None:
             continue
-        for numel in one.runs(labelled):
+        label = labelled[one.group.label]
+        asks = any_per_tensor([label.transform])
+        nobody = no_members(torch.zeros(len(numbers), dtype=torch.float64))
+        runs = one.runs(labelled)
+        for numel, members in zip(runs, one.members(labelled, numbers) if asks else [nobody] * len(runs), strict=True):
             block = one.resolved.policy.block
             size = min(numel, max(piece // block, 1) * block)
-            key = (one.group.label, one.group.dtype, size)
+            key = (one.group.label, one.group.dtype, size, len(members.numbers))
             if size and key not in known:
-                known[key] = _piece_bytes(one, labelled, size)
+                known[key] = _piece_bytes(one, label, members, size, largest, run)
             peak = max(peak, known.get(key, 0))
     return peak
 
@@ -175,21 +219,34 @@ def norm_peak(groups: list[GroupPlan], agreed: int, device: torch.device) -> int
     return sum(size for size in (agreed, scratch) if size >= SMALLEST)
 
 
-def _piece_bytes(one: GroupPlan, labelled: Mapping[str, LabelledTransform], size: int) -> int:
+def _piece_bytes(
+    one: GroupPlan, label: LabelledTransform, members: eb.Members, size: int, largest: int, run: Run
+) -> int:
     assert one.resolved is not None
     block = one.resolved.policy.block
-    known = max(PIECE // block, 1) * block
+    known = max(largest // block, 1) * block
     if size > known:
         # What is computed on the way grows with the piece, element by element.
-        return _piece_bytes(one, labelled, known) * size // known
-    transform, policy = labelled[one.group.label].transform, labelled[one.group.label].policy
-    optimizer = eb.Optimizer(transform, policy)
-    tensor = torch.zeros(size, dtype=one.group.dtype)
-    state = optimizer.init([tensor])
-    gradient = torch.zeros(size, dtype=one.main)
+        return _piece_bytes(one, label, members, known, largest, run) * size // known
+    optimizer = eb.Optimizer(label.transform, label.policy)
+    tensor, gradient = torch.zeros(size, dtype=one.group.dtype), torch.zeros(size, dtype=one.main)
+    return run(optimizer, tensor, gradient, members)
+
+
+def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members) -> int:
+    state, totals = optimizer.init([tensor]), totals_of(optimizer, members.sizes)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        step_in_place(
-            optimizer, [tensor], [gradient], state, 0, metrics=False, totals=reductions_of(labelled[one.group.label])
-        )
+        here = (members.cut(0, len(tensor)) if len(tensor) < members.edges[-1] else members,)
+        step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False, totals=totals, members=here)
+    peak: int = counter.peak
+    return peak
+
+
+def _ask_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members) -> int:
+    unit = unit_of(optimizer, tensor, members)
+    reads = reductions.Reads()
+    reductions.find_totals([reductions.Part(optimizer, unit, gradient)], eb.Local, reads)
+    with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
+        reductions.find_totals([reductions.Part(optimizer, unit, gradient)], eb.Local, reads)
     peak: int = counter.peak
     return peak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -24,7 +25,7 @@ def agreed_bytes(groups: list[GroupPlan]) -> int:
 
 
 def sent_by_collective(
-    groups: list[GroupPlan], kind: Sharding, ranks: Ranks, microbatches: int, reshard: bool, reductions: int
+    groups: list[GroupPlan], kind: Sharding, ranks: Ranks, microbatches: int, reshard: bool, reductions: Sequence[int]
 ) -> dict[str, int]:
     """Bytes that one rank sends in a step, by collective.
 
@@ -34,7 +35,7 @@ def sent_by_collective(
         ranks: How many there are.
         microbatches: Backward passes in the step.
         reshard: Whether weights are gathered again for the backward pass.
-        reductions: How many 0-d float64 reductions the transforms ask for.
+        reductions: How many float64 numbers each reduction has that the transforms ask for.
     """
     sent: Counter[str] = Counter()
 
@@ -83,6 +84,6 @@ def sent_by_collective(
             all_reduce(COMPARED * torch.int64.itemsize, size)
     if kind.state:
         for size in (ranks.inner, ranks.outer) if kind.outer == "optim" else (ranks.inner,):
-            for _ in range(reductions):
-                all_reduce(torch.float64.itemsize, size)
+            for numbers in reductions:
+                all_reduce(numbers * torch.float64.itemsize, size)
     return {name: size for name, size in sent.items() if size}

@@ -808,6 +808,15 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @outside_inference
     def export_fp32(self) -> list[list[Tensor]]:
         """Every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
+        return self._exported(eb.Optimizer.export_fp32)
+
+    @outside_inference
+    @torch.no_grad()
+    def eval_params(self) -> list[list[Tensor]]:
+        """The weights for evaluation, in float32, of a transform that has others than those it trains; as :meth:`export_fp32`."""
+        return self._exported(eb.Optimizer.eval_params)
+
+    def _exported(self, export: Callable[..., list[Tensor]]) -> list[list[Tensor]]:
         self._place()
         self._follow()
         exported = {
@@ -817,7 +826,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         }
         for unit in self._units:
             optimizer = self._groups[unit.group].optimizer_of(unit)
-            values = optimizer.export_fp32(unit.tensors, unit.state)
+            values = export(optimizer, unit.tensors, unit.state)
             for member in unit.members:
                 value = values[member.position]
                 if unit.tensors[member.position].ndim == 1:

@@ -74,3 +74,70 @@ def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, layout: Any)
             train(model, optimizer, 1, start=step, without=lambda step, name: step == 2 and name == "vector")
         found.append(values(model))
     assert same_bits(*found)
+
+
+@pytest.mark.parametrize("layout", ["auto", "tree"])
+def test_a_run_that_is_resumed_goes_on_as_it_would_have(layout: Any) -> None:
+    for factory in EXAMPLES.values():
+        model, other = Awkward(torch.bfloat16), Awkward(torch.bfloat16)
+        optimizer = TorchOptimizer(model.parameters(), factory, lr=1e-2, policy=LEAN, layout=layout)
+        train(model, optimizer, 3)
+        again = TorchOptimizer(other.parameters(), factory, lr=1e-2, policy=LEAN)
+        other.load_state_dict(model.state_dict())
+        again.load_state_dict(optimizer.state_dict())
+        expected = train(model, optimizer, 2, start=3)
+        assert same_bits(train(other, again, 2, start=3), expected)
+
+
+def test_groups_that_are_added_and_copies_have_numbers_of_their_own_parameters() -> None:
+    """A parameter's number is its place in the optimizer, which changes when there are more."""
+
+    def build() -> tuple[Awkward, TorchOptimizer]:
+        model = Awkward()
+        first, *rest = model.parameters()
+        optimizer = TorchOptimizer([first], lamb, lr=1e-2)
+        train(model, optimizer, 1)
+        optimizer.add_param_group({"params": rest})
+        return model, optimizer
+
+    model, optimizer = build()
+    whole = Awkward()
+    reference = TorchOptimizer(whole.parameters(), lamb, lr=1e-2)
+    train(whole, reference, 1, without=lambda step, name: name != "matrix")
+    assert same_bits(train(model, optimizer, 2, start=1), train(whole, reference, 2, start=1))
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    assert same_bits(train(copied_model, copied, 2, start=3), train(model, optimizer, 2, start=3))
+
+
+def test_a_transform_with_numbers_of_each_parameter_takes_no_tree_of_temporaries() -> None:
+    """Flat: all parameters are stepped as one buffer, a piece at a time."""
+    model = Awkward()
+    optimizer = TorchOptimizer(model.parameters(), rms_clipped, lr=1e-2)
+    train(model, optimizer, 1)
+    assert "flat, 5 parameters in 1 run" in repr(optimizer)
+
+
+def test_weights_for_evaluation_are_those_of_the_core() -> None:
+    model = Awkward(torch.bfloat16)
+    whole = Whole(averaged, model, LEAN)
+    optimizer = TorchOptimizer(model.parameters(), averaged, lr=1e-2, policy=LEAN, seed=3)
+    for step in range(3):
+        give_gradients(model, step)
+        whole.step(model)
+        optimizer.step()
+    (got,) = optimizer.eval_params()
+    assert same_bits(got, list(whole.optimizer.eval_params(whole.weights, whole.state).values()))
+    assert not same_bits(got, optimizer.export_fp32()[0])
+
+
+def test_noise_goes_by_an_elements_place_in_the_model() -> None:
+    """A frozen parameter in between, which has no unit and keeps its numbers."""
+    model, other = Awkward(), Awkward()
+    model.vector.requires_grad_(False)
+    optimizer = TorchOptimizer(model.parameters(), noisy, lr=1e-2)
+    reference = TorchOptimizer(other.parameters(), noisy, lr=1e-2)
+    for step in range(3):
+        for one, stepping_it in ((model, optimizer), (other, reference)):
+            give_gradients(one, step, without=lambda name: name == "vector")
+            stepping_it.step()
+    assert same_bits(values(model), values(other))

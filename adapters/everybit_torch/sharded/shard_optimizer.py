@@ -388,6 +388,14 @@ class ShardOptimizer(TorchOptimizer):
         """
         raise _refusal("export_fp32", WEIGHTS)
 
+    def eval_params(self) -> list[list[Tensor]]:
+        """Refused: it would hold this rank's parts, and not say so.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _refusal("eval_params", WEIGHTS)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: other ranks would not have it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit_torch import TorchOptimizer, reductions, stepping
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
-from tests.support.transforms import EXAMPLES
+from tests.support.transforms import EXAMPLES, averaged, lamb, noisy, rms_clipped
 
 LEAN, KAHAN, FP32 = eb.policies.LEAN_BF16, eb.policies.KAHAN_BF16, eb.policies.FP32
 

@@ -1,0 +1,144 @@
+"""A value of 16 bits and the residual that it could not hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from everybit import rounding
+from everybit.dtypes import LOW_DTYPES, ComputeDType, FloatDType, LowDType, require_member, torch_dtype
+from everybit.formats.protocol import (
+    HALF_UNITS,
+    SPLITS_FLOAT32,
+    ParamFormat,
+    Parts,
+    PartSpec,
+    Rounding,
+    SlotKind,
+    StateFormat,
+    chosen,
+    dither,
+    low,
+)
+from everybit.random_bits import Key
+from everybit.straight_through import straight_through
+
+
+@dataclass(frozen=True, slots=True)
+class Kahan(StateFormat, ParamFormat):
+    """A 16-bit value and the residual it could not hold (Kahan 1965, https://doi.org/10.1145/363707.363723).
+
+    ``value`` is ``x`` rounded to nearest, ``residual`` is ``x - value`` rounded to its own dtype. A bfloat16 residual keeps about 16
+    significant bits: updates smaller than about ``2**-17 |x|`` stop the number, unless the residual is rounded stochastically.
+    A float16 residual keeps three bits more while ``|x|`` is above 2**-5, and fewer below 2**-8, where its step of 2**-24 is the
+    coarser one; below 2**-16 (of a float16 value 2**-13) it keeps nothing.
+
+    Args:
+        residual: dtype of the residual.
+        rounding: How the residual is rounded: ``"stochastic"`` has no smallest update but float32's, and a little noise.
+        value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
+    """
+
+    residual: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    rounding: Rounding = "nearest"
+    value: LowDType | None = None
+
+    def __post_init__(self) -> None:
+        require_member(self.residual, ("bfloat16", "float16", "float32"), field="Kahan.residual")
+        require_member(self.rounding, ("nearest", "stochastic"), field="Kahan.rounding")
+        if self.value is not None:
+            require_member(self.value, LOW_DTYPES, field="Kahan.value")
+
+    def for_params(self, model: FloatDType) -> Kahan:
+        """Return the format with ``value`` filled in: the model's dtype, if none was chosen."""
+        return self if self.value is not None else replace(self, value=low(model, "Kahan"))
+
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Kahan:
+        """Return the format with ``value`` filled in: bfloat16, if none was chosen."""
+        return self.for_params("bfloat16")
+
+    @property
+    def draws_bits(self) -> bool:
+        """Whether the residual is rounded stochastically."""
+        return self.rounding == "stochastic"
+
+    @property
+    def loses_small_numbers(self) -> bool:
+        """Whether either part is stored in float16, whose smallest number is 6e-8."""
+        return "float16" in (self.value, self.residual)
+
+    def objection(self, compute: ComputeDType) -> str | None:
+        """Return the objection to float64 as the compute dtype: this format splits a float32."""
+        return SPLITS_FLOAT32 if compute == "float64" else None
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """Describe the two parts, value and residual."""
+        return PartSpec("value", torch_dtype(chosen(self.value, self))), PartSpec(
+            "residual", torch_dtype(self.residual)
+        )
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """Split into what the value holds and what is left."""
+        dtype = low(chosen(self.value, self), "Kahan")
+        whole, x = x, x.detach()  # the value alone has a derivative, or the sum of the two would have it twice
+        value = rounding.nearest(x, dtype)
+        # Exact: x and value share their leading bits, so the difference has at most 16 (Sterbenz). Nothing is left of what is not finite,
+        # or was rounded to infinity.
+        residual = x - value
+        residual = torch.where(residual.abs() < torch.inf, residual, 0.0)
+        if self.residual == "float16":
+            residual = residual.clamp(-rounding.FLOAT16_MAX, rounding.FLOAT16_MAX)
+        if self.residual != "float32":
+            kept = self._rounded(residual, self.residual, key)
+            value, residual = _canonical(value, kept, dtype, self.residual)
+        return straight_through(rounding.narrow(value, dtype), whole), rounding.narrow(
+            residual, self.residual, finite=True
+        )
+
+    def _rounded(self, residual: Tensor, dtype: LowDType, key: Key) -> Tensor:
+        """A finite residual in the precision that it is stored in, still float32."""
+        if self.rounding == "stochastic":
+            return rounding.stochastic(residual, dtype, dither(dtype, residual, key), finite=True)
+        return rounding.nearest(residual, dtype, finite=True)
+
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
+        """Return the sum; the value alone if the residual is above half a unit in the last place, since the value was overwritten then."""
+        value, residual = rounding.widen(parts[0]), rounding.widen(parts[1])
+        reach = rounding.half_ulp(value, low(chosen(self.value, self), "Kahan"))
+        # An infinite value has an infinite reach, and infinity + residual is infinity. A zero residual, told by its bits because
+        # compilers ignore the signs of zeros, is not added: -0 + 0 would be 0.
+        some = (residual.view(torch.int32) & 0x7FFFFFFF) != 0
+        return torch.where(some & (residual.abs() <= reach), value + residual, value)
+
+    def resolution(self, compute: ComputeDType) -> float:
+        """That of value and residual together. A float16 has nothing below 2**-24, so that of small numbers only one of the two is left."""
+        value = low(chosen(self.value, self), "Kahan")
+        if self.residual == "float32":
+            return 0.0
+        if self.residual == "float16":
+            return HALF_UNITS[value]
+        if self.rounding == "stochastic":
+            return 0.0
+        return HALF_UNITS["bfloat16"] if value == "float16" else HALF_UNITS["bfloat16"] * 2.0**-9
+
+
+def _canonical(value: Tensor, residual: Tensor, dtype: LowDType, kept_in: LowDType) -> tuple[Tensor, Tensor]:
+    """The parts of which the first is their sum rounded to nearest: those that encoding the sum again would give.
+
+    A residual that was rounded up beyond half a unit (a float16 has no small ones) would be dropped by ``decode``, and is zero. One that
+    was rounded up to half a unit puts the sum on a tie, and beside an odd value the tie goes to the neighbour: then the neighbour is
+    stored, and the residual on its other side. Else weights would move by a unit at a step that moves nothing. Where the neighbour is
+    infinity, the residual is rounded down instead: it is a power of two, below which numbers are closer.
+    """
+    half, size = rounding.half_ulp(value, dtype), residual.abs()
+    residual = torch.where(size > half, 0.0, residual)
+    neighbour = value + 2 * residual
+    if dtype == "float16":  # whose smallest number has zero for a neighbour, and a residual can say so
+        neighbour = torch.copysign(neighbour, value)
+    tie = (size == half) & rounding.is_odd(value, dtype)
+    finite = neighbour.abs() <= torch.finfo(torch_dtype(dtype)).max
+    residual = torch.where(tie, torch.where(finite, -residual, residual * (1 - HALF_UNITS[kept_in])), residual)
+    return torch.where(tie & finite, neighbour, value), residual

@@ -1,0 +1,132 @@
+"""Formats of one tensor: rounded to nearest, or at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everybit import rounding
+from everybit.dtypes import FLOAT_DTYPES, LOW_DTYPES, ComputeDType, FloatDType, LowDType, require_member, torch_dtype
+from everybit.formats.protocol import (
+    HALF_UNITS,
+    SPLITS_FLOAT32,
+    ParamFormat,
+    Parts,
+    PartSpec,
+    SlotKind,
+    StateFormat,
+    chosen,
+    dither,
+    low,
+)
+from everybit.random_bits import Key
+from everybit.straight_through import straight_through
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest(StateFormat, ParamFormat):
+    """One tensor, rounded to the nearest value, ties to even.
+
+    Args:
+        dtype: What it is stored in. None: the model's own dtype for parameters, the compute dtype for state.
+    """
+
+    dtype: FloatDType | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            require_member(self.dtype, FLOAT_DTYPES, field="Nearest.dtype")
+
+    def for_params(self, model: FloatDType) -> Nearest:
+        """Return the format with ``dtype`` filled in: the model's, if none was chosen."""
+        return self if self.dtype is not None else Nearest(model)
+
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Nearest:
+        """Return the format with ``dtype`` filled in: the compute dtype, if none was chosen."""
+        return self if self.dtype is not None else Nearest(compute)
+
+    @property
+    def loses_small_numbers(self) -> bool:
+        """Whether the value is stored in float16, whose smallest number is 6e-8."""
+        return self.dtype == "float16"
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """Describe the one part, the value."""
+        return (PartSpec("value", torch_dtype(chosen(self.dtype, self))),)
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """Round the value once, to nearest."""
+        dtype = chosen(self.dtype, self)
+        if dtype in ("bfloat16", "float16"):
+            return (straight_through(rounding.to_nearest(x.detach().float(), dtype), x),)
+        return (x.to(torch_dtype(dtype)),)
+
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
+        """Widen the stored value, which is exact."""
+        return rounding.widen(parts[0]).to(torch_dtype(compute))
+
+    def resolution(self, compute: ComputeDType) -> float:
+        """Half a unit in the last place of the stored dtype, if it is coarser than the compute dtype."""
+        dtype = chosen(self.dtype, self)
+        return 0.0 if dtype in (compute, "float64") else HALF_UNITS[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Stochastic(StateFormat, ParamFormat):
+    """One 16-bit tensor, rounded up or down at random so that the expectation is right (Gupta et al. 2015, arXiv:1502.02551).
+
+    Nothing that float32 holds is lost on average; the price is noise of up to one unit in the last place a step. An update is added in
+    float32 before it is rounded, so that one below half of float32's unit in the last place is lost, as it is under float32.
+    The bits come from (seed, step, global element index): see :mod:`everybit.random_bits`.
+
+    Args:
+        dtype: What it is stored in. None: the model's own dtype for parameters, bfloat16 for state.
+    """
+
+    dtype: LowDType | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            require_member(self.dtype, LOW_DTYPES, field="Stochastic.dtype")
+
+    def for_params(self, model: FloatDType) -> Stochastic:
+        """Return the format with ``dtype`` filled in: the model's, if none was chosen."""
+        return self if self.dtype is not None else Stochastic(low(model, "Stochastic"))
+
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Stochastic:
+        """Return the format with ``dtype`` filled in: bfloat16, if none was chosen."""
+        return self.for_params("bfloat16")
+
+    @property
+    def draws_bits(self) -> bool:
+        """True, since every ``encode`` rounds at random."""
+        return True
+
+    @property
+    def loses_small_numbers(self) -> bool:
+        """Whether the value is stored in float16, whose smallest number is 6e-8."""
+        return self.dtype == "float16"
+
+    def objection(self, compute: ComputeDType) -> str | None:
+        """Return the objection to float64 as the compute dtype: this format splits a float32."""
+        return SPLITS_FLOAT32 if compute == "float64" else None
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """Describe the one part, the value."""
+        return (PartSpec("value", torch_dtype(chosen(self.dtype, self))),)
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """Round the value once, up or down at random."""
+        dtype = low(chosen(self.dtype, self), "Stochastic")
+        exact = x.detach()
+        return (straight_through(rounding.to_stochastic(exact, dtype, dither(dtype, exact, key)), x),)
+
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
+        """Widen the stored value, which is exact."""
+        return rounding.widen(parts[0]).to(torch_dtype(compute))
+
+    def resolution(self, compute: ComputeDType) -> float:
+        """0: what is undone at one step is made up for at another."""
+        return 0.0

@@ -33,8 +33,8 @@ def local(x: Tensor) -> Tensor:
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """``part``, of the shape of this rank's part of ``parameter``, as a tensor of the whole's shape, sharded as it is."""
-    if not is_dtensor(parameter) or part.shape != local_part(parameter).shape:
+    """``part``, with a number for each element of this rank's part of ``parameter``, as a tensor of the whole's shape, sharded as it is."""
+    if not is_dtensor(parameter):
         return part
     from torch.distributed.tensor import DTensor
 

@@ -262,9 +262,10 @@ def _kinds(unit: Unit, member: Member, optimizer: eb.Optimizer[Any], *, full: bo
     found = unit.entries(member)
     former = {new: old for old, new in former_names([entry for entry, _ in found]).items()}
     for entry, value in found:
-        shape = _whole_shape(member.parameter, value)
+        whole = is_dtensor(member.parameter) and entry.cut == "element"
+        shape = tuple(member.parameter.shape if whole else value.shape)
         # Of several parts the first is the number, rounded; codes of it may be anything.
-        positive = entry.field.split("#")[0] == "variance" and entry.name == entry.field
+        positive = entry.field.split("#")[0] == "variance" and entry.leading
         if entry.role == "shared":
             kinds[entry.name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
         elif not full:
@@ -274,16 +275,12 @@ def _kinds(unit: Unit, member: Member, optimizer: eb.Optimizer[Any], *, full: bo
                 positive=positive and value.is_floating_point(),
                 former=former.get(entry.name),
             )
-        elif entry.role == "slot" and entry.name == entry.field:
-            kinds[entry.name] = Kind(wide, tuple(member.parameter.shape), positive=positive)
+        elif entry.role == "slot" and entry.leading:
+            own = value.shape if entry.cut == "tensor" else member.parameter.shape
+            kinds[entry.name] = Kind(wide, tuple(own), positive=positive)
     if full:
         kinds[WEIGHTS] = Kind(wide, tuple(member.parameter.shape))
     return kinds
-
-
-def _whole_shape(parameter: Tensor, part: Tensor) -> tuple[int, ...]:
-    whole = is_dtensor(parameter) and part.shape == local(parameter).shape
-    return tuple(parameter.shape) if whole else tuple(part.shape)
 
 
 # -- entries ------------------------------------------------------------------------------------------------------------------

@@ -435,9 +435,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Show each parameter's share of the unit's state in ``self.state``, as views; what others keep there stays."""
         torch_names = self.torch_names.slots if self.torch_names is not None else {}
         for member in unit.members:
-            named = unit.named_state(member)
-            entries = self.state[member.parameter]
-            entries.publish({name: like(member.parameter, value) for name, value in named.items()}, torch_names)
+            self.state[member.parameter].publish(unit.published(member), torch_names)
 
     def _follow_hyperparameters(self) -> None:
         """Step with what the param groups hold from here on; state that it needs begins, and what it does not need is put aside.

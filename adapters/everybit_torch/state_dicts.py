@@ -73,11 +73,7 @@ def decoded(unit: Unit, optimizer: eb.Optimizer[Any]) -> dict[int, dict[str, Ten
     """Return, by id of each of a unit's parameters, its state and weights in the compute dtype, in its shape."""
     weights, wide = _decoded_unit(unit, optimizer)
     return {
-        id(m.parameter): {
-            name: like(m.parameter, value)
-            for name, value in (wide.named_state(m) | {WEIGHTS: _weights(m, weights)}).items()
-        }
-        for m in unit.members
+        id(m.parameter): wide.published(m) | {WEIGHTS: like(m.parameter, _weights(m, weights))} for m in unit.members
     }
 
 

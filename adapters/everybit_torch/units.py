@@ -25,7 +25,7 @@ from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.policy import Resolved
 from everybit_torch.choosing import Decision
-from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.dtensors import is_dtensor, like, local
 from everybit_torch.gradients import UnitGradients, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
@@ -163,9 +163,25 @@ class Unit:
         """Return the tensors of :meth:`entries` by name."""
         return {entry.name: value for entry, value in self.entries(member)}
 
+    def published(self, member: Member) -> dict[str, Tensor]:
+        """Return the tensors of :meth:`entries` by name; of a sharded parameter those that are cut as it is are sharded as it is.
+
+        Raises:
+            ValueError: An entry of a sharded parameter that is neither cut as it is nor the same on all ranks; the message names it.
+        """
+        found: dict[str, Tensor] = {}
+        for entry, value in self.entries(member):
+            if is_dtensor(member.parameter) and entry.cut not in ("element", "copy"):
+                raise ValueError(
+                    f"{entry.name}: is cut by the rule {entry.cut!r}, and its parameter is sharded along its elements; accepted for sharded"
+                    " parameters is state with a number for each element."
+                )
+            found[entry.name] = like(member.parameter, value) if entry.cut == "element" else value
+        return found
+
     @staticmethod
     def _shaped(entry: Entry, x: Tensor, member: Member) -> Tensor:
-        if entry.cut == "copy" or x.ndim != 1:
+        if entry.cut in ("copy", "tensor") or x.ndim != 1:
             return x
         low, high = entry.range(member.start, member.stop)
         shape = local(member.parameter).shape

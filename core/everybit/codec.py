@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -83,13 +83,23 @@ class Codec:
             ValueError: A slot that does not belong to the parameters under their formats; the message names the path.
         """
 
-        def decode(leaf: Tensor, name: str, one: Resolved, _key: None, stored: Any, where: Callable[[], str]) -> Tensor:
-            if wanted is not None and name not in wanted:
-                return zeros(leaf, one)
+        def decode(leaf: Tensor, name: str, one: Resolved, _key: None, stored: Any, where: Callable[[], str]) -> Any:
+            if isinstance(stored, dict):
+                return {
+                    factor: decode_one(None, name, one, parts, lambda factor=factor: f"{where()}[{factor!r}]")  # type: ignore[misc]
+                    for factor, parts in stored.items()
+                }
+            return decode_one(leaf, name, one, stored, where)
+
+        def decode_one(leaf: Tensor | None, name: str, one: Resolved, stored: Any, where: Callable[[], str]) -> Tensor:
             format = one.slot(name)
             parts: Parts = stored if isinstance(stored, tuple) else (stored,)
-            _require_parts(parts, format, leaf, where)
-            return format.decode(parts, leaf.shape, one.policy.compute)
+            # A factor has the shape of its first part, which no parameter tells.
+            like = parts[0] if leaf is None else leaf
+            if wanted is not None and name not in wanted:
+                return zeros(like, one)
+            _require_parts(parts, format, like, where)
+            return format.decode(parts, like.shape, one.policy.compute)
 
         return self._map_slots(decode, inner, keys=lambda _name: [None] * len(self.formats))
 
@@ -100,7 +110,24 @@ class Codec:
             ValueError: A slot whose values do not have the parameters' shapes, or the compute dtype; the message names the path.
         """
 
-        def encode(leaf: Tensor, name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]) -> Any:
+        def encode(leaf: Tensor, name: str, one: Resolved, key: Key, value: Any, where: Callable[[], str]) -> Any:
+            if isinstance(value, dict):
+                return {
+                    factor: encode_one(
+                        x,
+                        name,
+                        one,
+                        _of_factor(key, f"{name}.{factor}", one),
+                        x,
+                        lambda factor=factor: f"{where()}[{factor!r}]",  # type: ignore[misc]
+                    )
+                    for factor, x in _factors(value, one.slot(name), where).items()
+                }
+            return encode_one(leaf, name, one, key, value, where)
+
+        def encode_one(
+            leaf: Tensor, name: str, one: Resolved, key: Key, value: Tensor, where: Callable[[], str]
+        ) -> Any:
             if value.shape != leaf.shape:
                 raise ValueError(
                     f"{where()}: got the shape {tuple(value.shape)}; accepted is that of its parameter, {tuple(leaf.shape)}."
@@ -139,6 +166,31 @@ class Codec:
             )
 
         return tree.map_slots(one_slot, inner)
+
+
+def _factors(value: dict[Any, Any], format: Format, where: Callable[[], str]) -> dict[str, Tensor]:
+    """Refuse factors that have no names, are no tensors, or whose format does not keep their shape."""
+    for factor, x in value.items():
+        if not isinstance(factor, str) or not factor.isidentifier():
+            raise ValueError(f"{where()}: got a factor called {factor!r}; accepted are identifiers, such as 'rows'.")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{where()}[{factor!r}]: got {x!r}; accepted are tensors.")
+    if format.parts()[0].block != 1:
+        raise ValueError(
+            f"{where()}: factors of other shapes than the parameter's are stored by formats whose first part has the value's shape;"
+            f" got {format}."
+        )
+    return value
+
+
+def _of_factor(key: Key, name: str, one: Resolved) -> Key:
+    """Name the random bits of a factor, which has more elements than its parameter at times, in a stream of its own.
+
+    The indices of the next parameter's factor lie 2**24 times as far as that parameter, and a factor of a matrix has at most the square of
+    one of its sides.
+    """
+    first = key.first << 24
+    return replace(key, stream=stream(f"{name}:{one.model}"), first=first, lane=None)
 
 
 def zeros(leaf: Tensor, one: Resolved) -> Tensor:

@@ -93,6 +93,25 @@ def require_state(transform: Transform[Any], state: object, params: object) -> N
     walk(state, "")
 
 
+def require_cut(transform: Transform[Any], state: object, params: object) -> None:
+    """Refuse factors, which have other shapes than their parameter, in the state of a transform whose parameters may be cut.
+
+    Raises:
+        ValueError: The message names the slot.
+    """
+
+    def look(name: str, slot: Any) -> Any:
+        if any(isinstance(value, dict) for value in tree.flatten_up_to(params, slot)):
+            raise ValueError(
+                f"{_name(transform)}.init: state.{name}: got factors, tensors by name that have other shapes than their parameter, of a"
+                " transform that says that parameters may be cut anywhere. Accepted is cut: ClassVar[eb.Cut] = 'tensor'."
+            )
+        return slot
+
+    if transform.cut == "element":
+        tree.map_slots(look, state)
+
+
 def separated(state: S, params: object) -> S:
     """``state`` with memory of its own for every tensor: none shares it with another, with a parameter or with itself.
 

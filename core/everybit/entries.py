@@ -3,7 +3,8 @@
 Code that cuts a state, names its tensors in a checkpoint, shards them or counts their bytes uses these, and infers nothing from shapes.
 
 An entry goes by the name of its slot, and a part that is not the first of a value also by its own: ``momentum``, ``momentum.residual``,
-``variance#2.scale``. Of the weights the first part is the model's own tensor, so that their entries are ``param.remainder`` and the like.
+``variance#2.scale``. Factors, which have other shapes than their parameter, go by theirs: ``variance.rows``, ``variance.rows.scale``. Of
+the weights the first part is the model's own tensor, so that their entries are ``param.remainder`` and the like.
 What is no slot goes by its path in the transform's state: ``inner.step``. Field names hold neither ``.`` nor ``#``, and a slot that is
 called ``param``, ``step`` or ``inner`` is numbered, as a second slot of one name is (``param#2``); so no two entries have one name.
 """
@@ -11,7 +12,7 @@ called ``param``, ``step`` or ``inner`` is numbered, as a second slot of one nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -50,12 +51,14 @@ class Entry:
         role: What it is for.
         part: Which part of a stored value it is; None of what is stored as it was computed.
         cut: How it may be cut.
+        leading: Whether it is the first part of a value: the value itself, rounded. Of the weights that is the model's own tensor.
     """
 
     name: str
     role: Role
     part: PartSpec | None
     cut: Cut
+    leading: bool = True
 
     @property
     def field(self) -> str:
@@ -167,6 +170,11 @@ def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iter
     role: Role = "weights" if name == WEIGHTS else "slot"
     if value is None:
         return
+    if isinstance(value, dict):
+        for factor, stored in value.items():
+            for entry, x in _of_value(f"{name}.{factor}", stored, parts):
+                yield replace(entry, cut="tensor"), x
+        return
     if parts is None:
         yield Entry(name, role, None, "element"), value
         return
@@ -176,7 +184,7 @@ def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iter
             continue
         first = number == 0 and name != WEIGHTS
         own_name = name if first else f"{name}.{part.name}"
-        yield Entry(own_name, role, part, "element" if part.block == 1 else part.block), x
+        yield Entry(own_name, role, part, "element" if part.block == 1 else part.block, first), x
 
 
 def former_names(found: Sequence[Entry]) -> dict[str, str]:
@@ -184,6 +192,8 @@ def former_names(found: Sequence[Entry]) -> dict[str, str]:
     numbers: dict[str, int] = {}
     former: dict[str, str] = {}
     for entry in found:
+        if entry.cut == "tensor":
+            continue  # of later versions
         number = numbers[entry.field] = numbers.get(entry.field, -1) + 1
         old = entry.field if number == 0 else f"{entry.field}.{number}"
         if old != entry.name:
@@ -232,6 +242,9 @@ def map_parts(
 def _mapped_value(value: Any, parts: tuple[PartSpec, ...] | None, on_part: OnPart) -> Any:
     if value is None:
         return None
+    if isinstance(value, dict):
+        # The parts of a factor do not follow the parameter's elements, but for their number.
+        return {factor: _mapped_value(stored, parts, on_part) for factor, stored in value.items()}
     if isinstance(value, tuple):
         known = repeat(None) if parts is None else parts
         return tuple(None if x is None else on_part(x, part) for x, part in zip(value, known))  # noqa: B905

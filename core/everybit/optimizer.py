@@ -15,7 +15,7 @@ from everybit.checks import problems, undeclared
 from everybit.codec import Codec, widened, widened_param, zeros
 from everybit.combinators.chain import zero_step
 from everybit.context import Context
-from everybit.contracts import Unwritten, require_state, separated, updated
+from everybit.contracts import Unwritten, require_cut, require_state, separated, updated
 from everybit.dtypes import torch_dtype
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, draws_bits, policies_of, resolve_tree
 from everybit.random_bits import require_seed
@@ -159,6 +159,7 @@ class Optimizer(Generic[S]):
         extra = [parts[1:] for parts in codec.encode_params(values)]
         inner = self.transform.init(tree.replace(params, values))
         require_state(self.transform, inner, params)
+        require_cut(self.transform, inner, params)
         self._require_declared(inner)
         return separated(OptimizerState(step, tree.replace(params, extra), codec.encode_state(inner)), params)
 

@@ -157,7 +157,7 @@ def by_fsdp2(name: str, policy: str) -> Weights:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_shards_give_the_bits_of_the_whole_model(policy: str) -> None:
-    names = list(EXAMPLES)
+    names = [name for name in EXAMPLES if name != "factored"]
     expected = {name: one_process(name, policy, 2) for name in names}
     for found in run(2, every_way, names, policy):
         for (name, way), weights in found.items():

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.barriers import sqrt
 from everybit.context import ALONE
+from everybit.dimensions import mean as mean_along
 from everybit.random_bits import uniform
 from everybit.scalars import at
 
@@ -167,6 +169,63 @@ class ScaleByOldMagnitudes:
         return eb.tree.elementwise(lambda u, s: u / (s + 1), updates, size), ScaleState(size)
 
 
+@eb.state
+@dataclass(frozen=True, slots=True)
+class FactoredState(Generic[P]):
+    """``variance``: of a matrix the means of the squares of its rows and columns, of anything else those of its elements."""
+
+    variance: eb.Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByFactoredRms:
+    """Divide matrices by the root of a product of row and column means of squares, as Adafactor does."""
+
+    cut: ClassVar[eb.Cut] = "tensor"
+    reduces: ClassVar[bool] = False
+    decay: eb.Hyperparameter = 0.9
+
+    def decays(self) -> tuple[eb.SlotDecay, ...]:
+        return (eb.SlotDecay("variance", self.decay, squares=True),)
+
+    def init(self, params: P) -> FactoredState[P]:
+        def start(p: Tensor) -> Any:
+            if p.ndim < 2 or not p.numel():
+                return torch.zeros_like(p)
+            return {"rows": p.new_zeros(p.shape[:-1]), "columns": p.new_zeros(p.shape[:-2] + p.shape[-1:])}
+
+        return FactoredState(eb.tree.map(start, params))
+
+    def update(
+        self, updates: P, state: FactoredState[Any], params: P, ctx: eb.Context = ALONE
+    ) -> tuple[P, FactoredState[P]]:
+        decay = at(self.decay, ctx.step, name="decay")
+
+        def mean(g: Tensor, v: Any) -> Any:
+            square = g * g + 1e-12
+            if isinstance(v, dict):
+                rows, columns = mean_along(square, -1), mean_along(square, -2)
+                return {
+                    "rows": decay * v["rows"] + (1 - decay) * rows,
+                    "columns": decay * v["columns"] + (1 - decay) * columns,
+                }
+            return (decay * v.reshape(-1) + (1 - decay) * square.reshape(-1)).reshape(v.shape)
+
+        def scaled(g: Tensor, v: Any) -> Tensor:
+            if isinstance(v, dict):
+                rows, columns = v["rows"], v["columns"]
+                v = rows[..., None] * columns[..., None, :] / mean_along(rows, -1)[..., None, None]
+            return g / sqrt(v)
+
+        variance = eb.tree.map(mean, updates, state.variance)
+        return eb.tree.map(scaled, updates, variance), FactoredState(variance)
+
+
+def factored(learning_rate: Any) -> eb.Transform[Any]:
+    """State that has other shapes than its parameter."""
+    return eb.chain(ScaleByFactoredRms(), eb.trace(0.9), eb.scale_by_learning_rate(learning_rate))
+
+
 def lamb(learning_rate: Any, b2: Any = 0.95) -> eb.Transform[Any]:
     """Adam's direction with trust ratios and weight decay."""
     return eb.chain(
@@ -220,5 +279,6 @@ EXAMPLES = {
     "averaged": averaged,
     "periodic": periodic,
     "masked noise": masked_noise,
+    "factored": factored,
 }
 """Builders of the examples, by name, as the battery takes them."""

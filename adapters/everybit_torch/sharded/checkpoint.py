@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit.entries import Entry, former_names
 from everybit_torch.collectives import groups
-from everybit_torch.dtensors import like, local
+from everybit_torch.dtensors import local
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, on_all, same_kind
@@ -293,12 +293,10 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
             if parameter.numel():
                 given[id(parameter)] = {}
                 prefix = f"optimizer.state.{names[id(parameter)]}."
-                kept = unit.entries(member)
-                for entry, value in kept:
-                    key = prefix + entry.name
-                    own[key] = like(parameter, value)
-                    aside[key] = given[id(parameter)][entry.name] = torch.empty_like(own[key])
-                of_version_1 = former_names([entry for entry, _ in kept])
+                for name, value in unit.published(member).items():
+                    own[prefix + name] = value
+                    aside[prefix + name] = given[id(parameter)][name] = torch.empty_like(value)
+                of_version_1 = former_names([entry for entry, _ in unit.entries(member)])
                 former |= {prefix + old: prefix + new for old, new in of_version_1.items()}
     found = found.renamed(former)
     _require_same(own, found, set(own), group)

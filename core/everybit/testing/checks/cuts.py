@@ -75,9 +75,9 @@ def stored_slots(params: object, state: OptimizerState[Any]) -> dict[str, list[T
     found: dict[str, list[Tensor]] = {}
 
     def note(name: str, slot: Any) -> Any:
-        stored = [
-            one if isinstance(one, tuple) else (one,) for one in tree.flatten_up_to(params, slot) if one is not None
-        ]
+        values = [one for one in tree.flatten_up_to(params, slot) if one is not None]
+        each = [x for one in values for x in (one.values() if isinstance(one, dict) else [one])]
+        stored = [one if isinstance(one, tuple) else (one,) for one in each]
         key = f"{name}#{len(found)}"
         found[key] = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*stored, strict=True)]
         return slot

@@ -8,6 +8,8 @@ was promised and what was found. With pytest::
     def test_my_optimizer(name):
         everybit.testing.CHECKS[name](my_optimizer)
 
+A number format of your own is held to its promises by ``check_format(format)``.
+
 ``REGISTRY`` holds everybit's own builds by name. The checks that compile empty the compiler's caches first.
 """
 
@@ -17,6 +19,7 @@ from everybit.testing.checks.compiled import check_compiled_equals_eager, check_
 from everybit.testing.checks.conditions import Build
 from everybit.testing.checks.cuts import check_cut, check_flat_equals_tree
 from everybit.testing.checks.devices import check_meta_init, check_no_wait
+from everybit.testing.checks.formats import check_format
 from everybit.testing.checks.functional import check_differentiable, check_vmap
 from everybit.testing.checks.hyperparameters import check_hyperparameters_are_data
 from everybit.testing.checks.purity import check_pure, check_state_is_a_fixed_point
@@ -34,6 +37,7 @@ __all__ = [
     "check_cut",
     "check_differentiable",
     "check_flat_equals_tree",
+    "check_format",
     "check_hyperparameters_are_data",
     "check_meta_init",
     "check_no_recompilation",

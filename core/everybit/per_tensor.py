@@ -170,9 +170,13 @@ def _expanded(like: Tensor, members: Members, numbers: Tensor) -> Tensor:
     if like.device.type == "cpu":
         expand = _expand_op if torch.compiler.is_compiling() else _expand
         return expand(values, members.edges, like.numel()).reshape(like.shape)
-    # On accelerators a search for each element, which compiled code does in the loop that uses it.
-    places = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
-    return values[torch.bucketize(places, members.edges[1:], out_int32=True, right=True)].reshape(like.shape)
+    return _found(values, members.edges, like.numel()).reshape(like.shape)
+
+
+def _found(values: Tensor, edges: Tensor, size: int) -> Tensor:
+    """:func:`_expand` on an accelerator: a search for each element, which compiled code does in the loop that uses it."""
+    places = torch.arange(size, dtype=torch.int64, device=values.device)
+    return values[torch.bucketize(places, edges[1:], out_int32=True, right=True)]
 
 
 def _unfit(numbers: Tensor, count: int) -> str:
@@ -207,7 +211,12 @@ def _sums(x: Tensor, edges: Tensor, squares: bool) -> Tensor:
             if stop > start:
                 found[number] = of(flat[start:stop])
         return found
-    # One kernel for all members, over a chunk at a time: no copy of a long tensor is widened.
+    return found + _segments(flat, edges, squares)
+
+
+def _segments(flat: Tensor, edges: Tensor, squares: bool) -> Tensor:
+    """The sums on an accelerator: one kernel for all members, over a chunk at a time, so that no copy of a long tensor is widened."""
+    found = flat.new_zeros(len(edges) - 1, dtype=torch.float64)
     for start in range(0, flat.numel(), barriers.DEVICE_CHUNK):
         wide = flat[start : start + barriers.DEVICE_CHUNK].double()
         here = edges.clamp(start, start + len(wide)) - start

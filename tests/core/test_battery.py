@@ -359,6 +359,24 @@ class ReducesLeafByLeaf(Liar):
         return super().update(eb.tree.elementwise(lambda u: u / (1 + largest), updates), state, params)
 
 
+class WorksAgainstTheAnswer(Liar):
+    """Does something else where the host has decided."""
+
+    def periods(self) -> tuple[int, ...]:
+        return (2,)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        factor = 0.5 if ctx.due else 1.0
+        return super().update(eb.tree.map(lambda u: factor * u, updates), state, params)
+
+
+class EvaluatesByTheLeaf(Liar):
+    """Its weights for evaluation depend on how parameters are cut."""
+
+    def eval_params(self, params: P, state: Any) -> P:
+        return eb.tree.map(lambda p: p * p.numel(), params)
+
+
 class InventsACut(Liar):
     cut: ClassVar[Any] = "galaxy"
 
@@ -496,6 +514,8 @@ LIARS = [
     ("no recompilation", CountsInPython, r"compiled again at step 2"),
     ("no recompilation", TellsTheWorld, r"torch\.compile\(fullgraph=True\) cannot trace the step"),
     ("no wait", LooksFromTheHost, r"a step on meta tensors, which have no values: .*item"),
+    ("shards equal whole", EvaluatesByTheLeaf, r"step 1: weights for evaluation"),
+    ("periodic work", WorksAgainstTheAnswer, r"decided on the host, against the device, step 1"),
     ("shards equal whole", ReducesLeafByLeaf, r"reduction 1: the max over the shards is"),
     ("resume equals continue", CountsInPython, r"resumed, against continued, after step 4"),
     ("meta init", LosesTheDevice, r"init on meta tensors allocates: aten\.zeros"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import everybit as eb
+from everybit import barriers, per_tensor
 from everybit.context import ALONE
 from everybit.replay import NeedsReductionError, ReplayAxis
 from everybit.testing import CHECKS
@@ -99,6 +100,31 @@ def test_numbers_of_pieces_are_those_of_each_parameter(sizes: list[int], cuts: l
         spread = [piece.expand(stop - start) for piece, start, stop in zip(found, edges[:-1], edges[1:], strict=True)]
         expected = torch.cat([of(p).float().expand(p.numel()) for p in parameters])
         assert torch.equal(torch.cat(spread), expected), name
+
+
+def test_accelerators_compute_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their operations, run on the host; whole numbers, whose sums are exact in any order. Members without elements included."""
+    monkeypatch.setattr(barriers, "DEVICE_CHUNK", 5)
+    edges = torch.tensor([0, 0, 3, 3, 11, 12, 12])
+    x = torch.arange(12.0) - 4
+    for squares in (False, True):
+        assert torch.equal(per_tensor._segments(x, edges, squares), per_tensor._sums(x, edges, squares))
+    values = torch.arange(6.0)
+    assert torch.equal(per_tensor._found(values, edges, 12), per_tensor._expand(values, edges, 12))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_numbers_on_a_device_are_those_on_the_host() -> None:
+    members = members_of([3, 0, 40, 7])
+    x = torch.randint(-50, 50, (50,), generator=torch.Generator().manual_seed(0)).float()
+    ask = eb.Context(axis=ReplayAxis([]), members=(members,))
+    with pytest.raises(NeedsReductionError) as host:
+        ask.per_tensor.sum_of_squares([x])
+    there = eb.Context(axis=ReplayAxis([]), members=(eb.tree.map(torch.Tensor.cuda, members),))
+    with pytest.raises(NeedsReductionError) as device:
+        there.per_tensor.sum_of_squares([x.cuda()])
+    assert torch.equal(device.value.value.cpu(), host.value.value)
 
 
 def test_trust_ratios_are_those_of_the_paper() -> None:

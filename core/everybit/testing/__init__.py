@@ -22,6 +22,7 @@ from everybit.testing.checks.devices import check_meta_init, check_no_wait
 from everybit.testing.checks.formats import check_format
 from everybit.testing.checks.functional import check_differentiable, check_vmap
 from everybit.testing.checks.hyperparameters import check_hyperparameters_are_data
+from everybit.testing.checks.periods import check_periodic_work
 from everybit.testing.checks.purity import check_pure, check_state_is_a_fixed_point
 from everybit.testing.checks.shards import check_shards_equal_whole
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
@@ -42,6 +43,7 @@ __all__ = [
     "check_meta_init",
     "check_no_recompilation",
     "check_no_wait",
+    "check_periodic_work",
     "check_pure",
     "check_resume_equals_continue",
     "check_shards_equal_whole",

@@ -12,6 +12,7 @@ from everybit.testing.checks.cuts import check_cut, check_flat_equals_tree
 from everybit.testing.checks.devices import check_meta_init, check_no_wait
 from everybit.testing.checks.functional import check_differentiable, check_vmap
 from everybit.testing.checks.hyperparameters import check_hyperparameters_are_data
+from everybit.testing.checks.periods import check_periodic_work
 from everybit.testing.checks.purity import check_pure, check_state_is_a_fixed_point
 from everybit.testing.checks.shards import check_shards_equal_whole
 
@@ -26,6 +27,7 @@ CHECKS: Mapping[str, Callable[[Build], None]] = MappingProxyType(
         "flat equals tree": check_flat_equals_tree,
         "cut": check_cut,
         "shards equal whole": check_shards_equal_whole,
+        "periodic work": check_periodic_work,
         "resume equals continue": check_resume_equals_continue,
         "hyperparameters are data": check_hyperparameters_are_data,
         "meta init": check_meta_init,

@@ -77,6 +77,11 @@ def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Piece], 
         parts, states = [out[0] for out in stepped], [out[1] for out in stepped]
         counted = [out for out, piece in zip(stepped, pieces, strict=True) if piece.counted]
         _require_same_bits(counted, (params, state), f"{now}: against the whole")
+        evaluated = [optimizer.eval_params(part, own) for part, own in counted]
+        whole_evaluated = flattened(optimizer.eval_params(params, state))
+        assert_same_bits(
+            torch.cat([flattened(x) for x in evaluated]), whole_evaluated, f"{now}: weights for evaluation"
+        )
         assert_same_bits(
             stepped[-1], stepped[0], f"{now}: a copy that another rank counts, against what it is a copy of"
         )

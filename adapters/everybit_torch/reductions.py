@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import everybit as eb
+from everybit.barriers import sum_of_squares
+from everybit.dtypes import torch_dtype
 from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
@@ -47,27 +49,40 @@ class Part(NamedTuple):
     counted: bool = True
 
 
-class Reads:
-    """The slots, and maybe the weights, which a transform computes a reduction from; found once for each optimizer and reduction.
+class Source(NamedTuple):
+    """What a transform computes a reduction from.
 
-    They are found by running the transform on tensors without elements, and recording which tensors are computed from which.
+    Attributes:
+        names: Of slots, and maybe :data:`WEIGHTS`.
+        gradient_norm: Whether the partial result is the sum of the squares of the gradients as they came: that needs no run of the
+            transform, and no wider copy of the gradients.
+    """
+
+    names: frozenset[str]
+    gradient_norm: bool
+
+
+class Reads:
+    """What a transform computes each of its reductions from; found once for each optimizer and reduction.
+
+    It is found by running the transform on tensors without elements, and recording which tensors are computed from which.
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[eb.Optimizer[Any], int, frozenset[str]]] = []
+        self._known: list[tuple[eb.Optimizer[Any], int, Source]] = []
 
-    def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
-        """Return the names for the pending reduction, which comes after those that ``totals`` answer."""
-        for known, asked, names in self._known:
+    def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Source:
+        """Return the source of the pending reduction, which comes after those that ``totals`` answer."""
+        for known, asked, source in self._known:
             if known is optimizer and asked == len(totals):
-                return names
-        names = self._find(optimizer, unit, totals)
+                return source
+        source = self._find(optimizer, unit, totals)
         # Optimizers are made anew when hyperparameters change; the present ones stay.
-        self._known = [*self._known[-15:], (optimizer, len(totals), names)]
-        return names
+        self._known = [*self._known[-15:], (optimizer, len(totals), source)]
+        return source
 
     @staticmethod
-    def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
+    def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Source:
         params, state = optimizer.decode(*_without_elements(unit))
         grads = [torch.empty_like(x) for x in params]
         ctx = eb.Context(axis=ReplayAxis(totals), first_element=unit.first).at(state.step + 1)
@@ -86,8 +101,10 @@ class Reads:
             with following:
                 optimizer.transform.update(grads, state.inner, params, ctx)
         except NeedsReductionError as pending:
-            return following.of(pending.value)
-        return frozenset()
+            squared = following.squared.get(id(pending.value))
+            is_norm = pending.kind == "sum" and any(squared is grad for grad in grads)
+            return Source(following.of(pending.value), is_norm)
+        return Source(frozenset(), gradient_norm=False)
 
 
 class _Origins(TorchFunctionMode):
@@ -99,6 +116,7 @@ class _Origins(TorchFunctionMode):
     def __init__(self, origins: dict[int, frozenset[str]]) -> None:
         super().__init__()
         self.origins = origins
+        self.squared: dict[int, Tensor] = {}  # by id of a sum of squares, what was squared
         self._held: list[Any] = []  # so that no id comes twice
 
     def of(self, tensor: Tensor) -> frozenset[str]:
@@ -109,6 +127,8 @@ class _Origins(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         given = [x for x in eb.tree.leaves([args, kwargs or {}]) if isinstance(x, Tensor)]
         names: frozenset[str] = frozenset().union(*map(self.of, given))
+        if func is sum_of_squares:
+            self.squared[id(made)] = given[0]
         for x in eb.tree.leaves([made]):
             if isinstance(x, Tensor):
                 self.origins[id(x)] = names | self.origins.get(id(x), frozenset())
@@ -171,7 +191,13 @@ def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: 
         chunks: Iterable[tuple[int, Tensor, Tensor, OptimizerState[Any]]] = [(0, tensor, grad, unit.state)]
         names = None
     else:
-        chunks, names = _chunks(unit, grad), reads.of(optimizer, unit, totals)
+        source = reads.of(optimizer, unit, totals)
+        wide = torch_dtype(optimizer.formats([tensor])[0].policy.compute)
+        # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
+        if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
+            yield NeedsReductionError("sum", sum_of_squares(ReplayAxis((), counted=counted).owned(grad)))
+            return
+        chunks, names = _chunks(unit, grad), source.names
     for start, values, gradient, state in chunks:
         ctx = eb.Context(first_element=unit.first + start, axis=ReplayAxis(totals, counted=counted))
         pending = _ask(optimizer, values, gradient, state, ctx, names)
@@ -194,8 +220,8 @@ def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionEr
     (tensor,), state = _without_elements(part.unit)
     none = torch.empty_like(tensor, dtype=torch.float32)
     ctx = eb.Context(first_element=part.unit.first, axis=ReplayAxis(totals))
-    # Where there are no elements it does not matter what is decoded.
-    return _ask(part.optimizer, tensor, none, state, ctx, None)
+    # Where there are no elements nothing has to be decoded.
+    return _ask(part.optimizer, tensor, none, state, ctx, frozenset())
 
 
 def _ask(

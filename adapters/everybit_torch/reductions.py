@@ -34,7 +34,7 @@ WEIGHTS = "params"
 
 
 class Part(NamedTuple):
-    """A unit of one tensor that takes part in reductions.
+    """A unit that takes part in reductions.
 
     Attributes:
         optimizer: The optimizer that steps it.
@@ -83,7 +83,8 @@ class Reads:
 
     @staticmethod
     def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Source:
-        params, state = optimizer.decode(*_without_elements(unit))
+        tensor, held = _without_elements(unit)
+        params, state = optimizer.decode([tensor], held)
         grads = [torch.empty_like(x) for x in params]
         ctx = eb.Context(axis=ReplayAxis(totals), first_element=unit.first).at(state.step + 1)
         numbers = [value for _, value in hyperparameters(optimizer.transform) if isinstance(value, Tensor)]
@@ -186,38 +187,29 @@ def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads:
 def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: Reads) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted = part
-    (tensor,) = unit.tensors
-    if tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
-        chunks: Iterable[tuple[int, Tensor, Tensor, OptimizerState[Any]]] = [(0, tensor, grad, unit.state)]
+    if unit.tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
+        chunks: Iterable[tuple[Any, Unit]] = [(..., unit)]
         names = None
     else:
         source = reads.of(optimizer, unit, totals)
-        wide = torch_dtype(optimizer.formats([tensor])[0].policy.compute)
+        wide = torch_dtype(optimizer.formats([unit.tensor])[0].policy.compute)
         # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
         if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
             yield NeedsReductionError("sum", sum_of_squares(ReplayAxis((), counted=counted).owned(grad)))
             return
-        chunks, names = _chunks(unit, grad), source.names
-    for start, values, gradient, state in chunks:
-        ctx = eb.Context(first_element=unit.first + start, axis=ReplayAxis(totals, counted=counted))
-        pending = _ask(optimizer, values, gradient, state, ctx, names)
+        size = PIECE if unit.tensor.device.type in ("cpu", "meta") else DEVICE_PIECE
+        chunks, names = unit.pieces(size, lambda x: x), source.names
+    for where, chunk in chunks:
+        ctx = eb.Context(first_element=chunk.first, axis=ReplayAxis(totals, counted=counted))
+        pending = _ask(optimizer, chunk.tensor, grad[where], chunk.state, ctx, names)
         if pending is None:
             return
         yield pending
 
 
-def _chunks(unit: Unit, grad: Tensor) -> Iterator[tuple[int, Tensor, Tensor, OptimizerState[Any]]]:
-    """Cut a flat unit: the number of the first element, values, gradients and state of each chunk; one if there are no elements."""
-    (tensor,) = unit.tensors
-    size = unit.piece_size(PIECE if tensor.device.type in ("cpu", "meta") else DEVICE_PIECE)
-    for start in range(0, max(tensor.numel(), 1), size):
-        stop = min(start + size, tensor.numel())
-        yield start, tensor[start:stop], grad[start:stop], unit.cut_state(start, stop, lambda x: x)
-
-
 def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionError | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
-    (tensor,), state = _without_elements(part.unit)
+    tensor, state = _without_elements(part.unit)
     none = torch.empty_like(tensor, dtype=torch.float32)
     ctx = eb.Context(first_element=part.unit.first, axis=ReplayAxis(totals))
     # Where there are no elements nothing has to be decoded.
@@ -240,6 +232,6 @@ def _ask(
     return None
 
 
-def _without_elements(unit: Unit) -> tuple[list[Tensor], OptimizerState[Any]]:
+def _without_elements(unit: Unit) -> tuple[Tensor, OptimizerState[Any]]:
     state = map_state(unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
-    return [unit.tensors[0].reshape(-1)[:0]], state
+    return unit.tensor.reshape(-1)[:0], state

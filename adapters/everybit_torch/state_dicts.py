@@ -1,4 +1,4 @@
-"""Convert state dicts between policies, and from and to ``torch.optim``; :mod:`everybit_torch.loading` checks them before."""
+"""Convert state dicts from and to ``torch.optim``; :mod:`everybit_torch.loading` checks them before."""
 
 from __future__ import annotations
 
@@ -9,39 +9,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-import everybit as eb
 from everybit.entries import STEP, WEIGHTS
-from everybit_torch.dtensors import like, local
 from everybit_torch.memory import has_memory
 from everybit_torch.saved_structure import Saved, names, read, shown
-from everybit_torch.stepping import write
-from everybit_torch.units import Member, Unit, init_state
-
-
-@dataclass(frozen=True, slots=True)
-class RoundingLoss:
-    """The error of storing values in a coarser format.
-
-    Attributes:
-        largest: The greatest absolute difference.
-        error: Sum of the squared differences.
-        total: Sum of the squared values.
-    """
-
-    largest: float
-    error: float
-    total: float
-
-    @property
-    def relative(self) -> float:
-        """Root of the mean squared difference, relative to that of the values; 0 if nothing was lost."""
-        return (self.error / self.total) ** 0.5 if self.error else 0.0
-
-    def __add__(self, other: RoundingLoss) -> RoundingLoss:
-        return RoundingLoss(max(self.largest, other.largest), self.error + other.error, self.total + other.total)
-
-    def __str__(self) -> str:
-        return f"largest {self.largest:.3g}, relative {self.relative:.3g}" if self.error else "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,83 +29,6 @@ class TorchNames:
     counts: bool
     options: Mapping[str, Any]
     ours: Mapping[str, Any] = field(default_factory=dict)
-
-
-def counts(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The 0-d integers of a parameter's state, which all members of a unit share; zeros where nothing is saved."""
-    return tuple(int(saved[name]) if name in saved else 0 for name, x in own.items() if x.dtype is torch.int64)
-
-
-# -- full precision -----------------------------------------------------------------------------------------------------------
-
-
-def decoded(unit: Unit, optimizer: eb.Optimizer[Any]) -> dict[int, dict[str, Tensor]]:
-    """Return, by id of each of a unit's parameters, its state and weights in the compute dtype, in its shape."""
-    weights, wide = _decoded_unit(unit, optimizer)
-    return {
-        id(m.parameter): {
-            name: like(m.parameter, value)
-            for name, value in (wide.named_state(m) | {WEIGHTS: _weights(m, weights)}).items()
-        }
-        for m in unit.members
-    }
-
-
-def encode(
-    unit: Unit, optimizer: eb.Optimizer[Any], given: Mapping[int, Mapping[str, Tensor]]
-) -> dict[str, RoundingLoss]:
-    """Store full-precision state, and weights where there are any, in a unit; members without are as before their first step.
-
-    Returns:
-        By name, what rounding lost.
-    """
-    if any(id(parameter) not in given for parameter in unit.parameters):
-        write(unit.state, init_state(optimizer, unit.tensors, unit.first))
-    here = [member for member in unit.members if id(member.parameter) in given]
-    if not here:
-        return {}
-    weights, wide = _decoded_unit(unit, optimizer)
-    for member in here:
-        into = wide.named_state(member) | {WEIGHTS: _weights(member, weights)}
-        for name, value in given[id(member.parameter)].items():
-            into[name].copy_(local(value))
-    params, state = optimizer.encode(weights, wide.state, unit.tensors, eb.Context(first_element=unit.first))
-    moved = any(WEIGHTS in given[id(member.parameter)] for member in here)
-    if moved:
-        write((unit.tensors, unit.state), (params, state))
-    else:
-        write((unit.state.step, unit.state.inner), (state.step, state.inner))
-    now, after = _decoded_unit(unit, optimizer)
-    losses: dict[str, RoundingLoss] = {}
-    for member in here:
-        stored = after.named_state(member) | {WEIGHTS: _weights(member, now)}
-        for name, value in given[id(member.parameter)].items():
-            if value.is_floating_point():
-                loss = rounding_loss(local(value).to(stored[name].device), stored[name])
-                losses[name] = losses[name] + loss if name in losses else loss
-    return losses
-
-
-def _decoded_unit(unit: Unit, optimizer: eb.Optimizer[Any]) -> tuple[list[Tensor], Unit]:
-    weights, state = optimizer.decode(unit.tensors, unit.state)
-    return weights, Unit(unit.group, unit.tensors, unit.members, state, unit.first, unit.flat)
-
-
-def _weights(member: Member, weights: list[Tensor]) -> Tensor:
-    value = weights[member.position]
-    return value[member.start : member.stop].view(local(member.parameter).shape) if value.ndim == 1 else value
-
-
-def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
-    """Measure the error of ``stored`` as a copy of ``value``."""
-    difference = stored.double() - value.double()
-    # Infinities and NaN that were carried over are no loss.
-    difference = torch.where((stored == value) | (stored.isnan() & value.isnan()), 0.0, difference)
-    largest = float(difference.abs().max()) if value.numel() else 0.0
-    return RoundingLoss(largest, float(difference.square().sum()), float(value.double().square().sum()))
-
-
-# -- torch.optim --------------------------------------------------------------------------------------------------------------
 
 
 class SpeaksTorch(Protocol):

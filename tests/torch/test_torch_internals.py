@@ -76,7 +76,7 @@ PRIVATE = re.compile(
 # `torch.utils._pytree` and `torch.utils._python_dispatch` have no public name, and torch's documentation uses them.
 DOCUMENTED = re.compile(r"torch\.utils\._py\w+")
 # The steppers of models use what they use until they are taken apart.
-NOT_YET = {"gradient_release.py", "optimizer.py", "sharded/stepper.py", "variants.py"}
+NOT_YET = {"sharded/stepper.py", "variants.py"}
 
 
 @pytest.mark.parametrize(("module", "name", "by"), USED, ids=[f"{module}.{name}" for module, name, _ in USED])

@@ -313,11 +313,11 @@ def test_a_norm_is_found_from_the_gradients_alone(policy: eb.Policy) -> None:
     for _ in range(2):
         model[0].grad = torch.ones_like(model[0])
         optimizer.step()
-    (unit,) = optimizer._units
-    group = optimizer._groups[0]
-    part = reductions.Part(group.optimizer_of(unit), unit, torch.ones(size, dtype=torch.bfloat16))
+    engine = optimizer.engine
+    (unit,) = engine.units
+    part = reductions.Part(engine.optimizer_of(unit), unit, torch.ones(size, dtype=torch.bfloat16))
     with Elements() as elements:
-        (total,) = reductions.find_totals([part], eb.Local, group.reads)
+        (total,) = reductions.find_totals([part], eb.Local, engine.reads)
     assert total.item() == size
     assert elements.count // size == 1
 

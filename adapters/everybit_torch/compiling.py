@@ -7,7 +7,7 @@ not before: that takes longer than ``import torch``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
@@ -39,6 +39,13 @@ def compile_step(function: F, began: Callable[[], None]) -> F:
     # It looks at annotations, behind a cache, which a compiler need not trace.
     torch.compiler.assume_constant_result(accepting)  # type: ignore[no-untyped-call]
     return cast(F, torch.compile(function, fullgraph=True, backend=backend))
+
+
+def let_length_vary(tensors: Sequence[Tensor]) -> None:
+    """Have the next compilation make code for vectors of any length in the place of these."""
+    for tensor in tensors:
+        if tensor.ndim == 1 and tensor.numel() > 1:
+            compiler.let_length_vary(tensor)
 
 
 def reached_limit(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from everybit_torch.dtensors import Over, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
 from everybit_torch.full_precision import RoundingLoss
+from everybit_torch.gradients import MemberGradients
 from everybit_torch.groups import Group, Optimizers
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.reductions import Part, Reads, find_totals
@@ -30,6 +31,8 @@ from everybit_torch.stepping import step_in_pieces
 from everybit_torch.units import Unit, init_state, write
 
 Grads = list[Tensor | None]
+Gathered = Tensor | MemberGradients
+"""The gradients of a unit's members."""
 Given = Mapping[int, Mapping[str, Tensor]]
 """Entries of state, by id of the parameter."""
 
@@ -61,7 +64,7 @@ class PreparedStep:
     """
 
     work: list[tuple[Unit, Grads]]
-    gathered: dict[int, Tensor]
+    gathered: dict[int, Gathered]
     totals: dict[str, list[Tensor]]
 
     @property
@@ -305,7 +308,7 @@ class Engine:
         self._replace(cut)
         return work
 
-    def _find_totals(self, reducing: list[Unit], gathered: Mapping[int, Tensor]) -> dict[str, list[Tensor]]:
+    def _find_totals(self, reducing: list[Unit], gathered: Mapping[int, Gathered]) -> dict[str, list[Tensor]]:
         """Find the totals of the transforms' reductions over all units and processes, by source, in the order of the groups.
 
         Args:
@@ -354,7 +357,7 @@ class Engine:
         unit: Unit,
         grads: Grads,
         totals: Sequence[Tensor] = (),
-        gathered: Tensor | None = None,
+        gathered: Gathered | None = None,
         *,
         metrics: bool = False,
     ) -> Metrics | None:
@@ -366,14 +369,16 @@ class Engine:
         if totals and not group.optimizer_of(unit).transform.reduces:
             totals = ()
         compile = group.compiles(unit)
-        if self._copies is None:
-            measured = group.step(unit, grad, compile=compile, metrics=metrics, totals=totals)
-        else:
 
-            def step(part: Unit, grad: Tensor) -> Metrics | None:
-                return group.step(part, grad, compile=compile, metrics=metrics, totals=totals)
+        def step(part: Unit, grad: Tensor) -> Metrics | None:
+            return group.step(part, grad, compile=compile, metrics=metrics, totals=totals)
 
+        if self._copies is not None:
             measured = step_in_pieces(unit, grad, self._copies.pieces(unit), step)
+        elif isinstance(grad, MemberGradients):
+            measured = step_in_pieces(unit, grad, unit.pieces(0, stops=grad.stops()), step)
+        else:
+            measured = step(unit, grad)
         if unit.flat:
             # Autograd does not see that writing to the buffer changes the parameters; a graph that needs the old values must not run.
             torch.autograd.graph.increment_version(unit.parameters)

@@ -23,6 +23,7 @@ from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.replay import NeedsReductionError, ReplayAxis
+from everybit_torch.gradients import MemberGradients
 from everybit_torch.units import Unit, map_state
 
 # Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
@@ -45,7 +46,7 @@ class Part(NamedTuple):
 
     optimizer: eb.Optimizer[Any]
     unit: Unit
-    grad: Tensor | None
+    grad: Tensor | MemberGradients | None
     counted: bool = True
 
 
@@ -184,7 +185,9 @@ def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads:
     return found
 
 
-def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: Reads) -> Iterator[NeedsReductionError]:
+def _partial_results(
+    part: Part, grad: Tensor | MemberGradients, totals: Sequence[Tensor], reads: Reads
+) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted = part
     if unit.tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
@@ -195,7 +198,7 @@ def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: 
         wide = torch_dtype(optimizer.formats([unit.tensor])[0].policy.compute)
         # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
         if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
-            yield NeedsReductionError("sum", sum_of_squares(ReplayAxis((), counted=counted).owned(grad)))
+            yield NeedsReductionError("sum", _squares(grad) if counted else grad[:0].double().sum())
             return
         size = PIECE if unit.tensor.device.type in ("cpu", "meta") else DEVICE_PIECE
         chunks, names = unit.pieces(size, lambda x: x), source.names
@@ -205,6 +208,10 @@ def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: 
         if pending is None:
             return
         yield pending
+
+
+def _squares(grad: Tensor | MemberGradients) -> Tensor:
+    return grad.sum_of_squares() if isinstance(grad, MemberGradients) else sum_of_squares(grad)
 
 
 def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionError | None:

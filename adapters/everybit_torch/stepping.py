@@ -13,10 +13,11 @@ import everybit as eb
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.replay import ReplayAxis
+from everybit_torch.gradients import Vector
 from everybit_torch.units import Unit, write
 
 # Elements stepped at a time without a compiler: the temporaries of one operation fit into a core's cache.
-PIECE = 1 << 17
+PIECE = 1 << 18
 # On an accelerator: large enough for kernels to be worth their launch, small enough to be no second copy of a model.
 DEVICE_PIECE = 1 << 24
 
@@ -63,7 +64,7 @@ def step_in_place(
 
 
 def step_unit(
-    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, *, metrics: bool, totals: Sequence[Tensor] = ()
+    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor | Vector, *, metrics: bool, totals: Sequence[Tensor] = ()
 ) -> Metrics | None:
     """Step a unit: a long buffer piece by piece, so that temporaries stay in the cache."""
 
@@ -73,12 +74,12 @@ def step_unit(
     elements = piece_size(unit.tensor.device)
     if unit.flat and unit.tensor.numel() > elements:
         return step_in_pieces(unit, grad, unit.pieces(elements), step)
-    return step(unit, grad)
+    return step(unit, grad if isinstance(grad, Tensor) else grad[:])
 
 
 def step_in_pieces(
     unit: Unit,
-    grad: Tensor,
+    grad: Tensor | Vector,
     pieces: Iterable[tuple[slice, Unit]],
     step: Callable[[Unit, Tensor], Metrics | None],
 ) -> Metrics | None:

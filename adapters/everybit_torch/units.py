@@ -7,7 +7,7 @@ behind; a flat unit is then cut, for good, and what was one unit is two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -24,7 +24,7 @@ from everybit.parts import needs_whole_tensors
 from everybit.policy import Resolved
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, local
-from everybit_torch.gradients import UnitGradients, gather, piece
+from everybit_torch.gradients import MemberGradients, UnitGradients, gather, gathered_at_once, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -139,12 +139,13 @@ class Unit:
             return [None if grad is None else local(grad) for grad in grads] if self._sharded else grads
         return self.gradients.collect(self.parameters)
 
-    def gathered(self, grads: list[Tensor]) -> Tensor:
-        """The gradients of all members as one tensor, of the shape of the unit's."""
+    def gathered(self, grads: list[Tensor]) -> Tensor | MemberGradients:
+        """The gradients of all members as one tensor, of the shape of the unit's; many of them as a vector that is not copied."""
         if self.gradients is not None:
             return self.gradients.buffer
         if self.flat:
-            return gather(grads)
+            long = len(grads) > 1 and self.block == 1 and self.tensor.numel() > gathered_at_once(self.tensor.device)
+            return MemberGradients(grads) if long else gather(grads)
         (grad,) = grads
         return grad if grad.shape == self.tensor.shape else grad.reshape(self.tensor.shape)
 
@@ -170,7 +171,11 @@ class Unit:
             )
 
     def pieces(
-        self, elements: int, on_shared: Callable[[Tensor], Tensor] = torch.clone
+        self,
+        elements: int,
+        on_shared: Callable[[Tensor], Tensor] = torch.clone,
+        *,
+        stops: Iterable[int] | None = None,
     ) -> Iterator[tuple[slice, Unit]]:
         """Cut a flat unit into pieces without members, for work that goes through a long buffer a part at a time.
 
@@ -178,17 +183,21 @@ class Unit:
             elements: Of a piece, or about as many: pieces begin at multiples of a block.
             on_shared: What a piece has in the place of a count, and of other state that is not cut. Copies: every piece counts from the
                 same step.
+            stops: Where pieces end, in the place of every so many elements.
 
         Yields:
             Which elements a piece is, and the piece, whose tensor and state are views; one without elements of a unit without.
         """
-        size, numel = max(elements // self.block, 1) * self.block, self.tensor.numel()
-        for start in range(0, max(numel, 1), size):
-            stop = min(start + size, numel)
+        if stops is None:
+            size, numel = max(elements // self.block, 1) * self.block, self.tensor.numel()
+            stops = (min(start + size, numel) for start in range(0, max(numel, 1), size))
+        start = 0
+        for stop in stops:
             state = self._cut_state(start, stop, on_shared)
             part = Unit(self.group, self.tensor[start:stop], [], state, self.first + start, flat=True)
             part.decision, part.stored, part.block = self.decision, self.stored, self.block
             yield slice(start, stop), part
+            start = stop
 
     def _cut_state(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor]) -> OptimizerState[Any]:
         """The state of a flat unit's elements ``start`` to ``stop``, as views; ``on_shared`` makes what is not cut."""

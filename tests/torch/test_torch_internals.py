@@ -31,6 +31,7 @@ USED = [
     ("torch.autograd", "_get_sequence_nr", "autograd"),
     ("torch.autograd", "Variable._execution_engine.queue_callback", "autograd"),
     ("torch._compile", "_disable_dynamo", "optimizers"),
+    ("torch._dynamo", "maybe_mark_dynamic", "compiler"),
     ("torch._dynamo.exc", "FailOnRecompileLimitHit", "compiler"),
     ("torch._inductor.compile_fx", "compile_fx", "compiler"),
     ("torch._inductor.config", "post_grad_custom_post_pass", "compiler"),

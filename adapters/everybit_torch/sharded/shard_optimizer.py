@@ -150,9 +150,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.shards = list(shards)
         self.transforms = {label: one.transform for label, one in labelled.items()}
         """By label, the transform whose hyperparameters its param group shows."""
-        self.engine = Engine(
-            type(self).__name__, lambda _: Over(axis, _every), copies=HostCopies() if offload else None
-        )
+        self.engine = Engine(lambda _: Over(axis, _every), copies=HostCopies() if offload else None)
         self._step_all, self._clear = step, clear
         self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self.shards))
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it

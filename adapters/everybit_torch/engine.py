@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,18 +16,15 @@ from torch import Tensor
 import everybit as eb
 from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
-from everybit.parts import needs_whole_tensors
 from everybit_torch import byte_account, full_precision
-from everybit_torch.choosing import applied
 from everybit_torch.dtensors import Over, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradients import MemberGradients
 from everybit_torch.groups import Group, Optimizers
-from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.reductions import Part, Reads, find_totals
-from everybit_torch.stepping import step_in_pieces
+from everybit_torch.stepping import StateCopies, step_in_pieces
 from everybit_torch.units import Unit, init_state, write
 
 Grads = list[Tensor | None]
@@ -35,22 +32,6 @@ Gathered = Tensor | MemberGradients
 """The gradients of a unit's members."""
 Given = Mapping[int, Mapping[str, Tensor]]
 """Entries of state, by id of the parameter."""
-
-
-class StateCopies(Protocol):
-    """Memory for state elsewhere, from which a step brings it piece by piece."""
-
-    def allocate(self, like: Tensor, numel: int) -> Tensor:
-        """Memory there for ``numel`` elements like those of a tensor."""
-        ...
-
-    def pieces(self, unit: Unit) -> Iterator[tuple[slice, Unit]]:
-        """The pieces of a flat unit with their state where it is stepped, and brought back after that."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all state is where it belongs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +58,17 @@ class Engine:
     """Groups, their units, and what is kept for the members.
 
     Args:
-        owner: What messages call the optimizer.
         over: Of some parameters, what reductions over all of them go over; None: this process alone.
         torch_names: Names of slots, and what torch's optimizer calls them.
         copies: Where state lies between steps, if not beside the weights.
-        only_flat: Whether all units have to be flat.
     """
 
     def __init__(
         self,
-        owner: str,
         over: Callable[[Sequence[Tensor]], Over | None],
         *,
         torch_names: Mapping[str, str] | None = None,
         copies: StateCopies | None = None,
-        only_flat: bool = False,
     ) -> None:
         self.groups: list[Group] = []
         self.units: list[Unit] = []
@@ -99,8 +76,10 @@ class Engine:
         """What is kept for each parameter, as views, and what others keep beside it."""
         self.metrics: Metrics | None = None
         """Of the last step that was measured."""
+        self.had_gradients = False
+        """Whether the last step had some."""
         self.reads = Reads()
-        self._owner, self._over, self._copies, self._only_flat = owner, over, copies, only_flat
+        self._over, self._copies = over, copies
 
     def __getstate__(self) -> dict[str, Any]:
         # Of the states that show what is in the units a front end saves what others keep there.
@@ -108,20 +87,14 @@ class Engine:
 
     # -- groups and units -----------------------------------------------------------------------------------------------------
 
-    def require_layout(self, optimizers: Optimizers) -> None:
-        """Refuse optimizers that must see whole tensors where all are flat.
-
-        Raises:
-            ValueError: They do.
-        """
-        if self._only_flat and any(needs_whole_tensors(one.transform) for one in optimizers.values()):
-            raise ValueError(
-                "layout: got 'flat' for a transform that must see whole tensors (its cut is 'tensor'); accepted are 'auto' and 'tree'."
-            )
-
     def optimizer_of(self, unit: Unit) -> eb.Optimizer[Any]:
         """The optimizer of a unit, as its masks and labels came out."""
         return self.groups[unit.group].optimizer_of(unit)
+
+    def stepped(self) -> Iterator[tuple[Unit, eb.Optimizer[Any]]]:
+        """The units with their optimizers."""
+        for unit in self.units:
+            yield unit, self.optimizer_of(unit)
 
     def init_state(self, optimizer: eb.Optimizer[Any], tensor: Tensor, first: int) -> OptimizerState[Any]:
         """The state of a unit before its first step, in memory where it belongs."""
@@ -194,63 +167,29 @@ class Engine:
             for group, new in zip(self.groups, arguments, strict=True)
             if new != group.arguments
         ]
-        plans = [plan for change in changes for plan in self._plan_migrations(*change, may_begin)]
+        plans = [
+            (unit, plan)
+            for group, new, optimizers in changes
+            for unit, plan in group.plan_migrations(self.units, new, optimizers, may_begin)
+        ]
         for group, new, optimizers in changes:
             group.follow(new, optimizers)
         for unit, plan in plans:
             unit.state, (unit.stored,) = plan.state, self.optimizer_of(unit).formats([unit.tensor])
             self.states.migrate(unit, plan.begun, plan.ended)
 
-    def _plan_migrations(
-        self,
-        group: Group,
-        arguments: dict[str, Any],
-        optimizers: Optimizers,
-        may_begin: Callable[[Unit, list[str], Mapping[str, Any]], None] | None,
-    ) -> list[tuple[Unit, Migration]]:
-        """Plan the state of a group's units for other hyperparameters.
-
-        Raises:
-            ValueError: It cannot be told.
-        """
-        changed = _changed(group, optimizers)
-        if not changed:
-            return []
-        self.require_cuts([optimizers if one is group else one.optimizers for one in self.groups])
-        plans: list[tuple[Unit, Migration]] = []
-        for unit in self.units:
-            if unit.group != group.number or unit.tensor.dtype not in changed:
-                continue
-            try:
-                plan = plan_migration(unit, applied(optimizers[unit.tensor.dtype], unit.decision))
-                if may_begin is not None:
-                    may_begin(unit, plan.begun, arguments)
-            except ValueError as error:
-                raise ValueError(f"param group {group.number}: {group.changed_names(arguments)}: {error}") from None
-            plans.append((unit, plan))
-        return plans
-
     def require_cuts(self, optimizers: Sequence[Optimizers]) -> None:
-        """Refuse optimizers that have to see whole tensors, where parameters were placed for others, and the other way round.
+        """Refuse optimizers, for each group, that cannot step parameters as they were placed; see :meth:`Group.require_cuts`.
 
         Raises:
             ValueError: The message says what changed.
         """
-        placed = {unit.group for unit in self.units}
         for group, new in zip(self.groups, optimizers, strict=True):
-            for dtype, old in group.optimizers.items():
-                before, after = needs_whole_tensors(old.transform), needs_whole_tensors(new[dtype].transform)
-                if group.number in placed and before != after:
-                    raise ValueError(
-                        f"{self._owner}, param group {group.number}: its transform would {'have' if after else 'not have'} to see"
-                        " whole tensors, and its parameters were placed at the first step for one that"
-                        f" {'has' if before else 'has not'}; make a new optimizer."
-                    )
-            self.require_layout(new)
+            group.require_cuts(new)
 
     def start_with(self, arguments: Sequence[dict[str, Any]], optimizers: Sequence[Optimizers]) -> None:
         """Step with other hyperparameters, for state that is loaded after this: what they keep otherwise begins anew."""
-        changed = {group.number: _changed(group, new) for group, new in zip(self.groups, optimizers, strict=True)}
+        changed = {group.number: group.changed(new) for group, new in zip(self.groups, optimizers, strict=True)}
         for group, new, values in zip(self.groups, optimizers, arguments, strict=True):
             group.follow(values, new)
         for unit in self.units:
@@ -421,8 +360,8 @@ class Engine:
         """
         self._cut_by_shared_state(given)
         losses: dict[str, RoundingLoss] = {}
-        for unit in self.units:
-            for name, loss in full_precision.encode(unit, self.optimizer_of(unit), given).items():
+        for unit, optimizer in self.stepped():
+            for name, loss in full_precision.encode(unit, optimizer, given).items():
                 losses[name] = losses[name] + loss if name in losses else loss
         return losses
 
@@ -440,36 +379,9 @@ class Engine:
 
         self.cut(boundaries)
 
-    def decoded(self) -> dict[int, dict[str, Tensor]]:
-        """Return, by id of the parameter, its entries and weights (``"param"``) in full precision, in its shape."""
-        found: dict[int, dict[str, Tensor]] = {}
-        for unit in self.units:
-            found |= full_precision.decoded(unit, self.optimizer_of(unit))
-        return found
-
-    def export_weights(self) -> dict[int, Tensor]:
-        """Return, by id of the parameter, its weights with all the precision that is stored."""
-        found: dict[int, Tensor] = {}
-        for unit in self.units:
-            found |= full_precision.export_weights(unit, self.optimizer_of(unit))
-        return found
-
-    def import_weights(self, given: Mapping[int, Tensor]) -> None:
-        """Store full-precision weights, by id of the parameter."""
-        for unit in self.units:
-            full_precision.import_weights(unit, self.optimizer_of(unit), given)
-
     def bytes_table(self, others: Sequence[Tensor] = ()) -> dict[str, int]:
         """Bytes of the tensors that are allocated now, by use; ``others`` are parameters that are in no unit."""
         return byte_account.bytes_table(self.units, self.states, others)
-
-
-def _changed(group: Group, optimizers: Optimizers) -> set[torch.dtype]:
-    """The dtypes for which other optimizers nest their state differently than the group's present ones."""
-    return {
-        dtype for dtype, old in group.optimizers.items()
-        if skeleton(old.transform) != skeleton(optimizers[dtype].transform)
-    }  # fmt: skip
 
 
 def _have_gradients(grads: Grads) -> bool:

@@ -1,8 +1,8 @@
-"""A unit's weights and state in full precision: what the stored bits stand for, read out, and stored again under any policy."""
+"""Weights and state in full precision: what the stored bits stand for, read out, and stored again under any policy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +50,19 @@ def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
     return RoundingLoss(largest, float(difference.square().sum()), float(value.double().square().sum()))
 
 
-def decoded(unit: Unit, optimizer: eb.Optimizer[Any]) -> dict[int, dict[str, Tensor]]:
-    """Return, by id of each of a unit's parameters, its state and weights in the compute dtype, in its shape."""
-    weights, wide = _decoded_unit(unit, optimizer)
-    return {
-        id(m.parameter): {
-            name: like(m.parameter, value)
-            for name, value in (wide.named_state(m) | {WEIGHTS: _share(m, weights)}).items()
-        }
-        for m in unit.members
-    }
+Stepped = Iterable[tuple[Unit, eb.Optimizer[Any]]]
+"""Units with their optimizers."""
+
+
+def decoded(stepped: Stepped) -> dict[int, dict[str, Tensor]]:
+    """Return, by id of each parameter, its state and weights in the compute dtype, in its shape."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for unit, optimizer in stepped:
+        weights, wide = _decoded_unit(unit, optimizer)
+        for m in unit.members:
+            named = wide.named_state(m) | {WEIGHTS: _share(m, weights)}
+            found[id(m.parameter)] = {name: like(m.parameter, value) for name, value in named.items()}
+    return found
 
 
 def encode(
@@ -97,17 +100,21 @@ def encode(
     return losses
 
 
-def export_weights(unit: Unit, optimizer: eb.Optimizer[Any]) -> dict[int, Tensor]:
-    """Return, by id of each of a unit's parameters, its weights with all the precision that is stored, in its shape."""
-    (weights,) = optimizer.export_fp32([unit.tensor], unit.state)
-    return {id(m.parameter): like(m.parameter, _share(m, weights)) for m in unit.members}
+def export_weights(stepped: Stepped) -> dict[int, Tensor]:
+    """Return, by id of each parameter, its weights with all the precision that is stored, in its shape."""
+    found: dict[int, Tensor] = {}
+    for unit, optimizer in stepped:
+        (weights,) = optimizer.export_fp32([unit.tensor], unit.state)
+        found |= {id(m.parameter): like(m.parameter, _share(m, weights)) for m in unit.members}
+    return found
 
 
-def import_weights(unit: Unit, optimizer: eb.Optimizer[Any], given: Mapping[int, Tensor]) -> None:
-    """Store full-precision weights, by id of the parameter, in a unit; its state stays as it is, but for residuals."""
-    pieces = [local(given[id(p)]).to(unit.tensor.device).reshape(-1) for p in unit.parameters]
-    weights = torch.cat(pieces).view(unit.tensor.shape)
-    write(([unit.tensor], unit.state), optimizer.import_fp32([weights], [unit.tensor], unit.state))
+def import_weights(stepped: Stepped, given: Mapping[int, Tensor]) -> None:
+    """Store full-precision weights, by id of the parameter; state stays as it is, but for residuals."""
+    for unit, optimizer in stepped:
+        pieces = [local(given[id(p)]).to(unit.tensor.device).reshape(-1) for p in unit.parameters]
+        weights = torch.cat(pieces).view(unit.tensor.shape)
+        write(([unit.tensor], unit.state), optimizer.import_fp32([weights], [unit.tensor], unit.state))
 
 
 def _decoded_unit(unit: Unit, optimizer: eb.Optimizer[Any]) -> tuple[Tensor, Unit]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from everybit.dtypes import FLOAT_DTYPES, torch_dtype
+from everybit_torch import full_precision
 from everybit_torch.choosing import resolve_parameters, tree_of
 from everybit_torch.expected import require_tensor
 from everybit_torch.front import Front
@@ -40,7 +41,7 @@ def export(front: Front) -> list[list[Tensor]]:
     exported = {
         id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in front.places.all_waiting()
     }
-    exported |= front.engine.export_weights()
+    exported |= full_precision.export_weights(front.engine.stepped())
     return [[exported[id(p)] for p in group["params"]] for group in front.param_groups]
 
 
@@ -75,7 +76,7 @@ def judge(front: Front, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor
 
 def store(front: Front, given: Mapping[int, Tensor]) -> None:
     """Store weights that :func:`judge` returned."""
-    front.engine.import_weights(given)
+    full_precision.import_weights(front.engine.stepped(), given)
     for parameter in front.places.all_waiting():
         parameter.copy_(given[id(parameter)])
 

@@ -30,6 +30,7 @@ class GroupMaker:
         seed: Of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
         compile: See :class:`~everybit_torch.TorchOptimizer`.
+        only_flat: Whether all parameters have to be pieces of buffers.
         decoupled: What torch's argument ``decoupled_weight_decay`` has to be, where torch's optimizer of this name has it.
         mixed: Whether some parameters of the optimizer are of 16 bits: others beside them are kept as they are.
     """
@@ -44,6 +45,7 @@ class GroupMaker:
         seed: int,
         unsafe: Unsafe,
         compile: Compile,
+        only_flat: bool,
         decoupled: bool | None,
         mixed: bool,
     ) -> None:
@@ -54,7 +56,7 @@ class GroupMaker:
         # By the user's name, without the keys that torch adds to `defaults`, the factory's arguments that are meant.
         self._names = {name: core_names(name, ARGUMENTS, known) for name in hyperparameters}
         self._flags = flags_of(factory)
-        self._seed, self._unsafe, self._compile = seed, unsafe, compile
+        self._options: dict[str, Any] = {"seed": seed, "unsafe": unsafe, "compile": compile, "only_flat": only_flat}
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The factory's keyword arguments for a param group: torch's names become the core's.
@@ -100,11 +102,10 @@ class GroupMaker:
             TypeError: A hyperparameter that is none.
             ValueError: A hyperparameter or policy that cannot work.
         """
-        group = Group(
-            number, self._factory, policies,
-            names=self._names, owner=self._owner, seed=self._seed, unsafe=self._unsafe, compile=self._compile,
-        )  # fmt: skip
-        group.follow(arguments, group.build(arguments))
+        group = Group(number, self._factory, policies, names=self._names, owner=self._owner, **self._options)
+        optimizers = group.build(arguments)
+        group.require_cuts(optimizers)
+        group.follow(arguments, optimizers)
         return group
 
     # -- policies that were written to a param group --------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from everybit.parts import needs_whole_tensors
 from everybit.policy import AnyPolicy
 from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name
-from everybit_torch.choosing import Decision
+from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import can_compile, has_compiler
+from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.stepping import Compile, step_in_place, step_unit
 from everybit_torch.units import Unit, map_state
@@ -40,6 +41,7 @@ class Group:
         seed: Of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
         compile: Whether steps are compiled; see :class:`~everybit_torch.TorchOptimizer`.
+        only_flat: Whether all units have to be flat.
         source: Groups with the same source are stepped by the same transform, whose reductions go over all of them.
     """
 
@@ -54,6 +56,7 @@ class Group:
         seed: int,
         unsafe: Unsafe,
         compile: Compile,
+        only_flat: bool = False,
         source: str = "",
     ) -> None:
         self.number = number
@@ -66,6 +69,7 @@ class Group:
         self.arguments: dict[str, Any] = {}
         """The factory's present keyword arguments, by name."""
         self._owner, self._seed, self._unsafe, self.compile = owner, seed, unsafe, compile
+        self._only_flat = only_flat
         self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
         self._variants = self._no_variants()
         self._numbers: dict[torch.device, Tensor] = {}
@@ -105,14 +109,63 @@ class Group:
         for device in list(self._numbers):
             self._fill(device)
 
-    def changed_names(self, arguments: Mapping[str, Any]) -> str:
-        """The hyperparameters, by the user's names, whose present values are not these."""
-        before = self.arguments
-        return ", ".join(
-            name
-            for name, targets in self.names.items()
-            if any(arguments[one] is not before[one] for one in targets if one in before)
-        )
+    def changed(self, optimizers: Optimizers) -> set[torch.dtype]:
+        """The dtypes for which other optimizers nest their state differently than the present ones."""
+        return {
+            dtype for dtype, old in self.optimizers.items()
+            if skeleton(old.transform) != skeleton(optimizers[dtype].transform)
+        }  # fmt: skip
+
+    def require_cuts(self, optimizers: Optimizers) -> None:
+        """Refuse optimizers that have to see whole tensors, where parameters were placed for others, and the other way round.
+
+        Raises:
+            ValueError: The message says what changed.
+        """
+        for dtype, new in optimizers.items():
+            after = needs_whole_tensors(new.transform)
+            before = needs_whole_tensors(self.optimizers[dtype].transform) if self.elements else after
+            if before != after:
+                raise ValueError(
+                    f"{self._owner}, param group {self.number}: its transform would {'have' if after else 'not have'} to see"
+                    " whole tensors, and its parameters were placed at the first step for one that"
+                    f" {'has' if before else 'has not'}; make a new optimizer."
+                )
+            if after and self._only_flat:
+                raise ValueError(
+                    "layout: got 'flat' for a transform that must see whole tensors (its cut is 'tensor'); accepted are 'auto' and 'tree'."
+                )
+
+    def plan_migrations(
+        self,
+        units: Iterable[Unit],
+        arguments: Mapping[str, Any],
+        optimizers: Optimizers,
+        may_begin: Callable[[Unit, list[str], Mapping[str, Any]], None] | None,
+    ) -> Iterator[tuple[Unit, Migration]]:
+        """Plan the state of those units that are the group's, for other hyperparameters; ``may_begin`` refuses slots that cannot begin.
+
+        Raises:
+            ValueError: It cannot be told; the message names the hyperparameters.
+        """
+        changed = self.changed(optimizers)
+        if changed:
+            self.require_cuts(optimizers)
+        for unit in units:
+            if unit.group != self.number or unit.tensor.dtype not in changed:
+                continue
+            try:
+                plan = plan_migration(unit, applied(optimizers[unit.tensor.dtype], unit.decision))
+                if may_begin is not None:
+                    may_begin(unit, plan.begun, arguments)
+            except ValueError as error:
+                before = self.arguments
+                names = [
+                    name for name, targets in self.names.items()
+                    if any(arguments[one] is not before[one] for one in targets if one in before)
+                ]  # fmt: skip
+                raise ValueError(f"param group {self.number}: {', '.join(names)}: {error}") from None
+            yield unit, plan
 
     def optimizer_of(self, unit: Unit) -> eb.Optimizer[Any]:
         """The optimizer of a unit: the group's for its dtype, as its masks and labels came out."""

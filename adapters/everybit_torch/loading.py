@@ -1,4 +1,4 @@
-"""The one judge in front of everything that loads: a state dict is looked at as a whole, and refused before anything is changed.
+"""The one loader of state dicts: each is judged as a whole, refused before anything is changed, and then carried out.
 
 What is judged: the structure, the hyperparameters (by making the transform that they describe), and for each parameter the entries that
 this transform keeps under the policy, with their dtypes, shapes, layouts and devices, and counts of steps. Everything that is kept is
@@ -21,6 +21,7 @@ from everybit_torch.dtensors import local
 from everybit_torch.entries import KEPT, is_own_name
 from everybit_torch.expected import Kind, expectations, require_entry
 from everybit_torch.front import Front
+from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.groups import Optimizers
 from everybit_torch.placement import Placement
 from everybit_torch.places import parameters_of
@@ -221,3 +222,43 @@ def _require_names(position: int, given: Mapping[Any, Any], kinds: Mapping[str, 
     raise ValueError(
         f"state_dict: parameter {position} has state {names(given)}; accepted {accepted} is {names(needed)}.{told}"
     )
+
+
+# -- carrying it out -----------------------------------------------------------------------------------------------------------
+
+
+def restore(front: Front, loaded: Loaded) -> None:
+    """Take over a state dict, as stored."""
+    _take_settings(front, loaded)
+    front.engine.load(loaded.own)
+
+
+def restore_in_full(front: Front, loaded: Loaded) -> dict[str, RoundingLoss]:
+    """Take over a state dict in full precision.
+
+    Returns:
+        By name, what rounding lost.
+    """
+    _take_settings(front, loaded)
+    return front.engine.encode(loaded.own)
+
+
+def _take_settings(front: Front, loaded: Loaded) -> None:
+    """Hyperparameters, places for parameters that get state, and what others keep: all but the optimizer's own entries."""
+    settings = loaded.settings
+    for values, new in zip(front.param_groups, settings.groups, strict=True):
+        values.update(new)
+    front.engine.start_with(settings.arguments, settings.optimizers)
+    if loaded.placement is not None:
+        front.places.carry_out(loaded.placement)
+    front.engine.follow_parameters(lambda: parameters_of(front.param_groups))
+    states = front.engine.states
+    for key in [key for key in states if not isinstance(key, Tensor)]:
+        del states[key]
+    states.update(loaded.elsewhere)
+    for parameter in parameters_of(front.param_groups):
+        kept = loaded.kept.get(id(parameter), {})
+        if kept or parameter in states:
+            states[parameter].keep(kept)
+    # The first step after this that finds no gradient is told of, as if a step had gone before it.
+    front.engine.had_gradients = front.engine.had_gradients or bool(loaded.own)

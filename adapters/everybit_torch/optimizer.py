@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from itertools import chain
-from typing import Any, ClassVar, Literal, Protocol, cast, get_args, overload
+from typing import Any, ClassVar, Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
@@ -15,14 +14,14 @@ from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
 from everybit.policies import describe
 from everybit.policy import LOW, AnyPolicy
-from everybit_torch import full_weights, loading, restoring, saving, state_dicts
+from everybit_torch import full_weights, loading, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
 from everybit_torch.dtensors import over_mesh
 from everybit_torch.engine import Engine
 from everybit_torch.entries import ParameterState, States, state_replaced
+from everybit_torch.front import Release, TorchNames
 from everybit_torch.full_precision import RoundingLoss
-from everybit_torch.gradients import GradientBuffer
 from everybit_torch.group_maker import GroupMaker
 from everybit_torch.inference import outside_inference
 from everybit_torch.param_groups import (
@@ -37,24 +36,11 @@ from everybit_torch.param_groups import (
 from everybit_torch.places import Places, parameters_of
 from everybit_torch.probing import Factory
 from everybit_torch.saved_structure import read
-from everybit_torch.state_dicts import TorchNames
 from everybit_torch.stepping import Compile, require_compile
 from everybit_torch.torch_internals import optimizers as torch_optimizers
 from everybit_torch.units import Unit
 
 Layout = Literal["auto", "flat", "tree"]
-
-
-class Release(Protocol):
-    """Steps parameters during the backward pass (gradient release)."""
-
-    def finish(self) -> None:
-        """End the step: step the parameters that are left."""
-        ...
-
-    def abandon(self) -> None:
-        """Drop a step that an exception interrupted; called when the gradients are cleared."""
-        ...
 
 
 class TorchOptimizer(torch_optimizers.Optimizer):
@@ -120,16 +106,15 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self._layout, self._compile = layout, compile
         self.flat_gradients = flat_gradients
         self.metrics_enabled = metrics
-        self.engine = Engine(kind, over_mesh, torch_names=self._slots, only_flat=layout == "flat")
+        self.engine = Engine(over_mesh, torch_names=self._slots)
         self.places = Places(self.engine, allow_flat=layout != "tree", flat_gradients=flat_gradients)
         self.release: Release | None = None  # set by enable_gradient_release
-        self._had_gradients = False
         # All of them, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside 16-bit ones as they are.
         params = as_lists(params)
         mixed = any(p.dtype in LOW for p in tensors_of(params))
         self._maker = GroupMaker(
             kind, factory, hyperparameters, policy,
-            seed=seed, unsafe=unsafe, compile=compile, decoupled=self._decoupled, mixed=mixed,
+            seed=seed, unsafe=unsafe, compile=compile, only_flat=layout == "flat", decoupled=self._decoupled, mixed=mixed,
         )  # fmt: skip
         super().__init__(cast(Any, params), hyperparameters)
         self.state = self.engine.states
@@ -161,7 +146,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         mixed = self._maker.mixed or any(tensor.dtype in LOW for tensor in tensors)
         policies = self._maker.policies(policy, dict.fromkeys(tensor.dtype for tensor in tensors), number, mixed=mixed)
         group = self._maker.make(number, policies, self.factory_arguments({**self.defaults, **param_group}))
-        self.engine.require_layout(group.optimizers)
         main_dtypes = main_gradients(number, named_tree(given), policies)
         super().add_param_group(param_group)
         self._maker.mixed = mixed
@@ -181,11 +165,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return self._maker.arguments(group)
 
     def _settle_policies(self) -> None:
-        """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed.
-
-        Raises:
-            ValueError: They are, under another policy.
-        """
+        """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed."""
         # Not strict: groups that somebody put into the list by hand are told of where they would be stepped.
         for number, (group, values) in enumerate(zip(self.engine.groups, self.param_groups, strict=False)):
             if "policy" not in values:
@@ -193,9 +173,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             if self.places.is_settled(number):
                 self._maker.require_in_force(group, values["policy"])
             else:
-                new = self._maker.under(group, values, self.factory_arguments(values))
-                self.engine.require_layout(new.optimizers)
-                self.engine.groups[number] = new
+                self.engine.groups[number] = self._maker.under(group, values, self.factory_arguments(values))
             del values["policy"]
 
     # -- stepping -------------------------------------------------------------------------------------------------------------
@@ -264,28 +242,15 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return parameters_of(self.param_groups)
 
     def _follow_hyperparameters(self) -> None:
-        """Step with what the param groups hold from here on.
-
-        Raises:
-            TypeError: A hyperparameter that is none.
-            ValueError: A hyperparameter out of range, or one by which it cannot be told which state is carried over. Nothing is changed.
-        """
+        """Step with what the param groups hold from here on."""
         pairs = zip(self.engine.groups, self.param_groups, strict=True)
         self.engine.follow([self.factory_arguments(values) for _, values in pairs], self._require_can_begin)
 
     def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
-        """Refuse slots that cannot begin after other steps; for subclasses.
-
-        Raises:
-            ValueError: One cannot.
-        """
+        """Refuse slots that cannot begin after other steps; for subclasses."""
 
     def _settle_state(self) -> None:
-        """Take over what was assigned to ``self.state``, which is possible until parameters are placed.
-
-        Raises:
-            RuntimeError: They are.
-        """
+        """Take over what was assigned to ``self.state``, which is possible until parameters are placed."""
         if self.state is self.engine.states:
             return
         if self.engine.units:
@@ -294,10 +259,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def _require_some_gradient(self, *, has_gradients: bool) -> None:
         """Warn where gradients stop: the model then trains on with parameters that are not the optimizer's."""
-        if has_gradients:
-            self._had_gradients = True
-        elif self._had_gradients:
-            self._had_gradients = False
+        had, self.engine.had_gradients = self.engine.had_gradients, has_gradients
+        if had and not has_gradients:
             warnings.warn(
                 f"{type(self).__name__}.step(): no parameter has a gradient any more, and nothing was stepped. Parameters that a model was"
                 " given since (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's.",
@@ -317,17 +280,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         if not self.flat_gradients:
             super().zero_grad(set_to_none)
             return
-        cleared: set[int] = set()
-        for unit in self.engine.units:
-            if isinstance(unit.gradients, GradientBuffer):
-                unit.gradients.clear(unit.parameters, absent=set_to_none)
-                cleared.update(map(id, unit.parameters))
-        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+        cleared = self.places.clear_gradients(absent=set_to_none)
+        for parameter in self._parameters():
             if id(parameter) not in cleared and parameter.grad is not None:
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    parameter.grad = parameter.grad.detach().zero_()
+                parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
 
     # -- what one sees --------------------------------------------------------------------------------------------------------
 
@@ -431,10 +387,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         if "engine" in state:
             # Parameters may have lost their place in the buffer: the next step puts them back.
             self.state = self.engine.states = States(None, state["state"], torch_names=self._slots)
-            for unit in self.engine.units:
-                self.engine.states.show(unit)
-                if isinstance(unit.gradients, GradientBuffer):
-                    unit.gradients.restore(unit.parameters)
+            self.places.restore_views()
             # torch copies a parameter without its grad_dtype.
             for group, values in zip(self.engine.groups, self.param_groups, strict=True):
                 for tensor, dtype in main_gradients(group.number, tree_of(values), group.policies):
@@ -456,12 +409,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return packed
 
     def _settle(self) -> None:
-        """Let state be what the param groups hold, so that a checkpoint fits itself.
-
-        Raises:
-            RuntimeError: ``self.state`` was given another object.
-            ValueError: A policy that cannot be carried out.
-        """
+        """Let state be what the param groups hold, so that a checkpoint fits itself."""
         self._settle_state()
         self._settle_policies()
         # A hyperparameter that cannot be is told of where it would be used.
@@ -487,9 +435,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             replaced = before(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        loaded = self._judge(state_dict)
-        restoring.restore(self, loaded)
-        self._note_loaded(loaded)
+        loading.restore(self, self._judge(state_dict))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -516,7 +462,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             TypeError: A hyperparameter that is not one.
             ValueError: Something that does not fit; the message names the place, and nothing is changed.
         """
-        return self._take_full(self._judge(state_dict, full=True))
+        return loading.restore_in_full(self, self._judge(state_dict, full=True))
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as the ``torch.optim`` optimizer of the same name saves it, in float32; it loads there.
@@ -544,7 +490,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self._settle_policies()
         saved = state_dicts.from_torch(self, state_dict)
         settings = loading.judge_settings(self, saved)
-        return self._take_full(loading.judge(self, saved, settings, full=True, from_torch=True))
+        return loading.restore_in_full(self, loading.judge(self, saved, settings, full=True, from_torch=True))
 
     def _judge(self, state_dict: Mapping[str, Any], *, full: bool = False) -> loading.Loaded:
         """A state dict, looked at from all sides; nothing is changed."""
@@ -552,12 +498,3 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self._settle_policies()
         saved = read(state_dict, [len(group["params"]) for group in self.param_groups])
         return loading.judge(self, saved, loading.judge_settings(self, saved), full=full)
-
-    def _take_full(self, loaded: loading.Loaded) -> dict[str, RoundingLoss]:
-        losses = restoring.restore_in_full(self, loaded)
-        self._note_loaded(loaded)
-        return losses
-
-    def _note_loaded(self, loaded: loading.Loaded) -> None:
-        # The first step after this that finds no gradient is told of, as if a step had gone before it.
-        self._had_gradients = self._had_gradients or bool(loaded.own)

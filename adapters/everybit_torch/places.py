@@ -147,6 +147,24 @@ class Places:
             if draws(unit):
                 unit.renumber(first_of(unit.parameters[0]))
 
+    # -- gradients that lie in a buffer ---------------------------------------------------------------------------------------
+
+    def clear_gradients(self, *, absent: bool) -> set[int]:
+        """Zero them, and return whose they are, by id; with ``absent`` there are none then."""
+        cleared: set[int] = set()
+        for unit in self._engine.units:
+            if isinstance(unit.gradients, GradientBuffer):
+                unit.gradients.clear(unit.parameters, absent=absent)
+                cleared.update(map(id, unit.parameters))
+        return cleared
+
+    def restore_views(self) -> None:
+        """After a copy, show state and gradients where they lie now."""
+        for unit in self._engine.units:
+            self._engine.states.show(unit)
+            if isinstance(unit.gradients, GradientBuffer):
+                unit.gradients.restore(unit.parameters)
+
     # -- what one sees --------------------------------------------------------------------------------------------------------
 
     def described(self, number: int) -> str:

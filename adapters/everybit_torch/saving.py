@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from everybit.entries import VERSION, VERSION_KEY
+from everybit_torch import full_precision
 from everybit_torch.entries import UNUSED, ParameterState
 from everybit_torch.front import Front
 from everybit_torch.places import parameters_of
@@ -36,7 +37,7 @@ def packed_in_full(front: Front) -> dict[str, Any]:
     Raises:
         ValueError: As :func:`packed`.
     """
-    full = front.engine.decoded()
+    full = full_precision.decoded(front.engine.stepped())
     numbers = _numbers(front)
     state: dict[Any, Any] = {}
     for key, entries in front.state.items():

@@ -3,61 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from everybit.entries import STEP, WEIGHTS
+from everybit_torch.front import Front, TorchNames
 from everybit_torch.memory import has_memory
 from everybit_torch.saved_structure import Saved, names, read, shown
 
 
-@dataclass(frozen=True, slots=True)
-class TorchNames:
-    """The mapping from torch.optim's state names to everybit's.
-
-    Attributes:
-        slots: Our slot names, and torch's.
-        counts: Whether it counts steps.
-        options: Options of torch's param groups that ours does not have, with the values that agree with it.
-        ours: Options of our param groups that torch's does not have, with the values that agree with it.
-    """
-
-    slots: Mapping[str, str]
-    counts: bool
-    options: Mapping[str, Any]
-    ours: Mapping[str, Any] = field(default_factory=dict)
-
-
-class SpeaksTorch(Protocol):
-    """The interface of an optimizer whose state is converted from or to ``torch.optim``.
-
-    Attributes:
-        torch_names: How torch's optimizer of the same name calls what this one keeps; None if torch has none.
-        state: By parameter, as ``torch.optim``'s.
-        param_groups: Likewise.
-    """
-
-    torch_names: ClassVar[TorchNames | None]
-    state: Any
-    param_groups: list[dict[str, Any]]
-
-
-def to_torch(optimizer: SpeaksTorch, full: Mapping[str, Any]) -> dict[str, Any]:
+def to_torch(front: Front, full: Mapping[str, Any]) -> dict[str, Any]:
     """A full state dict in the words of ``torch.optim``."""
-    torchs = _names_of(optimizer)
+    torchs = _names_of(front)
     groups = []
     for number, group in enumerate(full["param_groups"]):
         for option, agrees in torchs.ours.items():
             if group.get(option, agrees) != agrees:
                 raise ValueError(
-                    f"param group {number}, {option!r}: got {group[option]!r}, which torch.optim.{type(optimizer).__name__} does not have;"
+                    f"param group {number}, {option!r}: got {group[option]!r}, which torch.optim.{type(front).__name__} does not have;"
                     f" accepted for torch is {agrees!r}."
                 )
         groups.append(dict(torchs.options) | {name: value for name, value in group.items() if name not in torchs.ours})
-    own = {WEIGHTS}.union(*(getattr(entries, "own", {}) for entries in optimizer.state.values()))
+    own = {WEIGHTS}.union(*(getattr(entries, "own", {}) for entries in front.state.values()))
     state: dict[Any, Any] = {}
     for number, entry in full["state"].items():
         if not isinstance(entry, Mapping) or STEP not in entry:
@@ -72,16 +41,16 @@ def to_torch(optimizer: SpeaksTorch, full: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {number: entry for number, entry in state.items() if entry != {}}, "param_groups": groups}
 
 
-def from_torch(optimizer: SpeaksTorch, state_dict: object) -> Saved:
+def from_torch(front: Front, state_dict: object) -> Saved:
     """A checkpoint of ``torch.optim`` as a full state dict without weights.
 
     Raises:
         TypeError: torch has no such optimizer.
         ValueError: The checkpoint is another optimizer's, or has options that this one has not.
     """
-    torchs = _names_of(optimizer)
-    kind = type(optimizer).__name__
-    saved = read(state_dict, [len(group["params"]) for group in optimizer.param_groups])
+    torchs = _names_of(front)
+    kind = type(front).__name__
+    saved = read(state_dict, [len(group["params"]) for group in front.param_groups])
     for number, group in enumerate(saved.groups):
         for option, agrees in torchs.options.items():
             # Which implementation torch ran (foreach, fused, capturable) does not change the state.
@@ -135,11 +104,11 @@ _TORCHS_NAMES = frozenset({
 """The names of state in torch's optimizers; anything else in it was added by other code, and is kept."""
 
 
-def _names_of(optimizer: SpeaksTorch) -> TorchNames:
-    found = optimizer.torch_names
+def _names_of(front: Front) -> TorchNames:
+    found = front.torch_names
     if found is None:
         raise TypeError(
-            f"{type(optimizer).__name__}: torch.optim has no optimizer that keeps the same state; accepted are everybit_torch's"
+            f"{type(front).__name__}: torch.optim has no optimizer that keeps the same state; accepted are everybit_torch's"
             " AdamW, Adam, SGD and RMSprop."
         )
     return found

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,22 @@ def require_compile(value: object) -> None:
     """
     if not isinstance(value, bool) and value != "auto":
         raise ValueError(f"compile: got {value!r}; accepted are True, False and 'auto'.")
+
+
+class StateCopies(Protocol):
+    """Memory for state elsewhere, from which a step brings it piece by piece."""
+
+    def allocate(self, like: Tensor, numel: int) -> Tensor:
+        """Memory there for ``numel`` elements like those of a tensor."""
+        ...
+
+    def pieces(self, unit: Unit) -> Iterator[tuple[slice, Unit]]:
+        """The pieces of a flat unit with their state where it is stepped, and brought back after that."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all state is where it belongs."""
+        ...
 
 
 def piece_size(device: torch.device) -> int:

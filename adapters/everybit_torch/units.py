@@ -68,6 +68,7 @@ class Unit:
         decision: What the optimizer's masks and labels said of the parameters; None if it has none.
         stored: How the tensor and its state are stored; None: in the compute dtype.
         block: The least number of elements at whose multiples a flat unit may be cut.
+        first_tensor: ``first``, int64, 0-d, on the device.
     """
 
     group: int
@@ -81,7 +82,7 @@ class Unit:
     stored: Resolved | None = None
     block: int = field(init=False)
     parameters: list[Tensor] = field(init=False)
-    _first_tensor: Tensor | None = field(init=False, default=None)
+    first_tensor: Tensor = field(init=False)
     _places: Places = field(init=False)
     _shapes: list[torch.Size] = field(init=False)
     _sharded: bool = field(init=False)
@@ -89,19 +90,14 @@ class Unit:
     def __post_init__(self) -> None:
         self.block = 1 if self.stored is None else self.stored.policy.block
         self.parameters = [member.parameter for member in self.members]
+        self.first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensor.device)
         self._sharded = any(map(is_dtensor, self.parameters))
         self.note_places()
 
-    @property
-    def first_tensor(self) -> Tensor:
-        """``first``, int64, 0-d, on the device: the same tensor each time."""
-        if self._first_tensor is None:
-            self._first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensor.device)
-        return self._first_tensor
-
     def renumber(self, first: int) -> None:
         """Let the first element have another global index."""
-        self.first, self._first_tensor = first, None
+        self.first = first
+        self.first_tensor.fill_(first)
 
     # -- where parameters lie -------------------------------------------------------------------------------------------------
 

@@ -357,3 +357,19 @@ def test_what_is_measured_of_a_clipped_step_is_of_all_parameters() -> None:
     train(model, optimizer, 2)
     squares = sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None)
     assert optimizer.metrics().gradient.item() == pytest.approx(squares, rel=1e-12)  # float64 sums of 90 numbers
+
+
+def test_a_number_of_their_own_from_a_state_dict_is_kept_for_each_parameter() -> None:
+    """Of estimates that differ between parameters of one run the last one was used for all of them."""
+    model = Awkward()
+    optimizer = TorchOptimizer(model.parameters(), by_distance, lr=1e-2, compile=False)
+    train(model, optimizer, 2)
+    saved = optimizer.state_dict()
+    (name,) = [key for key, x in saved["state"][0].items() if x.dtype is torch.float64 and not x.ndim]
+    for number, entries in saved["state"].items():
+        entries[name] = torch.tensor(2.0 + number, dtype=torch.float64)
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.state_dict()["state"]
+    assert {number: float(entries[name]) for number, entries in loaded.items()} == {
+        number: 2.0 + number for number in saved["state"]
+    }

@@ -115,7 +115,7 @@ class _ShardGradients:
         """The gradients, while their memory is allocated."""
         return self.source.own[self._low : self._high]
 
-    def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:  # the protocol's
+    def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:  # noqa: ARG002  # the protocol's
         return _ShardGradients(self.source, self._low + start, self._low + stop)
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
@@ -150,9 +150,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.shards = list(shards)
         self.transforms = {label: one.transform for label, one in labelled.items()}
         """By label, the transform whose hyperparameters its param group shows."""
-        self.engine = Engine(
-            type(self).__name__, lambda _: Over(axis, _every), copies=HostCopies() if offload else None
-        )
+        self.engine = Engine(lambda _: Over(axis, _every), copies=HostCopies() if offload else None)
         self._step_all, self._clear = step, clear
         self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self.shards))
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
@@ -287,7 +285,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self._step_all()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # torch's signature; there is one way here
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature; there is one way here
         """Forget the gradients of this cycle."""
         self._clear()
 
@@ -368,7 +366,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         """
         raise _refusal("state_dict")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # torch's signature
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002  # torch's signature
         """Refused: other ranks would not have it.
 
         Raises:

@@ -21,17 +21,18 @@ from everybit_torch.torch_internals import compiler
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compile_step(function: F, began: Callable[[], None]) -> F:
+def compile_step(function: F, began: Callable[[Callable[..., Any], Sequence[Any]], None]) -> F:
     """``function`` compiled as a whole, with coefficients made before the loop and bits handled in vectors.
 
-    ``began`` is called when compiled code begins to run: what is raised before that was raised by the compiler, and nothing was written.
+    ``began`` is called when compiled code begins to run, with it and its arguments: what is raised before that was raised by the compiler,
+    and nothing was written.
     """
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
         compiled = compiler.compile_graph(graph, inputs)
 
         def run(*args: Any) -> Any:
-            began()
+            began(compiled, args)
             return compiled(*args)
 
         return run

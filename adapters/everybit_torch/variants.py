@@ -12,7 +12,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import cause, compile_step, let_length_vary, reached_limit
+from everybit_torch.direct_calls import DirectCalls, is_settled
 from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
 
 _LOGGER = logging.getLogger("everybit_torch")
@@ -243,9 +244,15 @@ class Variants:
         def began() -> None:
             variant.began = True
 
+        def note(compiled: Body, given: Sequence[Any]) -> None:
+            began()
+            direct.note(compiled, given)
+
         # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every variant has its own.
         own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
-        return compile_step(own, began)
+        run = compile_step(own, note)
+        direct = DirectCalls(run, began)
+        return direct if not metrics and is_settled((factory, policy, constants)) else run
 
     def _tell_of_compilation(self, inputs: Inputs, seconds: float) -> None:
         """Say what a first step took, once for each group: on the log, because nothing is wrong."""

@@ -7,7 +7,7 @@ behind; a flat unit is then cut, for good, and what was one unit is two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -86,6 +86,26 @@ class Unit:
     _places: Places = field(init=False)
     _shapes: list[torch.Size] = field(init=False)
     _sharded: bool = field(init=False)
+
+    @classmethod
+    def of(
+        cls,
+        group: int,
+        optimizer: eb.Optimizer[Any],
+        tensor: Tensor,
+        named: Iterable[tuple[str, Tensor]],
+        state: OptimizerState[Any],
+        first: int,
+        *,
+        flat: bool,
+        gradients: UnitGradients | None = None,
+        decision: Decision | None = None,
+    ) -> Unit:
+        """The unit of parameters that lie in a tensor one after the other, with their names, as an optimizer stores it."""
+        stop = 0
+        members = [Member(name, p, stop, stop := stop + local(p).numel()) for name, p in named]
+        (stored,) = optimizer.formats([tensor])
+        return cls(group, tensor, members, state, first, flat, gradients, decision, stored)
 
     def __post_init__(self) -> None:
         self.block = 1 if self.stored is None else self.stored.policy.block

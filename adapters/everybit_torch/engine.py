@@ -123,24 +123,16 @@ class Engine:
         for part in (part for several in parts.values() for part in several):
             self.states.show(part)
 
-    def require_followable(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse members that were given something else than other memory since they were placed; ``parameters`` are all there are.
-
-        Raises:
-            RuntimeError: The message names the group and says what happened; nothing is changed.
-        """
-        require_followable(self.units, parameters)
-
     def follow_parameters(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
         """Follow members that were given other memory since the last step, or bring them back; ``parameters`` returns all there are.
 
         Raises:
-            RuntimeError: As :meth:`require_followable`.
+            RuntimeError: A member was given something else than other memory; the message says what. Nothing is changed.
         """
         if all(unit.in_place() for unit in self.units):
             return
         there = parameters()
-        self.require_followable(there)
+        require_followable(self.units, there)
         self.units, changed = follow(self.units, there)
         for unit in changed:
             self.states.show(unit)

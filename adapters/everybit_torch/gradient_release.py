@@ -271,7 +271,9 @@ def enable_gradient_release(
         >>> optimizer.step()
     """
     if not isinstance(optimizer, TorchOptimizer):
-        raise TypeError(f"optimizer: got a {type(optimizer).__name__}; accepted are everybit_torch's optimizers.")
+        raise TypeError(
+            f"optimizer: got a {type(optimizer).__name__}; accepted are everybit_torch's optimizers, TorchOptimizer and its subclasses."
+        )
     if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1:
         raise ValueError(f"bucket: got {bucket!r}; accepted is a whole number of elements, at least 1.")
     if max_norm is not None:

@@ -20,6 +20,7 @@ from everybit_torch.arguments import as_python
 from everybit_torch.dtensors import local
 from everybit_torch.entries import KEPT, is_own_name
 from everybit_torch.expected import Kind, expectations, require_entry
+from everybit_torch.following import require_followable
 from everybit_torch.front import Front
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.groups import Optimizers
@@ -163,7 +164,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
     # A parameter that others keep something for, and that was never stepped, has no entries of the optimizer's.
     wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(is_own_name, given)))
     placement = front.places.plan(front.param_groups, wanted, settings.optimizers)
-    front.engine.require_followable(parameters)
+    require_followable(front.engine.units, parameters)
     expected = expectations(front.engine, parameters, settings.optimizers, placement, full=full)
     own: dict[int, dict[str, Tensor]] = {}
     kept: dict[int, dict[Any, Any]] = {}

@@ -20,6 +20,7 @@ from everybit_torch.choosing import tree_of
 from everybit_torch.dtensors import over_mesh
 from everybit_torch.engine import Engine
 from everybit_torch.entries import ParameterState, States, state_replaced
+from everybit_torch.following import require_followable
 from everybit_torch.front import Release, TorchNames
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.group_maker import GroupMaker
@@ -338,7 +339,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         given = full_weights.judge(self, weights)
         self._settle_policies()
         self.places.plan(self.param_groups, frozenset())
-        self.engine.require_followable(self._parameters())
+        require_followable(self.engine.units, self._parameters())
         return given
 
     def export_dtypes(self) -> dict[int, torch.dtype]:
@@ -346,10 +347,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return full_weights.dtypes(self)
 
     def __repr__(self) -> str:
-        lines = [
-            super().__repr__(),
-            f"layout={self._layout!r}, flat_gradients={self.flat_gradients}, compile={self._compile!r}",
-        ]
+        options = f"layout={self._layout!r}, flat_gradients={self.flat_gradients}, compile={self._compile!r}"
+        lines = [super().__repr__(), options]
         for group, values in zip(self.engine.groups, self.param_groups, strict=False):
             policies = described(group.policies)
             if "policy" in values and not self._maker.is_in_force(group, values["policy"]):

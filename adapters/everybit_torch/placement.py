@@ -23,7 +23,7 @@ from everybit_torch.choosing import Decision, Tree, applied, decide, tree_of
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.gradients import UnitGradients
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
-from everybit_torch.units import Member, Unit, can_be_flat
+from everybit_torch.units import Unit, can_be_flat
 
 
 @dataclass(slots=True)
@@ -80,15 +80,10 @@ class Run:
         self, tensor: Tensor, state: OptimizerState[Any], first: int, gradients: UnitGradients | None = None
     ) -> Unit:
         """The unit, over this tensor and with this state."""
-        stop = 0
-        members = [
-            Member(name, p, stop, stop := stop + local(p).numel())
-            for name, p in zip(self.names, self.parameters, strict=True)
-        ]
-        (stored,) = self.optimizer.formats([tensor])
-        return Unit(
-            self.group, tensor, members, state, first, self.flat,
-            gradients=gradients, decision=self.decision, stored=stored,
+        named = zip(self.names, self.parameters, strict=True)
+        return Unit.of(
+            self.group, self.optimizer, tensor, named, state, first,
+            flat=self.flat, gradients=gradients, decision=self.decision,
         )  # fmt: skip
 
 

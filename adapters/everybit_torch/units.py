@@ -87,6 +87,26 @@ class Unit:
     _shapes: list[torch.Size] = field(init=False)
     _sharded: bool = field(init=False)
 
+    @classmethod
+    def of(
+        cls,
+        group: int,
+        optimizer: eb.Optimizer[Any],
+        tensor: Tensor,
+        named: Iterable[tuple[str, Tensor]],
+        state: OptimizerState[Any],
+        first: int,
+        *,
+        flat: bool,
+        gradients: UnitGradients | None = None,
+        decision: Decision | None = None,
+    ) -> Unit:
+        """The unit of parameters that lie in a tensor one after the other, with their names, as an optimizer stores it."""
+        stop = 0
+        members = [Member(name, p, stop, stop := stop + local(p).numel()) for name, p in named]
+        (stored,) = optimizer.formats([tensor])
+        return cls(group, tensor, members, state, first, flat, gradients, decision, stored)
+
     def __post_init__(self) -> None:
         self.block = 1 if self.stored is None else self.stored.policy.block
         self.parameters = [member.parameter for member in self.members]

@@ -16,7 +16,7 @@ from everybit_torch import stepping
 from everybit_torch.engine import Engine
 from everybit_torch.groups import Group
 from everybit_torch.stepping import StateCopies
-from everybit_torch.units import Member, Unit, map_state
+from everybit_torch.units import Unit, map_state
 from tests.support.block_formats import Int8Blocks
 
 SIZES = {"a": (3, 5), "b": (7,), "c": (2, 3)}
@@ -53,17 +53,13 @@ def engine_of(
     buffer = torch.cat([values["a"].reshape(-1), values["b"]])
     members = {"a": buffer[:15].view(3, 5), "b": buffer[15:], "c": values["c"].clone()}
     for tensor, first, names in ((buffer, 0, ["a", "b"]), (members["c"], 22, ["c"])):
-        stop = 0
-        placed = [Member(name, members[name], stop, stop := stop + members[name].numel()) for name in names]
-        optimizer = group.optimizers[dtype]
-        (stored,) = optimizer.formats([tensor])
-        flat = tensor.ndim == 1
+        optimizer, flat = group.optimizers[dtype], tensor.ndim == 1
         state = (
             engine.init_state(optimizer, tensor, first)
             if flat
             else optimizer.init([tensor], eb.Context(first_element=first))
         )
-        engine.add(Unit(0, tensor, placed, state, first, flat, stored=stored))
+        engine.add(Unit.of(0, optimizer, tensor, [(name, members[name]) for name in names], state, first, flat=flat))
     return engine, members
 
 

@@ -48,6 +48,7 @@ from everybit_torch.sharded.save_folders import (
     remove_old,
     remove_unless_named,
 )
+from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
 
@@ -240,11 +241,10 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
-        shared, given = _shared_parts(stepper, aside)
         for key, value in own.items():
-            if key not in shared:
+            if key.startswith("model."):
                 _elements(value).copy_(_elements(aside[key]))
-        optimizer.engine.load(given)
+        optimizer.engine.load(_by_parameter(optimizer, aside))
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):
             saved_hyperparameters.take(param_group, values)
         stepper.loaded()
@@ -407,18 +407,15 @@ def _require_ties(own: Mapping[str, Tensor], aside: Mapping[str, Tensor], place:
             )
 
 
-def _shared_parts(stepper: FlatStepper, aside: Flat) -> tuple[set[str], dict[int, dict[str, Tensor]]]:
-    """Keys of the numbers that parameters share, and these by id of the parameter."""
-    names = _slices(stepper)
-    shared: set[str] = set()
-    given: dict[int, dict[str, Tensor]] = {}
-    for unit in stepper.as_optimizer().engine.units:
-        for member in unit.members:
-            name = names[id(member.parameter)].placement.spec.name
-            keys = {entry: f"optimizer.state.{name}.{entry}" for entry in unit.shared_state()}
-            shared.update(keys.values())
-            given[id(member.parameter)] = {entry: aside[key] for entry, key in keys.items()}
-    return shared, given
+def _by_parameter(optimizer: ShardOptimizer, aside: Flat) -> dict[int, dict[str, Tensor]]:
+    """This rank's elements of the entries of each parameter, by its id."""
+    return {
+        id(member.parameter): {
+            entry.name: _elements(aside[f"optimizer.state.{member.name}.{entry.name}"]) for entry in unit.kept_entries()
+        }
+        for unit in optimizer.engine.units
+        for member in unit.members
+    }
 
 
 def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:

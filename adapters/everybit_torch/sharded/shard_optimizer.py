@@ -28,7 +28,7 @@ from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.torch_internals import optimizers as torch_optimizers
-from everybit_torch.units import Member, Unit
+from everybit_torch.units import Unit
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
@@ -148,20 +148,20 @@ class ShardOptimizer(torch_optimizers.Optimizer):
     ) -> None:
         self.metrics_enabled = metrics
         self.shards = list(shards)
-        self.transforms = {label: one.transform for label, one in labelled.items()}
-        """By label, the transform whose hyperparameters its param group shows."""
+        self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
+        """By label, the names of the hyperparameters in its param group, and the fields of the transform that they stand for."""
         self.engine = Engine(lambda _: Over(axis, _every), copies=HostCopies() if offload else None)
         self._step_all, self._clear = step, clear
         self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self.shards))
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
         self._placeholders: list[tuple[nn.Parameter, torch.dtype]] = []
-        found = {label: hyperparameters(transform) for label, transform in self.transforms.items()}
-        names = dict.fromkeys(name for values in found.values() for name in values)
+        names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
         groups = []
+        options: dict[str, Any] = {"seed": seed, "unsafe": unsafe, "compile": compile}
         for label, one in labelled.items():
-            values = {name: found[label].get(name) for name in names}
-            groups.append({"params": self._parameters(label), "label": label, **values})
-            self._add_group(len(groups) - 1, label, one, values, compile=compile, seed=seed, unsafe=unsafe)
+            values = {"label": label, **dict.fromkeys(names), **hyperparameters(one.transform)}
+            groups.append({"params": self._parameters(label), **values})
+            self._add_group(values, one, options)
         self._is_made = False
         super().__init__(groups, dict.fromkeys((*names, "label")))
         self._is_made = True
@@ -188,31 +188,20 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self._placeholders.append((placeholder, main))
         return [("", placeholder)]
 
-    def _add_group(
-        self,
-        number: int,
-        label: str,
-        one: LabelledTransform,
-        values: Mapping[str, Any],
-        *,
-        compile: bool,
-        seed: int,
-        unsafe: Unsafe,
-    ) -> None:
+    def _add_group(self, values: Mapping[str, Any], one: LabelledTransform, options: Mapping[str, Any]) -> None:
         """Give the engine a label's group, with a unit for each run of its shards: nothing moves any more."""
+        label, number = values["label"], len(self.engine.groups)
         shards = [shard for shard in self.shards if shard.weights.group.label == label]
         group = Group(
             number,
             lambda **fields: with_hyperparameters(one.transform, fields),
             dict.fromkeys((shard.weights.group.dtype for shard in shards), one.policy),
-            names=hyperparameter_fields(one.transform),
+            names=self.fields[label],
             owner=type(self).__name__,
-            seed=seed,
-            unsafe=unsafe,
-            compile=compile,
             source=one.source,
+            **options,
         )
-        arguments = self.factory_arguments({"label": label, **values})
+        arguments = self.factory_arguments(values)
         group.follow(arguments, group.build(arguments))
         self.engine.groups.append(group)
         for shard in shards:
@@ -224,16 +213,11 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         low = shard.slices[run[0]].offset if run else 0
         high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
         first = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0
-        stop = 0
-        members = [
-            Member(shard.slices[n].placement.spec.name, p, stop, stop := stop + p.numel())
-            for n, p in ((n, shard.parameters[n]) for n in run)
-        ]
         tensor = shard.weights.own[low:high]
-        (stored,) = optimizer.formats([tensor])
+        named = [(shard.slices[n].placement.spec.name, shard.parameters[n]) for n in run]
         state = self.engine.init_state(optimizer, tensor, first)
         gradients = _ShardGradients(shard.gradients, low, high)
-        self.engine.add(Unit(number, tensor, members, state, first, flat=True, gradients=gradients, stored=stored))
+        self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=True, gradients=gradients))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: what a stepper shards is settled then.
@@ -254,7 +238,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
             ValueError: A hyperparameter that stands for several numbers, and is another number of them.
         """
         arguments: dict[str, Any] = {}
-        for name, fields in hyperparameter_fields(self.transforms[group["label"]]).items():
+        for name, fields in self.fields[group["label"]].items():
             arguments |= spread(name, as_python(name, group[name]), fields)
         return arguments
 

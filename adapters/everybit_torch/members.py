@@ -6,10 +6,11 @@ part, on every rank the same one. Each unit adds what it has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit_torch.units import Unit
@@ -27,11 +28,19 @@ class ParameterTable:
         self._numbers, self._sizes = numbers, sizes
         self._on: dict[torch.device, Tensor] = {}
 
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> ParameterTable:
+        """Number whole parameters in order; one that comes twice has one number."""
+        different = list({id(p): p for p in parameters}.values())
+        # Those of lazy modules without a shape are numbered; they have no gradient.
+        sizes = [0 if is_lazy(p) else p.numel() for p in different]
+        return cls({id(p): number for number, p in enumerate(different)}, sizes)
+
     def describe(self, unit: Unit) -> None:
         """Let a unit say which parameters its elements belong to."""
         if unit.table is self:
             return
-        device = unit.tensors[0].device
+        device = unit.tensor.device
         numbers = [self._numbers[id(member.parameter)] for member in unit.members]
         edges = [*(member.start for member in unit.members), unit.members[-1].stop] if unit.members else [0]
         unit.whole = eb.Members(
@@ -47,8 +56,11 @@ class ParameterTable:
         return self._on[device]
 
 
-def members_of(unit: Unit, start: int | None = None, stop: int = 0) -> tuple[eb.Members, ...] | None:
-    """The members of a unit, or of its elements from ``start`` to ``stop``, as a context has them; None if nobody described it."""
-    if unit.whole is None:
-        return None
-    return (unit.whole if start is None else unit.whole.cut(start, stop),)
+def members_of(unit: Unit) -> tuple[eb.Members, ...] | None:
+    """The members of a unit, or of a piece of one, as a context has them; None if nobody described it."""
+    return None if unit.whole is None else (unit.whole,)
+
+
+def no_members_of(unit: Unit) -> tuple[eb.Members, ...] | None:
+    """As :func:`members_of`, of no elements."""
+    return None if unit.whole is None else (unit.whole.cut(0, 0),)

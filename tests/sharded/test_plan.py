@@ -104,7 +104,7 @@ def measured(
             for tensor in [
                 *(
                     t
-                    for unit in stepper.as_optimizer()._units
+                    for unit in stepper.as_optimizer().engine.units
                     for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]
                 ),
                 stepper._passes.nonfinite,
@@ -114,7 +114,7 @@ def measured(
         )
         absent = sum(x.untyped_storage().nbytes() for w in stepper.weights for x in w._absent)
         # Made of lists, which the counter does not see.
-        members = {id(x): x.nbytes for unit in stepper.as_optimizer()._units for x in eb.tree.leaves(unit.whole)}
+        members = {id(x): x.nbytes for unit in stepper.as_optimizer().engine.units for x in eb.tree.leaves(unit.whole)}
         return predicted, persistent + small + absent + sum(members.values()), peaks, sent
 
 

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from everybit.entries import Entry, former_names
 from everybit_torch.collectives import groups
 from everybit_torch.dtensors import local
+from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, on_all, same_kind
@@ -47,8 +48,8 @@ from everybit_torch.sharded.save_folders import (
     remove_old,
     remove_unless_named,
 )
+from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.shard_tensor import ShardTensor
-from everybit_torch.sharded.shared_state import adopt, shared_names, split
 from everybit_torch.sharded.stepper import FlatStepper
 
 __all__ = ["latest_checkpoint", "load_sharded", "load_sharded_into", "save_sharded", "sharded_state_dict"]
@@ -66,8 +67,6 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
     Raises:
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
     """
-    optimizer = stepper.as_optimizer()
-    optimizer._place()
     copied: Callable[[Tensor], Tensor] = torch.clone if clone else (lambda x: x)
     found = {
         key: ShardTensor(copied(value.local), value.shape, value.low)
@@ -75,16 +74,15 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
         else copied(value)
         for key, value in (_model_parts(stepper) | _state_parts(stepper)).items()
     }
-    return found | saved_hyperparameters.tensors(optimizer, _labels(stepper))
+    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), _labels(stepper))
 
 
 def _model_parts(stepper: FlatStepper) -> Flat:
     found: Flat = {}
     laid_out: set[str] = set()
     for weights in stepper.weights:
-        low, high = stepper._own_range(weights.group)
         laid_out.update(name for placement in weights.group.placements for name in placement.spec.names)
-        for s in weights.group.slices(low, high):
+        for s in weights.group.slices(*weights.own_range):
             part = ShardTensor(weights.own[s.offset : s.offset + s.high - s.low], s.placement.spec.shape, s.low)
             found |= {f"model.{name}": part for name in s.placement.spec.names}
         for placement in weights.group.placements:
@@ -105,7 +103,7 @@ def _model_parts(stepper: FlatStepper) -> Flat:
 def _state_parts(stepper: FlatStepper) -> Flat:
     found: Flat = {}
     slices = _slices(stepper)
-    for unit in stepper.as_optimizer()._units:
+    for unit in stepper.as_optimizer().engine.units:
         for member in unit.members:
             s = slices[id(member.parameter)]
             for entry, value in unit.entries(member):
@@ -122,7 +120,7 @@ def _slices(stepper: FlatStepper) -> dict[int, Slice]:
     """Map the ids of the optimizer's parameters to the slices of the model's parameters that they are."""
     return {
         id(parameter): s
-        for shard in stepper._shards
+        for shard in stepper.as_optimizer().shards
         for s, parameter in zip(shard.slices, shard.parameters, strict=True)
     }
 
@@ -218,7 +216,6 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: _read(place, group), group)
     optimizer = stepper.as_optimizer()
-    optimizer._place()
     labels = _labels(stepper)
     own = on_all(lambda: _model_parts(stepper) | _state_parts(stepper), group)
     found = found.renamed(
@@ -244,11 +241,10 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
-        shared, given = _shared_parts(stepper, aside)
         for key, value in own.items():
-            if key not in shared:
+            if key.startswith("model."):
                 _elements(value).copy_(_elements(aside[key]))
-        adopt(optimizer, given)
+        optimizer.engine.load(_by_parameter(optimizer, aside))
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):
             saved_hyperparameters.take(param_group, values)
         stepper.loaded()
@@ -277,13 +273,13 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: _read(place, group), group)
     weights = get_model_state_dict(model)
-    on_all(optimizer._place, group)
+    on_all(optimizer.place, group)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
     aside: Flat = {key: torch.empty_like(value) for key, value in own.items()}
     given: dict[int, dict[str, Tensor]] = {}
     former: dict[str, str] = {}
-    for unit in optimizer._units:
+    for unit in optimizer.engine.units:
         for member in unit.members:
             parameter = member.parameter
             if id(parameter) not in names:
@@ -305,16 +301,28 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
 
         def judge() -> None:
             _require_ties(own, aside, place)
-            optimizer._require_counts(given)
+            _require_counts(optimizer, given)
 
         on_all(judge, group)
         _verify_rest(found, aside, group)
         # All ranks have everything; nothing is refused from here on but a transform that steps what is apart in the model.
-        on_all(lambda: optimizer._number_elements(model), group)
+        on_all(lambda: optimizer.places.number_elements(model), group)
         set_model_state_dict(model, {name: aside.get(f"model.{name}", value) for name, value in weights.items()})
-        split(optimizer, given)
-        optimizer._take_state(given)
+        optimizer.engine.load(given)
     _warn_if_unverified(found, group)
+
+
+def _require_counts(optimizer: TorchOptimizer, given: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Refuse counts that are none.
+
+    Raises:
+        ValueError: One is none; nothing is changed.
+    """
+    for unit in optimizer.engine.units:
+        for member in unit.members:
+            for name, value in given.get(id(member.parameter), {}).items():
+                if value.dtype is torch.int64 and not value.ndim:
+                    as_count(f"state_dict: param group {unit.group}, {name!r}", value)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------------
@@ -397,18 +405,15 @@ def _require_ties(own: Mapping[str, Tensor], aside: Mapping[str, Tensor], place:
             )
 
 
-def _shared_parts(stepper: FlatStepper, aside: Flat) -> tuple[set[str], dict[int, dict[str, Tensor]]]:
-    """Keys of the numbers that parameters share, and these by id of the parameter."""
-    names = _slices(stepper)
-    shared: set[str] = set()
-    given: dict[int, dict[str, Tensor]] = {}
-    for unit in stepper.as_optimizer()._units:
-        for member in unit.members:
-            name = names[id(member.parameter)].placement.spec.name
-            keys = {entry: f"optimizer.state.{name}.{entry}" for entry in shared_names(unit)}
-            shared.update(keys.values())
-            given[id(member.parameter)] = {entry: aside[key] for entry, key in keys.items()}
-    return shared, given
+def _by_parameter(optimizer: ShardOptimizer, aside: Flat) -> dict[int, dict[str, Tensor]]:
+    """This rank's elements of the entries of each parameter, by its id."""
+    return {
+        id(member.parameter): {
+            entry.name: _elements(aside[f"optimizer.state.{member.name}.{entry.name}"]) for entry in unit.kept_entries()
+        }
+        for unit in optimizer.engine.units
+        for member in unit.members
+    }
 
 
 def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
@@ -456,9 +461,9 @@ def _kept(stepper: FlatStepper) -> dict[str, list[Entry]]:
     """Return the entries of each parameter that is trained, by the parameter's name, over all ranks."""
     optimizer = stepper.as_optimizer()
     by_label: dict[str, list[Entry]] = {}
-    for unit in optimizer._units:
+    for unit in optimizer.engine.units:
         label = optimizer.param_groups[unit.group]["label"]
-        by_label.setdefault(label, optimizer._entries(unit))
+        by_label.setdefault(label, unit.kept_entries())
     return {
         placement.spec.name: by_label.get(group.label, [])
         for group in stepper.layout.groups

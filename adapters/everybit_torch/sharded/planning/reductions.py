@@ -48,8 +48,8 @@ def totals_of(optimizer: eb.Optimizer[Any], sizes: Tensor) -> list[Tensor]:
 
 def unit_of(optimizer: eb.Optimizer[Any], tensor: Tensor, members: eb.Members) -> Unit:
     """A unit of one flat tensor, to be asked."""
-    state, stored = optimizer.init([tensor]), optimizer.formats([tensor])
-    return Unit(0, [tensor], [], state, 0, flat=True, stored=stored, whole=members)
+    (stored,) = optimizer.formats([tensor])
+    return Unit(0, tensor, [], optimizer.init([tensor]), 0, flat=True, stored=stored, whole=members)
 
 
 def no_members(sizes: Tensor) -> eb.Members:

@@ -18,12 +18,14 @@ from everybit.dtypes import FloatDType, dtype_name, torch_dtype
 from everybit.optimizer import Unsafe
 from everybit.policy import Resolved, resolve
 from everybit_torch.collectives import groups
-from everybit_torch.collectives.communicator import Communicator, GroupAxis, Pending
+from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
 from everybit_torch.collectives.reduction import Wire, divide
 from everybit_torch.sharded.arguments import claim, judge
+from everybit_torch.sharded.comparisons import Comparer
+from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.fingerprint import require_alike
-from everybit_torch.sharded.gathering import Gathering, Unit, each
+from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import Group, build
@@ -33,10 +35,12 @@ from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.reports import NanCheck, StepReport
+from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
 from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
 from everybit_torch.sharded.step_agreement import StepAgreement, agree
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
-from everybit_torch.sharded.ways import Comparer
+from everybit_torch.sharded.unit_weights import Unit, UnitWeights, each
 from everybit_torch.sharded.weights import WeightBuffer
 
 
@@ -151,30 +155,41 @@ class FlatStepper:
             self._synchronize()
 
         parameters = {spec.name: p for spec, p in zip(described.specs, described.parameters, strict=True)}
-        self.weights: list[WeightBuffer] = []
-        self.gradients: list[GradientBuffer] = []
+        weights_of: dict[int, WeightBuffer] = {}
+        gradients_of: dict[int, GradientBuffer] = {}
         shard_list: list[Shard] = []
         self._trained: list[Group] = []
-        for group in self.layout.groups:
+        for number, group in enumerate(self.layout.groups):
             if not group.requires_grad and not self.sharding.params:
                 continue
             members = [parameters[place.spec.name] for place in group.placements]
             weights = WeightBuffer(group, members, self.sharding, self.inner, self.outer)
-            self.weights.append(weights)
+            weights_of[number] = weights
             if group.requires_grad:
                 gradients = self._gradient_buffer(group, device)
                 self._trained.append(group)
-                self.gradients.append(gradients)
+                gradients_of[number] = gradients
                 shard_list.append(Shard.of(weights, gradients, *self._own_range(group)))
+        self._weights_of = weights_of
+        self.weights, self.gradients = list(weights_of.values()), list(gradients_of.values())
         self._shards = shard_list
+        self._unit_weights: UnitWeights | None = None
+        self._schedule = Schedule(
+            self.layout, Settings(self.sharding, reshard_after_forward, keep_gradients), self._is_bounded
+        )
+        self._executor = Executor(weights_of, gradients_of, self.divisor, (self.inner, self.outer))
+        self._executor.on({"agree": self._agree, "step": self._step_shards})
+        self._agreed: StepAgreement | None = None
+        self._prepared: Callable[[], None] | None = None
         self._trained_names = frozenset(place.spec.name for group in self._trained for place in group.placements)
         self._parameters = list(parameters.items())
         self._passes = Passes(
             self.layout,
             parameters,
-            self.gradients,
+            gradients_of,
+            self._schedule,
+            self._executor,
             self.sharding,
-            self.divisor,
             nan,
             (self.inner, self.outer),
             device,
@@ -221,17 +236,17 @@ class FlatStepper:
         gathers = self.inner.clone()
         hosts = self.inner.for_host_memory(), self.outer.for_host_memory()
         self._made = [gathers, *hosts]
-        return Gathering(
-            [
-                Unit(name, module, buffers)
-                for (name, module), buffers in zip(described.units, unit_weights, strict=True)
-            ],
-            gathers,
-            Comparer(*hosts),
-            reshard_after_forward=self._reshard_after_forward,
-            on_backward=self._passes.begin,
-            on_unit=self._passes.advance,
-        )
+        units = [
+            Unit(name, module, buffers) for (name, module), buffers in zip(described.units, unit_weights, strict=True)
+        ]
+        assert self._schedule.weights is not None
+        self._unit_weights = UnitWeights(units, gathers, Comparer(*hosts), self._schedule.weights)
+        self._executor.on(self._unit_weights.handlers)
+        return Gathering(self._unit_weights, self._schedule, self._executor, self._passes.begin)
+
+    def _is_bounded(self) -> bool:
+        assert self._unit_weights is not None
+        return self._unit_weights.agreement().bounded
 
     def _synchronize(self) -> None:
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
@@ -381,18 +396,19 @@ class FlatStepper:
         if loss_scale != 1.0:
             for buffer in self.gradients:
                 divide(buffer.own, loss_scale)
-        agreed = self._agree()
+        self._executor.run(self._schedule.agree())
+        agreed, self._agreed = self._agreed, None
+        assert agreed is not None
         by_name = dict(zip(self._names, agreed.touched, strict=True))
         untouched = tuple(name for name, here in by_name.items() if not here and name in self._trained_names)
         self._require_sense(untouched, is_nan=agreed.is_nan)
         if not agreed.skipped and len(untouched) < len(self._trained_names):
-            step_shards = self._optimizer.prepare_shards(lambda s: by_name[s.placement.spec.name])
+            self._prepared = self._optimizer.prepare_shards(lambda s: by_name[s.placement.spec.name])
             self.mark_incomplete("a step ended in an error after weights had been changed")
-            step_shards()
-            self._hand_out()
+            self._executor.run(self._schedule.update())
         if self._gathering is not None:
-            self._gathering.release_all()
-            self._gathering.begin_cycle()
+            self._gathering.free_all()
+            self._gathering.scheduled.begin_cycle()
             if self.in_full_parameters:
                 self._gather_again()
         self._incomplete = None
@@ -417,7 +433,11 @@ class FlatStepper:
 
         After an error, on every rank: whatever it interrupted, the next cycle begins as if there had been none.
         """
-        if self._passes.failed or self._passes.in_pass or (self._gathering is not None and self._gathering.in_forward):
+        if (
+            self._passes.failed
+            or self._passes.in_pass
+            or (self._gathering is not None and self._gathering.scheduled.in_forward)
+        ):
             self._passes.recover()
         self._forget()
 
@@ -453,13 +473,18 @@ class FlatStepper:
         if self._gathering is None:
             return []
         units = enumerate(self._gathering.units)
-        return [str(one) for n, one in units if one.trained and n not in self._gathering.ran]
+        return [str(one) for n, one in units if one.trained and n not in self._gathering.scheduled.ran]
 
-    def _agree(self) -> StepAgreement:
+    def _step_shards(self, _event: Event) -> None:
+        step, self._prepared = self._prepared, None
+        assert step is not None
+        step()
+
+    def _agree(self, _event: Event) -> None:
         trained = (
             here for name, here in zip(self._names, self._passes.touched, strict=True) if name in self._trained_names
         )
-        return agree(
+        self._agreed = agree(
             self._names,
             self._passes.touched,
             self._passes.number,
@@ -472,14 +497,6 @@ class FlatStepper:
             self._pass_counts,
             looks=not all(trained) or bool(self._units_without_pass()),
         )
-
-    def _hand_out(self, *, trained_only: bool = True) -> None:
-        changed = [weights for weights in self.weights if weights.group.requires_grad or not trained_only]
-        pending: list[Pending] = [weights.start_spread() for weights in changed]
-        for one in pending:
-            one.wait()
-        for weights in changed:
-            weights.stepped()
 
     # -- what one sees ---------------------------------------------------------------------------------------------------------------
 
@@ -521,7 +538,7 @@ class FlatStepper:
             ValueError: No dtype.
             RuntimeError: Gradients of this cycle have been put into a buffer for sending, or were sent already.
         """
-        if self._passes.in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
+        if self._holds_gradients():
             raise RuntimeError(
                 "set_grad_comm: there are gradients of this cycle, which are sent in one dtype; accepted before the first backward pass"
                 " after step() or zero_grad()."
@@ -534,6 +551,11 @@ class FlatStepper:
         for buffer in self.gradients:
             resolved = self._resolved(buffer.group)
             buffer.wire, buffer.outer_wire = Wire.pair(resolved, self.inner.size, self.outer.size)
+
+    def _holds_gradients(self) -> bool:
+        """Whether a buffer holds gradients of this cycle."""
+        arrived = self._schedule.gradients.any_arrived
+        return self._passes.in_pass or arrived or any(buffer.phase != "empty" for buffer in self.gradients)
 
     @contextmanager
     def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> Iterator[None]:
@@ -554,7 +576,7 @@ class FlatStepper:
         try:
             yield
         finally:
-            if self._passes.in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
+            if self._holds_gradients():
                 self._wire_after = pending or restore
             else:
                 restore()
@@ -643,9 +665,9 @@ class FlatStepper:
             self._passes.recover()
         if self._incomplete is None:
             self.mark_incomplete("loading a checkpoint ended in an error")
-        self._hand_out(trained_only=False)
+        self._executor.run(self._schedule.hand_out(list(self._weights_of)))
         if self._gathering is not None:
-            self._gathering.release_all()
+            self._gathering.free_all()
         if self._pass_counts is not None:
             self._pass_counts.forget()
         self._incomplete = None

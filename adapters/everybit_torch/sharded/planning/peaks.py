@@ -1,4 +1,4 @@
-"""The peak of transient bytes, found by following the stepper through a forward pass, a backward pass and a step."""
+"""The temporary bytes of a step: of finding the norm, and of the optimizer."""
 
 from __future__ import annotations
 
@@ -7,148 +7,15 @@ from collections.abc import Mapping
 import torch
 
 import everybit as eb
-from everybit_torch.collectives.reduction import accumulate_bytes, install_bytes
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.gradient_norm import scratch_bytes
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import reductions_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
-from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.stepping import PIECE, step_in_place
 
 SMALLEST = 64
 """Transient tensors of fewer bytes are not counted."""
-
-
-class _Meter:
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-
-    def add(self, nbytes: int) -> int:
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        return nbytes
-
-    def briefly(self, nbytes: int) -> None:
-        self.add(nbytes)
-        self.live -= nbytes
-
-
-def forward_peak(units: list[list[GroupPlan]], kind: Sharding, reshard: bool) -> int:
-    """The model's own unit, the one that computes and the next; or all, if they are kept."""
-    if not kind.params:
-        return 0
-    sizes = [sum(one.weights for one in unit) for unit in units]
-    if not reshard:
-        return sum(sizes)
-    pairs = [sum(sizes[number : number + 2]) for number in range(1, len(sizes))]
-    return sizes[0] + max(pairs, default=0)
-
-
-def backward_peak(units: list[list[GroupPlan]], kind: Sharding, microbatches: int, reshard: bool, *, lazy: bool) -> int:
-    """Follows the last backward pass of a step, from the last unit to the model's own."""
-    meter = _Meter()
-    opens = lazy and microbatches == 1  # main gradients are not there yet
-    if lazy and not opens:
-        meter.add(sum(one.main_bytes for unit in units for one in unit))
-    sizes = [sum(one.weights for one in unit) for unit in units]
-    trained = [[one for one in unit if one.resolved is not None] for unit in units]
-    if kind.params:
-        meter.add(sizes[0] if reshard else sum(sizes))
-    buckets = {id(one): meter.add(one.bucket) for one in trained[0] if kind.grads}
-    if opens and not kind.grads:
-        meter.add(sum(one.main_bytes for one in trained[0]))
-    in_flight: list[tuple[GroupPlan, int]] = []
-
-    def finish() -> None:
-        for one, sent in in_flight:
-            # What was received is added up; natively that is where what was sent is.
-            needed = one.received or sent
-            meter.live -= sent + one.received - needed
-            meter.briefly(_install_bytes(one))
-            meter.live -= needed
-            if one.ranks.outer > 1:
-                meter.briefly(_outer_bytes(one))
-        in_flight.clear()
-
-    for number in range(len(units) - 1, -1, -1):
-        if kind.params and 0 < number < len(units) - 1:
-            meter.live -= sizes[number + 1]  # which the pass has left
-        if kind.params and reshard and number > 0:
-            meter.add(sizes[number] if number == len(units) - 1 else 0)
-            meter.add(sizes[number - 1] if number > 1 else 0)
-        if kind.grads and number > 0:
-            buckets |= {id(one): meter.add(one.bucket) for one in trained[number]}
-        if opens and not kind.grads and number > 0:
-            meter.add(sum(one.main_bytes for one in trained[number]))
-        for one in trained[number]:
-            largest = max(placement.spec.numel for placement in one.group.placements)
-            into = one.wire.dtype if kind.grads else one.main
-            adds = not kind.grads and microbatches > 1
-            meter.briefly(
-                accumulate_bytes(
-                    largest,
-                    into,
-                    one.group.dtype,
-                    adds=adds,
-                    scale=one.wire.prescale if kind.grads else 1.0,
-                    chunk=one.chunk,
-                )
-            )
-        for one in reversed(trained[number]):
-            finish()
-            if opens and kind.grads:
-                meter.add(one.main_bytes)
-            sent = buckets.pop(id(one), 0)
-            if not kind.grads and one.wire.dtype is not one.main:
-                sent = meter.add(one.bucket)
-                meter.briefly(
-                    accumulate_bytes(
-                        one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale, chunk=one.chunk
-                    )
-                )
-            meter.add(one.received)
-            in_flight.append((one, sent))
-    finish()
-    return meter.peak
-
-
-def _install_bytes(one: GroupPlan) -> int:
-    whole = not one.kind.state
-    numel = one.group.padded // (1 if whole and not one.wire.exact else one.ranks.inner)
-    same = one.wire.dtype is one.main and not one.kind.grads
-    divides = one.ranks.outer == 1
-    parts = one.ranks.inner if one.wire.exact else 1
-    return install_bytes(
-        numel,
-        one.main,
-        parts,
-        in_place=same and not one.wire.exact,
-        divides=divides,
-        scale=1 / one.wire.prescale,
-        chunk=one.chunk,
-    )
-
-
-def _outer_bytes(one: GroupPlan) -> int:
-    wire, outer = one.outer_wire, one.ranks.outer
-    reduced = one.group.padded // (one.ranks.inner if one.kind.state else 1)
-    scattered = one.kind.outer == "optim"
-    sent = reduced * wire.dtype.itemsize
-    cast = sent if wire.dtype is not one.main else 0
-    received = sent if wire.exact else 0
-    numel = reduced // outer if scattered or wire.exact else reduced
-    parts = outer if wire.exact else 1
-    scratch = install_bytes(
-        numel,
-        one.main,
-        parts,
-        in_place=not cast and not wire.exact,
-        divides=True,
-        scale=1 / wire.prescale,
-        chunk=one.chunk,
-    )
-    return cast + received + scratch
 
 
 def step_peak(groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], compile: bool, piece: int) -> int:

@@ -116,16 +116,16 @@ class _Origins(TorchFunctionMode):
         return made
 
 
-def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads) -> list[Tensor]:
+def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads, known: Sequence[Tensor] = ()) -> list[Tensor]:
     """Find the totals, over all parts and processes, of a transform's reductions, in order; an empty list if it does not reduce.
 
     Every process has to call it, with at least one part: all take part in the same reductions, in the same order, and so does a process
-    that has nothing to step.
+    that has nothing to step. The first of the totals may be ``known`` already, on every process.
 
     Raises:
         RuntimeError: Parts that reduce differently.
     """
-    totals: list[Tensor] = []
+    totals: list[Tensor] = list(known)
     while partials := _all_partial_results(parts, totals, reads):
         kind, dtype, device = partials[0].kind, partials[0].value.dtype, partials[0].value.device
         if any(one.kind != kind for one in partials):

@@ -80,7 +80,7 @@ def measured(
             transform,
             policy=policy,
             strategy=strategy,
-            units=[Block, Outer],
+            units=[Block, Outer] if nested else [Block],
             reshard_after_forward=reshard,
             outer=outer,
             mesh=mesh,

@@ -175,7 +175,7 @@ def integer_gradients(
                         model(1 + rank + 5 * number + cycle).backward()
                 stepper.finish_gradients()
                 expected = sum(1 + r + 5 * number + cycle for r in range(size) for number in range(count))
-                for shard in stepper._shards:
+                for shard in stepper.buffers.shards:
                     for s, parameter in zip(shard.slices, shard.parameters, strict=True):
                         got = shard.gradients.own[s.offset : s.offset + parameter.numel()]
                         name = s.placement.spec.name

@@ -53,6 +53,11 @@ class Gathering:
         """The ranks that share the weights."""
         return self._weights.communicator
 
+    @property
+    def idle(self) -> list[str]:
+        """Units that are trained, and had no forward pass in this cycle."""
+        return [str(one) for number, one in enumerate(self.units) if one.trained and number not in self.scheduled.ran]
+
     def close(self) -> None:
         """Gather everything for good, and have no hooks any more."""
         self._executor.run(self.scheduled.gather_all())

@@ -17,6 +17,7 @@ from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Layout
+from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.scheduling.events import Event
@@ -87,17 +88,31 @@ class Passes:
         self._others: tuple[Communicator, ...] = ()
         self._owes_pass = self._finishing = False
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error was not recovered from, or a pass goes on."""
+        in_forward = self._gathering is not None and self._gathering.scheduled.in_forward
+        return self.failed or self.in_pass or in_forward
+
     # -- gradients arrive ------------------------------------------------------------------------------------------------------------
 
-    def watch(self) -> list[Any]:
-        """Have gradients come here from now on; handles of the hooks."""
+    def holds_gradients(self) -> bool:
+        """Whether a buffer holds gradients of this cycle."""
+        phases = [buffer.phase for buffer in self._gradients.values()]
+        return self.in_pass or self._schedule.gradients.any_arrived or any(phase != "empty" for phase in phases)
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Have gradients come here from now on, and passes begin; handles of the hooks."""
         numbers = {name: number for number, name in enumerate(self._names)}
         handles = []
         for group, buffer in self._gradients.items():
             for place, placement in enumerate(buffer.group.placements):
                 number = numbers[placement.spec.name]
-                hook = self._arrival(group, place, number)
-                handles.append(self._parameters[number].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                arrive = self._arrival(group, place, number)
+                handles.append(self._parameters[number].register_post_accumulate_grad_hook(arrive))  # type: ignore[no-untyped-call]
+        if self._schedule.weights is None:
+            hook = ModuleHook(self, "after_forward", model, 0, compiled=False)
+            handles.append(model.register_forward_hook(hook))
         return handles
 
     def attach(self, gathering: Gathering, communicators: Sequence[Communicator]) -> None:

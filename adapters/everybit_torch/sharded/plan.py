@@ -31,6 +31,7 @@ from everybit.optimizer import nbytes
 from everybit.policies import short
 from everybit_torch.collectives.reduction import chunk_size
 from everybit_torch.probing import is_number
+from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
@@ -162,7 +163,8 @@ def plan_layout(
         norm_peak(groups, agreed_bytes(groups), where),
         step_peak(groups, labelled, compile, piece_size(where)),
         agreed_bytes(groups),
-        count_reductions(labelled),
+        # The norm of the gradient is found once, for the report and for a clip.
+        count_reductions(labelled) - answers_first(labelled),
     )
     settings = Settings(kind, reshard_after_forward, keep_gradients)
     # All microbatches between the first and the last are alike.

@@ -16,6 +16,7 @@ from everybit.optimizer import Unsafe
 from everybit.policy import Policy
 from everybit_torch.compiling import can_compile
 from everybit_torch.hyperparameter_names import spread
+from everybit_torch.joining import Joining
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
@@ -151,6 +152,7 @@ class ShardOptimizer(TorchOptimizer):
             for label, values in found.items()
         ]
         absent: dict[str, Any] = dict.fromkeys(names)
+        self._joining: Joining[Unit] = Joining()
         self._placeholders: list[tuple[nn.Parameter, torch.dtype]] = []
         self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self._shards))
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
@@ -244,6 +246,10 @@ class ShardOptimizer(TorchOptimizer):
             self._units.append(unit)
             self._publish(unit)
 
+    def forget_counts(self) -> None:
+        """Counts of steps were replaced: units that are cut now stay so."""
+        self._joining.forget()
+
     def runs(self) -> list[list[int]]:
         """Return for each shard the elements of each unit: runs, or the parts into which parameters without a gradient cut them."""
         found: dict[int, list[int]] = {id(shard.gradients): [] for shard in self._shards}
@@ -304,23 +310,29 @@ class ShardOptimizer(TorchOptimizer):
         for parameter, _ in self._placeholders:
             parameter.grad = None
 
-    def prepare_shards(self, touched: Callable[[Slice], bool]) -> Callable[[], None]:
+    def prepare_shards(self, touched: Callable[[Slice], bool], known: Sequence[Tensor] = ()) -> Callable[[], None]:
         """Look at everything that a step needs and may refuse, and ask all ranks what it asks of them; nothing is changed yet.
 
         Args:
             touched: Which parameters have a gradient on any rank.
+            known: Answers to the first reductions of every transform.
 
         Returns:
             Steps what this rank has of them.
         """
         self.attach_gradients(touched)
         self._prepare()
+        self._units, made = self._joining.arrange(
+            self._units, lambda unit: [grad is not None for grad in unit.collect()]
+        )
+        for unit in made:
+            self._publish(unit)
         work = self._split_by_gradients(self._units)
-        self._units = [unit for unit, _ in work]
         stepped = [unit for unit, grads in work if grads and grads[0] is not None]
-        totals = self._reduce(stepped)
+        totals = self._reduce(stepped, known)
 
         def step() -> None:
+            self._joining.stepped(stepped)
             measured: Metrics | None = None
             for unit in stepped:
                 assert unit.gradients is not None
@@ -433,7 +445,7 @@ class ShardOptimizer(TorchOptimizer):
     def _source(self, unit: Unit) -> str:
         return self._labelled[self.param_groups[unit.group]["label"]].source
 
-    def _reduce(self, stepped: list[Unit]) -> dict[str, list[Tensor]]:
+    def _reduce(self, stepped: list[Unit], known: Sequence[Tensor]) -> dict[str, list[Tensor]]:
         """Find the totals of each transform's reductions, in the order of the labels, which is the same on every rank."""
         parts: dict[str, list[Part]] = {}
         taking_part = set(map(id, stepped))
@@ -443,7 +455,7 @@ class ShardOptimizer(TorchOptimizer):
             grad = unit.gradients.buffer if id(unit) in taking_part else None
             parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))
         reads = self._groups[0].reads
-        return {source: find_totals(members, self._axis, reads) for source, members in parts.items()}
+        return {source: find_totals(members, self._axis, reads, known) for source, members in parts.items()}
 
 
 def contiguous_runs(slices: Sequence[Slice], *, by_index: bool, block: int) -> list[list[int]]:

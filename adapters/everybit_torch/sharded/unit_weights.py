@@ -9,6 +9,7 @@ from torch import nn
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.comparisons import Agreement, Comparer, Comparison
 from everybit_torch.sharded.scheduling.events import Event, Kind
+from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.scheduling.weights import WeightSchedule
 from everybit_torch.sharded.weights import WeightBuffer
 
@@ -51,7 +52,7 @@ class UnitWeights:
     Args:
         units: In the layout's order, the model first.
         communicator: The ranks that share the weights; nobody else sends over it.
-        comparer: Of all ranks.
+        hosts: The inner and the outer ranks, for tensors in the host's memory.
         schedule: Whose events these are.
     """
 
@@ -59,11 +60,48 @@ class UnitWeights:
         self,
         units: Sequence[Unit],
         communicator: Communicator,
-        comparer: Comparer,
+        hosts: tuple[Communicator, Communicator],
         schedule: WeightSchedule,
     ) -> None:
-        self.units, self.communicator, self._comparer, self._schedule = list(units), communicator, comparer, schedule
+        self.units, self.communicator, self._hosts, self._schedule = list(units), communicator, hosts, schedule
+        self._comparer = Comparer(*hosts)
         self._comparison: Comparison | None = None
+
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[tuple[str, nn.Module]],
+        weights: Sequence[WeightBuffer],
+        schedule: Schedule,
+        inner: Communicator,
+        outer: Communicator,
+    ) -> UnitWeights:
+        """The weights of a model's units, gathered over a communicator of their own, with which the schedule is bounded.
+
+        Args:
+            modules: The units' names and modules, in the layout's order.
+            weights: All buffers.
+            schedule: Of the stepper.
+            inner: The ranks that buffers are sharded over.
+            outer: The ranks that hold copies of the same shards.
+        """
+        assert schedule.weights is not None
+        units = [
+            Unit(name, module, [one for one in weights if one.group.unit == number])
+            for number, (name, module) in enumerate(modules)
+        ]
+        made = cls(units, inner.clone(), (inner.for_host_memory(), outer.for_host_memory()), schedule.weights)
+        schedule.bounded = made.is_bounded
+        return made
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Those that this has made."""
+        return [self.communicator, *self._hosts]
+
+    def is_bounded(self) -> bool:
+        """Whether this rank may wait for a reduction inside the backward pass."""
+        return self.agreement().bounded
 
     @property
     def handlers(self) -> dict[Kind, Callable[[Event], None]]:

@@ -35,10 +35,10 @@ class Schedule:
     Args:
         layout: Of the model.
         settings: See there.
-        bounded: Whether a rank may wait for a reduction inside a backward pass, which depends on the ways of all ranks (see :mod:`.ways`).
-            Asked where parameters are sharded.
 
     Attributes:
+        bounded: Tells whether a rank may wait for a reduction inside a backward pass, which depends on the ways of all ranks (see
+            :mod:`.ways`). Asked where parameters are sharded.
         weights: Of units; None where parameters are not sharded.
         gradients: Of groups.
         last: Whether the backward pass that goes on, or comes next, is the last of its cycle; None if nobody has said.
@@ -46,8 +46,9 @@ class Schedule:
         arrived: Whether one has arrived.
     """
 
-    def __init__(self, layout: Layout, settings: Settings, bounded: Callable[[], bool] = lambda: True) -> None:
-        self._layout, self._settings, self._bounded = layout, settings, bounded
+    def __init__(self, layout: Layout, settings: Settings) -> None:
+        self._settings = settings
+        self.bounded: Callable[[], bool] = lambda: True
         self.trained = [
             TrainedGroup(number, group.unit, len(group.placements))
             for number, group in enumerate(layout.groups)
@@ -117,7 +118,7 @@ class Schedule:
         closes_unit, bounded = self.gradients.closes_unit, True
         if self.weights is not None:
             yield from self.weights.before_reduction(unit)
-            bounded = self._bounded()
+            bounded = self.bounded()
         yield from self.gradients.reduce_next(last=self.last is True, bounded=bounded)
         if self.weights is not None and closes_unit:
             yield from self.weights.free_what_is_over()

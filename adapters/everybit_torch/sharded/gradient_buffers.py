@@ -32,6 +32,7 @@ from everybit_torch.collectives.reduction import (
 )
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.scheduling.gradients import Phase
+from everybit_torch.sharded.squares import Squares
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -75,6 +76,10 @@ class GradientBuffer:
         self.main = torch.zeros(size, dtype=main, device=device)
         self.phase: Phase = "empty"
         self._bucket: Tensor | None = None
+        self._squares: Squares | None = None
+        first, stop = sharding.own_range(group.padded, inner.rank, inner.size, outer.rank, outer.size)
+        slices = list(group.slices(first, stop))
+        self._filled = slices[-1].offset + slices[-1].high - slices[-1].low if slices else 0  # the rest is padding
         self.clear()
 
     @property
@@ -89,6 +94,16 @@ class GradientBuffer:
         """The part of the main gradient that this rank's optimizer steps."""
         main = self._reduced
         return main.view(self.outer.size, -1)[self.outer.rank] if self.sharding.outer == "optim" else main
+
+    @property
+    def without_padding(self) -> Tensor:
+        """The part that this rank's optimizer steps, up to the last element that is a parameter's."""
+        return self.own[: self._filled]
+
+    def sum_of_squares(self) -> Tensor | None:
+        """The sum of squares of :attr:`without_padding`, if it was found when the main gradient was written, and that is as it was."""
+        found = self._squares
+        return found.total if found is not None and found.is_complete_for(self.main) else None
 
     # -- accumulating -----------------------------------------------------------------------------------------------------------
 
@@ -165,9 +180,11 @@ class GradientBuffer:
             self._partial[start:stop].zero_()
         if self.sharding.grads:
             mode: Literal["copy", "add"] = "add" if self.phase == "reduced" else "copy"
+            squares = self._squares = Squares.begin(self.main, self._filled) if now is not None else None
             reduction = reduce_scatter_into(
-                self.main, self._partial, self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what
-            )
+                self.main, self._partial, self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what,
+                observe=None if squares is None else squares.add,
+            )  # fmt: skip
             self._bucket = None
         else:
             reduction = self._reduce_main(
@@ -178,6 +195,8 @@ class GradientBuffer:
 
         def finish() -> None:
             install()
+            if self._squares is not None:
+                self._squares.end(self.main)
             if divisor is not None:
                 self.phase = "final"
 
@@ -247,6 +266,6 @@ class GradientBuffer:
     def clear(self) -> None:
         """Forget all gradients, and free their memory unless it is kept."""
         self.phase = "empty"
-        self._bucket = None
+        self._bucket = self._squares = None
         if not self._keep:
             self._free_main()

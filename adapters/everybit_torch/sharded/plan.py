@@ -165,6 +165,7 @@ def plan_layout(
         agreed_bytes(groups),
         # The norm of the gradient is found once, for the report and for a clip.
         count_reductions(labelled) - answers_first(labelled),
+        where,
     )
     settings = Settings(kind, reshard_after_forward, keep_gradients)
     # All microbatches between the first and the last are alike.

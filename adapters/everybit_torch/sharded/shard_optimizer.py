@@ -87,8 +87,7 @@ class Shard:
     @property
     def without_padding(self) -> Tensor:
         """This rank's slice of the main gradient, without padding: 1-d, in the main dtype."""
-        end = self.slices[-1].offset + self.parameters[-1].numel() if self.slices else 0
-        return self.gradients.own[:end]
+        return self.gradients.without_padding
 
 
 class _ShardGradients:
@@ -302,8 +301,14 @@ class ShardOptimizer(TorchOptimizer):
             none = torch.empty_like(parameter.detach(), dtype=dtype)
             parameter.grad = ShardGradient.of(none, self._all_gradients)
 
+    @property
+    def gradients_were_handed_out(self) -> bool:
+        """Whether somebody did something with a gradient since they were final."""
+        return self._all_gradients.handed_out
+
     def detach_gradients(self) -> None:
         """Set the ``.grad`` of all parameters to None, until the next cycle's gradients are final."""
+        self._all_gradients.handed_out = False
         for shard in self._shards:
             for parameter in shard.parameters:
                 parameter.grad = None

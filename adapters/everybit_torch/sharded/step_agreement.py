@@ -16,7 +16,7 @@ from torch import Tensor
 from everybit import barriers
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import free_storage
-from everybit_torch.sharded.gradient_norm import sum_of_squares, tells_finite
+from everybit_torch.sharded.gradient_norm import squares_of, tells_finite
 from everybit_torch.sharded.nonfinite import find_nonfinite, has_nonfinite
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.planning.traffic import AGREED
@@ -58,6 +58,7 @@ def agree(
     pass_counts: PassCounts | None,
     *,
     looks: bool,
+    as_written: bool,
 ) -> StepAgreement:
     """Ask all ranks. Every rank has to call it, with final gradients.
 
@@ -77,6 +78,7 @@ def agree(
         pass_counts: Compares the numbers of passes, where each is summed over the ranks: now if all ranks read, else before the next
             step.
         looks: Whether this rank has to know who has gradients. Not if it has one of each parameter that is trained: then some rank has.
+        as_written: Nobody has had this rank's gradients in hand since they were written.
 
     Raises:
         RuntimeError: Ranks had different numbers of passes.
@@ -89,7 +91,7 @@ def agree(
     numbers = numbers.to(device, non_blocking=True)
     # Of ranks that hold the same the first one counts.
     if all(one.rank == 0 for one in (inner, outer) if one not in holding):
-        numbers[count] = sum_of_squares([shard.without_padding for shard in shards], device)
+        numbers[count] = squares_of([shard.gradients for shard in shards], device, as_written=as_written)
     # An element that is not finite shows in the sum of the squares, but for float64, whose squares may overflow.
     told = all(tells_finite(shard.gradients.main.dtype) for shard in shards)
     if nan == "step" and not told:

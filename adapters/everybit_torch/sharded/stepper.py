@@ -363,6 +363,7 @@ class FlatStepper:
         self._agreed = agree(
             self._names, self._passes.touched, self._passes.number, self._passes.nonfinite, self.buffers.shards, self._given.nan,
             self.inner, self.outer, self.buffers.sharing, self._pass_counts, looks=not all(trained) or bool(self._idle),
+            as_written=not self._optimizer.gradients_were_handed_out,
         )  # fmt: skip
 
     # -- what one sees ---------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from everybit_torch.collectives.reduction import accumulate_bytes, install_bytes
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.traffic import (
@@ -27,12 +29,14 @@ class StepBytes:
         step: Temporary bytes of the optimizer.
         agreed: Bytes of the numbers in which ranks agree.
         reductions: How many 0-d float64 reductions the transforms ask for.
+        device: Where it is taken.
     """
 
     agree: int
     step: int
     agreed: int
     reductions: int
+    device: torch.device
 
 
 class Meter:
@@ -156,7 +160,8 @@ class Meter:
             # What was received is added up; natively that is where what was sent is.
             needed = one.received or sent
             self.live -= sent + one.received - needed
-            self._briefly(_install_bytes(one, last=last))
+            squares = one.squares_as_written(self._step.device) if last else None
+            self._briefly(_install_bytes(one, last=last) + (squares or 0))
             self.live -= needed
             if last and one.ranks.outer > 1:
                 self._briefly(_outer_bytes(one))

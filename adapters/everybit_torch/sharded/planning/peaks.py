@@ -8,10 +8,10 @@ import torch
 
 import everybit as eb
 from everybit_torch.sharded.allocations import AllocationCounter
-from everybit_torch.sharded.gradient_norm import scratch_bytes
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import reductions_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
+from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.stepping import PIECE, step_in_place
 
 SMALLEST = 64
@@ -38,6 +38,7 @@ def step_peak(groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform]
 def norm_peak(groups: list[GroupPlan], agreed: int, device: torch.device) -> int:
     """What finding the norm of the gradient takes: the ``agreed`` bytes on which ranks agree, and what gradients are widened in."""
     trained = [one for one in groups if one.resolved is not None and one.counts]
+    trained = [one for one in trained if one.squares_as_written(device) is None]
     scratch = max((scratch_bytes(one.stepped, one.main, device) for one in trained), default=0)
     return sum(size for size in (agreed, scratch) if size >= SMALLEST)
 

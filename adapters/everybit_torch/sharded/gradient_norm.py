@@ -22,7 +22,7 @@ def squares_of(buffers: Sequence[GradientBuffer], device: torch.device, *, as_wr
     Args:
         buffers: Of gradients, which are final.
         device: Where they are.
-        as_written: Nobody has had the gradients in hand since they were written, so that sums which were found then still hold.
+        as_written: Nobody has had the gradients in hand, so that sums which were found when they were written still hold.
     """
     known = [buffer.sum_of_squares() if as_written else None for buffer in buffers]
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -25,13 +25,17 @@ class AllGradients:
     Args:
         axis: Sums and maxima over the ranks that have the other parts.
         has_nonfinite: Whether one of this rank's parts has an element that is not finite: 0-d, on the device.
+
+    Attributes:
+        handed_out: Whether somebody ever did something with one of the parts.
     """
 
     def __init__(self, axis: eb.Axis, has_nonfinite: Callable[[], Tensor]) -> None:
         self._axis, self._has_nonfinite = axis, has_nonfinite
         self._nonfinite: bool | None = None
+        # Who has called a function of torch on a part may have written to it, and may have kept its memory for later cycles (`.data`,
+        # `numpy()`), of which autograd sees nothing.
         self.handed_out = False
-        """Whether somebody called a function of torch on one of the parts, by which it may have been written to."""
 
     def forget(self) -> None:
         """They are other gradients from here on."""

@@ -303,12 +303,11 @@ class ShardOptimizer(TorchOptimizer):
 
     @property
     def gradients_were_handed_out(self) -> bool:
-        """Whether somebody did something with a gradient since they were final."""
+        """Whether somebody ever did something with a gradient."""
         return self._all_gradients.handed_out
 
     def detach_gradients(self) -> None:
         """Set the ``.grad`` of all parameters to None, until the next cycle's gradients are final."""
-        self._all_gradients.handed_out = False
         for shard in self._shards:
             for parameter in shard.parameters:
                 parameter.grad = None

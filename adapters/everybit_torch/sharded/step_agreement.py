@@ -78,7 +78,7 @@ def agree(
         pass_counts: Compares the numbers of passes, where each is summed over the ranks: now if all ranks read, else before the next
             step.
         looks: Whether this rank has to know who has gradients. Not if it has one of each parameter that is trained: then some rank has.
-        as_written: Nobody has had this rank's gradients in hand since they were written.
+        as_written: Nobody has had this rank's gradients in hand.
 
     Raises:
         RuntimeError: Ranks had different numbers of passes.

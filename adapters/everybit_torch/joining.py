@@ -18,19 +18,23 @@ from torch import Tensor
 import everybit as eb
 from everybit.entries import fields
 from everybit.optimizer import OptimizerState
+from everybit_torch.units import map_state
 
 
 class Cuttable(Protocol):
-    """A flat unit."""
+    """A flat unit.
+
+    Attributes:
+        state: The optimizer's state, changed in place.
+        first_tensor: The global index of its first element, 0-d.
+    """
+
+    state: OptimizerState[Any]
+    first_tensor: Tensor
 
     @property
     def members(self) -> Sequence[Any]:
         """The parameters in it, in order."""
-        ...
-
-    @property
-    def state(self) -> OptimizerState[Any]:
-        """The optimizer's state, changed in place."""
         ...
 
     @property
@@ -122,6 +126,9 @@ class Joining(Generic[U]):
                 made.append(joined)
             before = here
         self._parts = {id(unit): self._parts[id(unit)] for unit in arranged if id(unit) in self._parts}
+        for part in self._parts.values():
+            if part.unit is not part.whole:
+                _keep_no_numbers(part.whole, part.unit)
         there = set(map(id, arranged))
         return arranged, [unit for unit in made if id(unit) in there]
 
@@ -150,6 +157,14 @@ class Joining(Generic[U]):
             into.copy_(value)
         self._parts[id(joined)] = _Part(joined, one.whole, one.low, other.high, one.steps)
         return joined
+
+
+def _keep_no_numbers(whole: Cuttable, part: Cuttable) -> None:
+    """Let what is no unit any more hold a part's numbers instead of some of its own."""
+    step, *others = _counts(part.state)
+    numbers = iter([*others, step])  # in the order in which they are asked for
+    whole.state = map_state(whole.state, lambda x: x, lambda _: next(numbers))
+    whole.first_tensor = part.first_tensor
 
 
 def _counts(state: OptimizerState[Any]) -> list[Tensor]:

@@ -66,7 +66,7 @@ class Squares:
         self.total = torch.zeros((), dtype=torch.float64, device=device)
         self._filled, self._seen = filled, 0
         self._scratch: Tensor | None = None
-        self._version: int | None = None
+        self._written_at: int | None = None
 
     @classmethod
     def begin(cls, into: Tensor, filled: int) -> Squares | None:
@@ -86,8 +86,8 @@ class Squares:
     def end(self, written: Tensor) -> None:
         """All was written."""
         self._scratch = None
-        self._version = version(written) if self._seen >= self._filled else None
+        self._written_at = version(written) if self._seen >= self._filled else None
 
     def is_complete_for(self, written: Tensor) -> bool:
         """Whether all was seen, and nobody has written to the tensor since, as far as autograd sees it."""
-        return self._version is not None and self._version == version(written)
+        return self._written_at is not None and self._written_at == version(written)

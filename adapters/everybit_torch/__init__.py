@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from everybit_torch.any_precision import AnyPrecisionAdamW
 from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
+from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.state_dicts import RoundingLoss
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ not before: that takes longer than ``import torch``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
@@ -21,17 +21,18 @@ from everybit_torch.torch_internals import compiler
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compile_step(function: F, began: Callable[[], None]) -> F:
+def compile_step(function: F, began: Callable[[Callable[..., Any], Sequence[Any]], None]) -> F:
     """``function`` compiled as a whole, with coefficients made before the loop and bits handled in vectors.
 
-    ``began`` is called when compiled code begins to run: what is raised before that was raised by the compiler, and nothing was written.
+    ``began`` is called when compiled code begins to run, with it and its arguments: what is raised before that was raised by the compiler,
+    and nothing was written.
     """
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
         compiled = compiler.compile_graph(graph, inputs)
 
         def run(*args: Any) -> Any:
-            began()
+            began(compiled, args)
             return compiled(*args)
 
         return run
@@ -39,6 +40,13 @@ def compile_step(function: F, began: Callable[[], None]) -> F:
     # It looks at annotations, behind a cache, which a compiler need not trace.
     torch.compiler.assume_constant_result(accepting)  # type: ignore[no-untyped-call]
     return cast(F, torch.compile(function, fullgraph=True, backend=backend))
+
+
+def let_length_vary(tensors: Sequence[Tensor]) -> None:
+    """Have the next compilation make code for vectors of any length in the place of these."""
+    for tensor in tensors:
+        if tensor.ndim == 1 and tensor.numel() > 1:
+            compiler.let_length_vary(tensor)
 
 
 def reached_limit(error: BaseException) -> bool:

@@ -12,9 +12,9 @@ from everybit.policy import AnyPolicy
 from everybit.scalars import Hyperparameter
 from everybit_torch.arguments import TorchArguments
 from everybit_torch.entries import UNUSED
+from everybit_torch.front import TorchNames
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.param_groups import Params
-from everybit_torch.state_dicts import TorchNames
 from everybit_torch.stepping import Compile
 from everybit_torch.units import Unit
 

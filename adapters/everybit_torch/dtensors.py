@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from torch import Tensor
 
+import everybit as eb
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part
 
@@ -66,6 +68,28 @@ def first_element(parameter: Tensor) -> int:
                 " Replicate, or a policy without stochastic rounding."
             )
     return int(offset_of_local_part(parameter)[0]) * math.prod(parameter.shape[1:]) if parameter.ndim else 0
+
+
+class Over(NamedTuple):
+    """What is reduced over.
+
+    Attributes:
+        axis: The processes that have parts.
+        counts: Whether this process is the one that contributes a parameter's elements, of those that hold the same.
+    """
+
+    axis: eb.Axis
+    counts: Callable[[Tensor], bool]
+
+
+def over_mesh(parameters: Sequence[Tensor]) -> Over | None:
+    """What a reduction over parameters goes over: the mesh that they are sharded over; None: this process alone.
+
+    Raises:
+        ValueError: Several meshes, or values that are still to be summed (``Partial``).
+    """
+    mesh = mesh_of(parameters)
+    return None if mesh is None else Over(axis_of(mesh), partial(is_counted, mesh=mesh))
 
 
 def is_counted(parameter: Tensor, mesh: DeviceMesh) -> bool:

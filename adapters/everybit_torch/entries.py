@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.entries import INNER, STEP, WEIGHTS
-from everybit_torch.dtensors import local
+from everybit_torch.dtensors import like, local
+from everybit_torch.units import Unit
 
 UNUSED = "unused."
 """Before the name of an entry that the present hyperparameters do not need, such as SGD's momentum after ``momentum`` became 0."""
@@ -261,10 +262,35 @@ class States(defaultdict[Any, Any]):
         self,
         default_factory: Callable[[], Any] | None = None,  # noqa: ARG002  # copies are made with it, as of any defaultdict
         entries: Mapping[Any, Any] | Iterable[Any] = (),
+        *,
+        torch_names: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(ParameterState)
+        self._torch_names = torch_names or {}
         for key, value in dict(entries).items():
             self[key] = value
+
+    # -- for the engine -------------------------------------------------------------------------------------------------------
+
+    def show(self, unit: Unit) -> None:
+        """Show each parameter's share of a unit's state, as views; what others keep here stays."""
+        for member in unit.members:
+            own = {name: like(member.parameter, value) for name, value in unit.named_state(member).items()}
+            self[member.parameter].publish(own, self._torch_names)
+
+    def migrate(self, unit: Unit, begun: Sequence[str], ended: Sequence[str]) -> None:
+        """Show a unit whose slots have changed: those that ended are put aside, and those that began go on from what is here."""
+        before = [self[parameter].own for parameter in unit.parameters]
+        self.show(unit)
+        for parameter, own in zip(unit.parameters, before, strict=True):
+            self[parameter].put_aside(own, ended)
+            self[parameter].take_up(begun, self._torch_names)
+
+    def replaced(self, entries: Mapping[Any, Any]) -> States:
+        """Other entries, under the same torch names."""
+        return States(None, entries, torch_names=self._torch_names)
+
+    # -- for everybody --------------------------------------------------------------------------------------------------------
 
     def __setitem__(self, key: Any, value: Any) -> None:
         held = super().get(key)

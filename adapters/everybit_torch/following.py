@@ -7,30 +7,24 @@ So is every parameter that is no part of a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from everybit.entries import map_parts
-from everybit.policy import resolve_tree
 from everybit_torch.dtensors import local
 from everybit_torch.gradients import piece
 from everybit_torch.memory import has_repeated_elements, sharing
-from everybit_torch.stepping import Group
 from everybit_torch.units import Unit, is_shared
 
 
-def require_followable(
-    units: Sequence[Unit], groups: Sequence[Group], parameters: Callable[[], Sequence[Tensor]]
-) -> None:
+def require_followable(units: Sequence[Unit], parameters: Sequence[Tensor]) -> None:
     """Refuse parameters that cannot be followed; nothing is changed.
 
     Args:
         units: All there are.
-        groups: By number.
-        parameters: All there are; asked for only if some were moved.
+        parameters: All there are.
 
     Raises:
         RuntimeError: A parameter has another dtype, device or shape, memory that cannot be written to or that other processes see, or
@@ -40,10 +34,10 @@ def require_followable(
     for unit in units:
         if unit.in_place():
             continue
-        tied = _tied(parameters()) if tied is None else tied
+        tied = _tied(parameters) if tied is None else tied
         for index in unit.moved():
             member = unit.members[index]
-            tensor, parameter = unit.tensors[member.position], local(member.parameter)
+            tensor, parameter = unit.tensor, local(member.parameter)
             shape = unit.placed_shape(index)
             where = f"param group {unit.group}: a parameter of shape {tuple(parameter.shape)}"
             if (parameter.dtype, parameter.device, parameter.shape) != (tensor.dtype, tensor.device, shape):
@@ -62,8 +56,8 @@ def require_followable(
                     f"{where} has strides {parameter.stride()} now: several of its elements are one place in memory (expand), which a"
                     " step cannot write; clone it."
                 )
-            resolved = resolve_tree(groups[unit.group].optimizer_of(unit).policy, unit.tensors)[member.position]
-            if id(member.parameter) in tied and len(resolved.params.parts()) > 1:
+            keeps_rest = unit.stored is not None and len(unit.stored.params.parts()) > 1
+            if id(member.parameter) in tied and keeps_rest:
                 raise RuntimeError(
                     f"{where} was given memory of another parameter since the optimizer first stepped, and what is kept for it was kept"
                     " for weights of its own. To tie two weights let them be one Parameter, before the first step."
@@ -91,9 +85,9 @@ def follow(units: Sequence[Unit], parameters: Sequence[Tensor]) -> tuple[list[Un
             member = unit.members[index]
             parameter = member.parameter
             if not unit.flat:
-                _step_where_it_lies(unit, member.position, local(parameter).detach())
+                _step_where_it_lies(unit, local(parameter).detach())
             elif parameter.is_contiguous() and id(parameter) not in tied:
-                place = piece(unit.tensors[member.position], member.start, member.stop, parameter.shape)
+                place = piece(unit.tensor, member.start, member.stop, parameter.shape)
                 returning.append((parameter, place))
             else:
                 leaving.add(index)
@@ -130,23 +124,15 @@ def _without(unit: Unit, leaving: set[int]) -> list[Unit]:
                 (parameter,), (grad,) = part.parameters, part.collect()
                 parameter.grad = None if grad is None else torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
             part.flat, part.gradients = False, None
-            _step_where_it_lies(part, 0, part.parameters[0].detach())
+            _step_where_it_lies(part, part.parameters[0].detach())
     return parts
 
 
-def _step_where_it_lies(unit: Unit, position: int, tensor: Tensor) -> None:
-    """Let a tensor of a unit be this memory. State was in the order of the elements' indices, and has their shape from here on."""
-    held = unit.tensors[position]
-    if held.ndim == 1 and tensor.is_contiguous():
-        unit.tensors[position] = tensor.view(-1)
+def _step_where_it_lies(unit: Unit, tensor: Tensor) -> None:
+    """Let a unit's tensor be this memory. State was in the order of the elements' indices, and has their shape from here on."""
+    if unit.tensor.ndim == 1 and tensor.is_contiguous():
+        unit.tensor = tensor.view(-1)
         return
-    if held.ndim == 1 and tensor.ndim != 1:
-        shape = tensor.shape
-        unit.state = map_parts(
-            unit.state,
-            unit.tensors,
-            unit.stored,
-            lambda x, part: piece(x, 0, x.numel(), shape) if part is None or part.block == 1 else x,
-            lambda x: x,
-        )
-    unit.tensors[position] = tensor
+    if unit.tensor.ndim == 1 and tensor.ndim != 1:
+        unit.reshape_state(tensor.shape)
+    unit.tensor = tensor

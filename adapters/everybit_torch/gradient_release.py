@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import everybit as eb
 from everybit.metrics import Metrics
 from everybit.scalars import require
-from everybit_torch.optimizer import TorchOptimizer, to_device_of
+from everybit_torch.engine import added
+from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.torch_internals import autograd
+from everybit_torch.torch_internals.optimizers import leave_scaling_to_step
 from everybit_torch.units import Unit
 
 
@@ -45,6 +46,7 @@ class GradientRelease:
     def __init__(self, model: nn.Module, optimizer: TorchOptimizer, bucket: int, max_norm: float | None) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._engine = optimizer.engine
         self._max_norm = max_norm
         self._bucket_size = bucket
         self._accumulating = False
@@ -56,7 +58,7 @@ class GradientRelease:
         self._begun = False
         self._open: set[int] = set()  # backward passes that stepped and did not come to their end
         # A GradScaler then comes to `finish`, which refuses it, rather than fail for want of gradients.
-        optimizer._step_supports_amp_scaling = True
+        self._undo = leave_scaling_to_step(optimizer)
         self._hooks: dict[int, RemovableHandle] = {}
         self._watch()
 
@@ -93,13 +95,13 @@ class GradientRelease:
 
     def remove(self) -> None:
         """End gradient release, so that ``optimizer.step()`` steps as before. A second call does nothing."""
-        if self._optimizer._release is not self:
+        if self._optimizer.release is not self:
             return
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self._optimizer._release = None
-        del self._optimizer._step_supports_amp_scaling
+        self._optimizer.release = None
+        self._undo()
 
     def abandon(self) -> None:
         """Begin a new step with the next backward pass, after one that ended in an exception. Parameters that were stepped stay stepped."""
@@ -140,42 +142,32 @@ class GradientRelease:
         """Prepare a step at its first gradient: place parameters, read hyperparameters, and cut units to buckets."""
         if self._begun:
             return
-        optimizer = self._optimizer
         self._watch()
-        optimizer._prepare()
+        self._optimizer.prepare()
         known = {id(bucket.unit): bucket for bucket in self._buckets}
-        optimizer._units = [part for unit in optimizer._units for part in self._cut(unit)]
-        self._buckets = [known.get(id(unit)) or _Bucket(unit) for unit in optimizer._units]
+        self._engine.cut(self._boundaries)
+        self._buckets = [known.get(id(unit)) or _Bucket(unit) for unit in self._engine.units]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.unit.parameters}
         for bucket in self._buckets:
             bucket.begin()
         self._begun = True
 
-    def _cut(self, unit: Unit) -> list[Unit]:
+    def _boundaries(self, unit: Unit) -> list[int]:
+        """The numbers of the members before which a unit is cut to buckets."""
         ends = list(accumulate(parameter.numel() for parameter in unit.parameters))
         boundaries, start = [], 0
         for index in range(1, len(ends)):
             if ends[index] - start > self._bucket_size:
                 boundaries.append(index)
                 start = ends[index - 1]
-        if not unit.flat or not boundaries:
-            return [unit]
-        parts = list(unit.split(boundaries))
-        for part in parts:
-            self._optimizer._publish(part)
-        return parts
+        return boundaries
 
     def _step_bucket(self, bucket: _Bucket) -> None:
         """Step the parameters of a bucket that have a gradient; others are skipped, and their count of steps stays behind."""
         bucket.stepped = True
-        parts = self._optimizer._split_by_gradients([bucket.unit])
-        for part, grads in parts:
+        for part, grads in self._engine.split_by_gradients([bucket.unit]):
             if any(grad is not None for grad in grads):
                 self._step(part, grads)
-        if len(parts) > 1:
-            units = self._optimizer._units
-            at = next(number for number, unit in enumerate(units) if unit is bucket.unit)
-            units[at : at + 1] = [part for part, _ in parts]
 
     def _step(self, unit: Unit, grads: list[Tensor | None]) -> None:
         present = [grad for grad in grads if grad is not None]
@@ -187,7 +179,7 @@ class GradientRelease:
             if self._norm is not None:
                 for grad in present:
                     grad.mul_((self._max_norm / (self._norm.to(grad.device) + 1e-6)).clamp(max=1.0).to(grad.dtype))
-        measured = self._optimizer._step_unit(unit, grads)
+        measured = self._engine.step_unit(unit, grads, metrics=self._optimizer.metrics_enabled)
         if measured is not None:
             self._metrics.append(measured)
         for parameter in unit.parameters:
@@ -220,8 +212,8 @@ class GradientRelease:
         if self._optimizer.metrics_enabled and self._metrics:
             total = self._metrics[0]
             for measured in self._metrics[1:]:
-                total = total + eb.tree.map(to_device_of, measured, total)
-            self._optimizer._metrics = total
+                total = added(total, measured)
+            self._engine.metrics = total
         self._end()
 
     def _end(self) -> None:
@@ -279,21 +271,23 @@ def enable_gradient_release(
         >>> optimizer.step()
     """
     if not isinstance(optimizer, TorchOptimizer):
-        raise TypeError(f"optimizer: got a {type(optimizer).__name__}; accepted are everybit_torch's optimizers.")
+        raise TypeError(
+            f"optimizer: got a {type(optimizer).__name__}; accepted are everybit_torch's optimizers, TorchOptimizer and its subclasses."
+        )
     if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1:
         raise ValueError(f"bucket: got {bucket!r}; accepted is a whole number of elements, at least 1.")
     if max_norm is not None:
         require("max_norm", max_norm, 0.0, schedule=False)
-    if optimizer._release is not None:
+    if optimizer.release is not None:
         raise ValueError("optimizer: its gradients are released already; call remove() on that handle first.")
-    if optimizer._flat_gradients:
+    if optimizer.flat_gradients:
         raise ValueError("optimizer: got flat_gradients=True, which keeps all gradients allocated; accepted is False.")
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
         raise ValueError(
             "model: got DistributedDataParallel, which averages gradients after they would have been used; accepted are models of one"
             " process."
         )
-    if any(one.reduces for group in optimizer._groups for one in group.optimizers.values()):
+    if any(one.reduces for group in optimizer.engine.groups for one in group.optimizers.values()):
         raise ValueError(
             "optimizer: its transform reduces over all gradients (as clip_by_global_norm does), which are never there at once; accepted are"
             " transforms that do not reduce. max_norm clips by the previous step's norm."
@@ -302,5 +296,5 @@ def enable_gradient_release(
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError("model: holds gradients already; call optimizer.zero_grad() first.")
     release = GradientRelease(model, optimizer, bucket, max_norm)
-    optimizer._release = release
+    optimizer.release = release
     return release

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from itertools import accumulate
 from operator import is_
 from typing import Any, Protocol
 
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+import everybit as eb
 from everybit_torch.torch_internals.tensors import flatten, version
 
 
@@ -207,12 +212,100 @@ class GradientBuffer:
             start += slot.view.numel()
 
 
-def gather(grads: list[Tensor]) -> Tensor:
+# Elements that are gathered at a time: enough for a call of compiled code, and few enough to stay in a cache.
+GATHERED = 1 << 20
+DEVICE_GATHERED = 1 << 24
+# A gradient of so many is stepped by itself: to gather it would take longer than one call more.
+ALONE = 1 << 19
+
+
+def gathered_at_once(device: torch.device) -> int:
+    """Elements of gradients that are gathered into one tensor at a time on a device."""
+    return GATHERED if device.type in ("cpu", "meta") else DEVICE_GATHERED
+
+
+class Vector(Protocol):
+    """What a flat unit's gradients look like to a step: a 1-d tensor, or what is cut like one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all elements."""
+        ...
+
+    def numel(self) -> int:
+        """The number of elements."""
+        ...
+
+    def __getitem__(self, where: slice, /) -> Tensor:
+        """A range of elements, as a tensor."""
+        ...
+
+
+class MemberGradients:
+    """The gradients of a long flat unit's members, one after the other, without a copy of all of them.
+
+    A range that lies in one gradient is a view of it. One over several gradients is gathered into a buffer that the next range uses
+    again, and that is small enough to stay in a cache.
+
+    Args:
+        grads: Of at least one element in all; those that are not in the usual order are copied.
+    """
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self.dtype = _widest({grad.dtype for grad in grads})
+        self._grads = [grad.reshape(-1) for grad in grads]
+        self._ends = list(accumulate(grad.numel() for grad in self._grads))
+        self._buffer: Tensor | None = None
+
+    def numel(self) -> int:
+        """The number of elements of all gradients."""
+        return self._ends[-1]
+
+    def __getitem__(self, where: slice, /) -> Tensor:
+        """The elements of a range, 1-d; valid until the next one is asked for."""
+        start, stop, _ = where.indices(self.numel())
+        first = bisect_right(self._ends, start) if start < stop else 0
+        parts: list[Tensor] = []
+        for end, grad in zip(self._ends[first:], self._grads[first:], strict=True):
+            begin = end - grad.numel()
+            parts.append(grad[max(start - begin, 0) : stop - begin])
+            if end >= stop:
+                break
+        if len(parts) == 1:
+            return parts[0].to(self.dtype)
+        if self._buffer is None or self._buffer.numel() < stop - start:
+            self._buffer = parts[0].new_empty(stop - start, dtype=self.dtype)
+        return torch.cat(parts, out=self._buffer[: stop - start])
+
+    def stops(self) -> Iterator[int]:
+        """Where ranges end that are cheap to ask for: long gradients alone, short ones together."""
+        together = gathered_at_once(self._grads[0].device)
+        alone = min(ALONE, together)
+        begun = end = 0
+        for grad in self._grads:
+            start, end = end, end + grad.numel()
+            if start > begun and (grad.numel() >= alone or end - begun > together):
+                yield start
+                begun = start
+            if grad.numel() >= alone:
+                yield end
+                begun = end
+        if end > begun:
+            yield end
+
+    def sum_of_squares(self) -> Tensor:
+        """The sum of the squares of all elements: 0-d, float64."""
+        return eb.tree.sum_of_squares(self._grads)
+
+
+def gather(grads: Sequence[Tensor]) -> Tensor:
     """One flat tensor of several gradients, in the widest of their dtypes."""
-    dtypes = {grad.dtype for grad in grads}
-    if len(dtypes) > 1:
-        widest = torch.float64 if torch.float64 in dtypes else torch.float32
-        grads = [grad.to(widest) for grad in grads]
     if len(grads) == 1:
         return grads[0].reshape(-1)
-    return flatten(grads)
+    dtypes = {grad.dtype for grad in grads}
+    return flatten(grads if len(dtypes) == 1 else [grad.to(_widest(dtypes)) for grad in grads])
+
+
+def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """The dtype that holds the numbers of all of them exactly."""
+    return reduce(torch.promote_types, dtypes)

@@ -83,6 +83,11 @@ class Joining(Generic[U]):
     def __getstate__(self) -> dict[str, Any]:
         return {"_parts": {}}  # by id, which a copy does not keep
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are units that were cut."""
+        return bool(self._parts)
+
     def forget(self) -> None:
         """Counts were replaced, or memory was: units that are cut now stay so."""
         self._parts = {}

@@ -1,4 +1,4 @@
-"""The one judge in front of everything that loads: a state dict is looked at as a whole, and refused before anything is changed.
+"""The one loader of state dicts: each is judged as a whole, refused before anything is changed, and then carried out.
 
 What is judged: the structure, the hyperparameters (by making the transform that they describe), and for each parameter the entries that
 this transform keeps under the policy, with their dtypes, shapes, layouts and devices, and counts of steps. Everything that is kept is
@@ -7,78 +7,28 @@ copied here, so that what may fail to be copied fails here, and two optimizers n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import everybit as eb
-from everybit.dtypes import torch_dtype
-from everybit.entries import STEP, WEIGHTS, former_names
-from everybit.policy import resolve_tree
+from everybit.entries import STEP, WEIGHTS
 from everybit.scalars import at
 from everybit_torch.arguments import as_python
-from everybit_torch.choosing import applied
-from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.dtensors import local
 from everybit_torch.entries import KEPT, is_own_name
-from everybit_torch.memory import has_memory
-from everybit_torch.migration import shadow_state, skeleton
+from everybit_torch.expected import Kind, expectations, require_entry
+from everybit_torch.following import require_followable
+from everybit_torch.front import Front
+from everybit_torch.full_precision import RoundingLoss
+from everybit_torch.groups import Optimizers
 from everybit_torch.placement import Placement
-from everybit_torch.saved_structure import Saved, copied, names, read, shown
-from everybit_torch.stepping import Group
-from everybit_torch.units import Member, Unit
+from everybit_torch.places import parameters_of
+from everybit_torch.saved_structure import Saved, copied, names, shown
 
-__all__ = [
-    "LARGEST_COUNT",
-    "Kind",
-    "Loaded",
-    "Loads",
-    "Saved",
-    "Settings",
-    "as_count",
-    "copied",
-    "expectations",
-    "judge",
-    "judge_settings",
-    "names",
-    "read",
-    "require_tensor",
-    "shown",
-]
-
-LARGEST_COUNT = 2**53
-"""Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here
-and not every one beyond; at a million steps a second it takes 285 years to come to it."""
-
-_FROM_ELSEWHERE = (
-    "The checkpoint was made under another policy or for another model; nothing is cast, because that would lose bits."
-    " full_state_dict() and load_full_state_dict() carry a run from one policy to another."
-)
 _TORCHS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"})
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The requirements on an entry of a state dict.
-
-    Attributes:
-        dtype: Exactly.
-        shape: Of the whole tensor, if it is sharded.
-        count: Whether it is a count of steps.
-        positive: Whether it holds running squares, none of which is negative.
-        former: What state dicts of version 1 called it, if it was something else.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    count: bool = False
-    positive: bool = False
-    former: str | None = None
-
-    def __str__(self) -> str:
-        return "a count of steps" if self.count else f"{self.dtype} of shape {self.shape}"
 
 
 @dataclass(slots=True)
@@ -93,7 +43,7 @@ class Settings:
 
     groups: list[dict[Any, Any]] = field(default_factory=list)
     arguments: list[dict[str, Any]] = field(default_factory=list)
-    optimizers: list[dict[torch.dtype, eb.Optimizer[Any]]] = field(default_factory=list)
+    optimizers: list[Optimizers] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,34 +68,7 @@ class Loaded:
 # -- hyperparameters ----------------------------------------------------------------------------------------------------------
 
 
-class Loads(Protocol):
-    """The interface of an optimizer whose state dicts are judged: its present state, and its state under other hyperparameters."""
-
-    param_groups: list[dict[str, Any]]
-    _groups: list[Group]
-    _units: list[Unit]
-    _names: dict[str, tuple[str, ...]]
-
-    def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The factory's keyword arguments for a param group."""
-        ...
-
-    def _parameters(self) -> list[Tensor]: ...
-
-    def _is_sharded(self) -> bool: ...
-
-    def _build(self, group: Group, arguments: dict[str, Any]) -> dict[torch.dtype, eb.Optimizer[Any]]: ...
-
-    def _require_cuts(self, optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]]) -> None: ...
-
-    def _require_followable(self) -> None: ...
-
-    def _plan(
-        self, wanted: frozenset[int], optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]] | None = None
-    ) -> Placement | None: ...
-
-
-def judge_settings(optimizer: Loads, saved: Saved) -> Settings:
+def judge_settings(front: Front, saved: Saved) -> Settings:
     """The param groups as they will be, and their optimizers; what is missing is as it is now.
 
     Raises:
@@ -153,7 +76,7 @@ def judge_settings(optimizer: Loads, saved: Saved) -> Settings:
         ValueError: A hyperparameter out of range, or that the policy refuses; the message names group and hyperparameter.
     """
     settings = Settings()
-    for index, (group, given) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
+    for index, (group, given) in enumerate(zip(front.param_groups, saved.groups, strict=True)):
         where = f"state_dict['param_groups'][{index}]"
         new = {
             key: copied(value, f"{where}[{shown(key)}]")
@@ -165,25 +88,25 @@ def judge_settings(optimizer: Loads, saved: Saved) -> Settings:
             raise ValueError(
                 f"{where}['param_names']: got {shown(named)}; accepted is a list of {len(group['params'])} names."
             )
-        own = optimizer._groups[index]
-        for name in optimizer._names:
+        own = front.engine.groups[index]
+        for name in own.names:
             if name in new:
                 _require_same_kind(f"{where}[{name!r}]", new[name], group[name])
         try:
-            new |= {name: as_python(name, new[name]) for name in optimizer._names if name in new}
+            new |= {name: as_python(name, new[name]) for name in own.names if name in new}
             merged = {**group, **new}
             # A tensor's value is judged here as a number's is: loading may wait for a device, as a step may not.
-            numbers = {name: _as_number(merged[name], name) for name in optimizer._names}
-            optimizer._build(own, optimizer.factory_arguments({**merged, **numbers}))
-            arguments = optimizer.factory_arguments(merged)
-            optimizers = optimizer._build(own, arguments)
+            numbers = {name: _as_number(merged[name], name) for name in own.names}
+            own.build(front.factory_arguments({**merged, **numbers}))
+            arguments = front.factory_arguments(merged)
+            optimizers = own.build(arguments)
         except Exception as error:
             kind = type(error) if type(error) in (TypeError, ValueError) else ValueError
             raise kind(f"{where}: {error}") from None
         settings.groups.append(new)
         settings.arguments.append(arguments)
         settings.optimizers.append(optimizers)
-    optimizer._require_cuts(settings.optimizers)
+    front.engine.require_cuts(settings.optimizers)
     return settings
 
 
@@ -220,82 +143,14 @@ def _number(value: Any, name: str) -> Any:
     return float(value) if plain else value
 
 
-# -- what is expected ---------------------------------------------------------------------------------------------------------
-
-
-def expectations(
-    optimizer: Loads, settings: Settings, placement: Placement | None, *, full: bool
-) -> dict[int, dict[str, Kind]]:
-    """Return, by id of the parameter, the entries of every parameter that has a unit or gets one.
-
-    Args:
-        optimizer: As it is.
-        settings: As its param groups will be.
-        placement: Of parameters that have no unit yet.
-        full: In full precision: what the stored numbers stand for, and the weights.
-    """
-    sharded = optimizer._is_sharded()
-    units = []
-    for unit in optimizer._units:
-        dtype = unit.tensors[0].dtype
-        old = optimizer._groups[unit.group].optimizer_of(unit)
-        new = applied(settings.optimizers[unit.group][dtype], unit.decision)
-        same = skeleton(old.transform) == skeleton(new.transform)
-        state = unit.state if same else shadow_state(unit.tensors, new, unit.first)
-        one = Unit(unit.group, unit.tensors, unit.members, state, unit.first, unit.flat, stored=unit.stored)
-        units.append((one, new))
-    for run in placement.runs if placement is not None else []:
-        tensors = run.shadow(sharded=sharded)
-        state = run.optimizer.init(tensors, eb.Context(first_element=run.first))
-        stored = run.optimizer.formats(tensors)
-        one = Unit(run.group.number, tensors, run.members(), state, run.first, run.flat, stored=stored)
-        units.append((one, run.optimizer))
-    return {
-        id(member.parameter): _kinds(unit, member, new, full=full) for unit, new in units for member in unit.members
-    }
-
-
-def _kinds(unit: Unit, member: Member, optimizer: eb.Optimizer[Any], *, full: bool) -> dict[str, Kind]:
-    resolved = resolve_tree(optimizer.policy, unit.tensors)[member.position]
-    wide = torch_dtype(resolved.policy.compute)
-    kinds: dict[str, Kind] = {}
-    found = unit.entries(member)
-    former = {new: old for old, new in former_names([entry for entry, _ in found]).items()}
-    for entry, value in found:
-        shape = _whole_shape(member.parameter, value)
-        # Of several parts the first is the number, rounded; codes of it may be anything.
-        positive = entry.field.split("#")[0] == "variance" and entry.name == entry.field
-        if entry.role == "shared":
-            kinds[entry.name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
-        elif not full:
-            kinds[entry.name] = Kind(
-                value.dtype,
-                shape,
-                positive=positive and value.is_floating_point(),
-                former=former.get(entry.name),
-            )
-        elif entry.role == "slot" and entry.name == entry.field:
-            kinds[entry.name] = Kind(wide, tuple(member.parameter.shape), positive=positive)
-    if full:
-        kinds[WEIGHTS] = Kind(wide, tuple(member.parameter.shape))
-    return kinds
-
-
-def _whole_shape(parameter: Tensor, part: Tensor) -> tuple[int, ...]:
-    whole = is_dtensor(parameter) and part.shape == local(parameter).shape
-    return tuple(parameter.shape) if whole else tuple(part.shape)
-
-
 # -- entries ------------------------------------------------------------------------------------------------------------------
 
 
-def judge(
-    optimizer: Loads, saved: Saved, settings: Settings, *, full: bool = False, from_torch: bool = False
-) -> Loaded:
+def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False, from_torch: bool = False) -> Loaded:
     """Judge everything that is saved.
 
     Args:
-        optimizer: Whose state dict it should be.
+        front: Whose state dict it should be.
         saved: Its structure, which is right.
         settings: Of its param groups.
         full: Whether it is in full precision.
@@ -305,12 +160,12 @@ def judge(
         TypeError: Something of another kind than it has to be.
         ValueError: Something else that does not fit. Messages name the place; nothing is changed.
     """
-    parameters = optimizer._parameters()
+    parameters = parameters_of(front.param_groups)
     # A parameter that others keep something for, and that was never stepped, has no entries of the optimizer's.
     wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(is_own_name, given)))
-    placement = optimizer._plan(wanted, settings.optimizers)
-    optimizer._require_followable()
-    expected = expectations(optimizer, settings, placement, full=full)
+    placement = front.places.plan(front.param_groups, wanted, settings.optimizers)
+    require_followable(front.engine.units, parameters)
+    expected = expectations(front.engine, parameters, settings.optimizers, placement, full=full)
     own: dict[int, dict[str, Tensor]] = {}
     kept: dict[int, dict[Any, Any]] = {}
     for position, given in saved.entries.items():
@@ -323,7 +178,9 @@ def judge(
         if mine or any(map(is_own_name, given)):
             _require_names(position, given, kinds, full=full)
             own[id(parameter)] = {
-                name: _require(f"state_dict: parameter {position}, {name!r}", given[name], kind, parameter, full=full)
+                name: require_entry(
+                    f"state_dict: parameter {position}, {name!r}", given[name], kind, parameter, full=full
+                )
                 for name, kind in kinds.items()
                 if name in given
             }
@@ -368,89 +225,41 @@ def _require_names(position: int, given: Mapping[Any, Any], kinds: Mapping[str, 
     )
 
 
-def _require(where: str, value: Any, kind: Kind, parameter: Tensor, *, full: bool) -> Tensor:
-    """The value of an entry, as a tensor that may be copied into the optimizer's."""
-    if kind.count:
-        return torch.tensor(as_count(where, value), dtype=torch.int64)
-    why = "It was made by another optimizer or for another model." if full else _FROM_ELSEWHERE
-    require_tensor(where, value, kind.dtype, kind.shape, parameter, accepted=f"{kind}. {why}")
-    checked: Tensor = value
-    if kind.positive and bool((local(checked) < 0).any()):
-        raise ValueError(
-            f"{where}: holds negative numbers; accepted are running means of squares, which are not negative."
-        )
-    return checked
+# -- carrying it out -----------------------------------------------------------------------------------------------------------
 
 
-def require_tensor(
-    where: str,
-    value: Any,
-    dtype: torch.dtype | Sequence[torch.dtype],
-    shape: tuple[int, ...],
-    parameter: Tensor,
-    *,
-    accepted: str,
-) -> None:
-    """Refuse what cannot be copied into a tensor like ``parameter``, bit for bit.
+def restore(front: Front, loaded: Loaded) -> None:
+    """Take over a state dict, as stored."""
+    _take_settings(front, loaded)
+    front.engine.load(loaded.own)
 
-    Args:
-        where: The place, for messages.
-        value: Anything.
-        dtype: Those that are accepted.
-        shape: Of the whole.
-        parameter: Which tells how it is sharded, if it is.
-        accepted: For messages: what would be.
 
-    Raises:
-        ValueError: It is something else.
+def restore_in_full(front: Front, loaded: Loaded) -> dict[str, RoundingLoss]:
+    """Take over a state dict in full precision.
+
+    Returns:
+        By name, what rounding lost.
     """
-    dtypes = [dtype] if isinstance(dtype, torch.dtype) else dtype
-    fits = (
-        isinstance(value, Tensor)
-        and not value.is_nested
-        and value.layout is torch.strided
-        and value.device.type != "meta"
-        and any(value.dtype is one for one in dtypes)
-        and tuple(value.shape) == shape
-        and has_memory(local(value))
-    )
-    if not fits:
-        raise ValueError(f"{where}: got {shown(value)}; accepted is {accepted}")
-    if not is_dtensor(parameter):
-        if is_dtensor(value):
-            raise ValueError(f"{where}: got a DTensor for a parameter that is not sharded; accepted is a whole tensor.")
-    elif value.ndim and not is_dtensor(value):
-        raise ValueError(
-            f"{where}: got a whole tensor for a sharded parameter; accepted are DTensors, as"
-            " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes of a whole state dict."
-        )
-    elif is_dtensor(value) and (
-        value.placements != parameter.placements or local(value).shape != local(parameter).shape
-    ):
-        raise ValueError(
-            f"{where}: got a DTensor placed as {value.placements}; accepted is {parameter.placements}, as its parameter is."
-        )
+    _take_settings(front, loaded)
+    return front.engine.encode(loaded.own)
 
 
-def as_count(where: str, value: Any) -> int:
-    """A count of steps: a whole number, as a number or in a tensor of one.
-
-    Raises:
-        ValueError: It is none, or out of range.
-    """
-    number: Any = value
-    if isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided:
-        single = (
-            value.numel() == 1 and value.device.type != "meta" and not value.is_complex() and has_memory(local(value))
-        )
-        number = local(value).item() if single and value.dtype is not torch.bool else None
-    elif not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        number = value.item()
-    # Comparisons first: what is not in the range may be too large to be converted.
-    within = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number < LARGEST_COUNT
-    if not within or number != int(number):
-        raise ValueError(
-            f"{where}: got {shown(value if number is None or number is value else number)}; accepted is a count of steps, a whole number in"
-            f" [0, 2**53)."
-        )
-    return int(number)
+def _take_settings(front: Front, loaded: Loaded) -> None:
+    """Hyperparameters, places for parameters that get state, and what others keep: all but the optimizer's own entries."""
+    settings = loaded.settings
+    for values, new in zip(front.param_groups, settings.groups, strict=True):
+        values.update(new)
+    front.engine.start_with(settings.arguments, settings.optimizers)
+    if loaded.placement is not None:
+        front.places.carry_out(loaded.placement)
+    front.engine.follow_parameters(lambda: parameters_of(front.param_groups))
+    states = front.engine.states
+    for key in [key for key in states if not isinstance(key, Tensor)]:
+        del states[key]
+    states.update(loaded.elsewhere)
+    for parameter in parameters_of(front.param_groups):
+        kept = loaded.kept.get(id(parameter), {})
+        if kept or parameter in states:
+            states[parameter].keep(kept)
+    # The first step after this that finds no gradient is told of, as if a step had gone before it.
+    front.engine.had_gradients = front.engine.had_gradients or bool(loaded.own)

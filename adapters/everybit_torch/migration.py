@@ -62,7 +62,7 @@ def plan_migration(unit: Unit, optimizer: eb.Optimizer[Any]) -> Migration:
     Raises:
         ValueError: It cannot be told which of several entries of one name is which, or a count would begin or end.
     """
-    shadow = shadow_state(unit.tensors, optimizer, unit.first)
+    shadow = shadow_state(unit.tensor, optimizer, unit.first)
     old, new = named_fields(unit.state), named_fields(shadow)
     left: dict[tuple[str, bool], list[tuple[str, Any]]] = {}
     for name, value, is_slot in old:
@@ -88,15 +88,14 @@ def plan_migration(unit: Unit, optimizer: eb.Optimizer[Any]) -> Migration:
             begun.append(name)
     ended = [name for entries in left.values() for name, _ in entries]
     if begun:
-        fresh = {name: value for name, value, _ in named_fields(init_state(optimizer, unit.tensors, unit.first))}
+        fresh = {name: value for name, value, _ in named_fields(init_state(optimizer, unit.tensor, unit.first))}
         carried |= {name: fresh[name] for name in begun}
     return Migration(_assemble(shadow, new, carried), begun, ended)
 
 
-def shadow_state(tensors: list[Tensor], optimizer: eb.Optimizer[Any], first: int) -> OptimizerState[Any]:
-    """The state that an optimizer would keep for these tensors, without its memory."""
-    shadows = [torch.empty_like(tensor, device="meta") for tensor in tensors]
-    return optimizer.init(shadows, eb.Context(first_element=first))
+def shadow_state(tensor: Tensor, optimizer: eb.Optimizer[Any], first: int) -> OptimizerState[Any]:
+    """The state that an optimizer would keep for a tensor, without its memory."""
+    return optimizer.init([torch.empty_like(tensor, device="meta")], eb.Context(first_element=first))
 
 
 def _key(name: str, is_slot: bool) -> tuple[str, bool]:

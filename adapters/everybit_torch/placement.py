@@ -7,7 +7,7 @@ would make.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -16,13 +16,29 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
+from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.policy import block_of, resolve_tree
 from everybit_torch.choosing import Decision, Tree, applied, decide, tree_of
 from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.gradients import UnitGradients
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
-from everybit_torch.stepping import Group
-from everybit_torch.units import Member, can_be_flat
+from everybit_torch.units import Unit, can_be_flat
+
+
+@dataclass(slots=True)
+class Settled:
+    """The parameters of a param group for which it is settled where they lie, or that they wait.
+
+    Attributes:
+        known: All of them, in order.
+        waiting: Those that are numbered and have nothing else, because they are frozen, with the number of their first element.
+        uninitialized: Those of lazy modules that have no shape yet.
+    """
+
+    known: list[Tensor] = field(default_factory=list)
+    waiting: list[tuple[Tensor, int]] = field(default_factory=list)
+    uninitialized: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +46,45 @@ class Run:
     """Parameters that will share a unit.
 
     Attributes:
-        group: Their param group.
+        group: Number of their param group.
         optimizer: Their optimizer.
+        names: What messages call them.
         parameters: In order.
         first: Number of the first element.
         flat: Whether they will become pieces of one buffer; else they stay where they are.
         decision: What the group's masks and labels said of them.
     """
 
-    group: Group
+    group: int
     optimizer: eb.Optimizer[Any]
+    names: list[str]
     parameters: list[Tensor]
     first: int
     flat: bool
     decision: Decision | None
 
-    def tensors(self, *, sharded: bool) -> list[Tensor]:
-        """Return the tensors of a unit whose parameter keeps its own memory."""
+    def tensor(self, *, sharded: bool) -> Tensor:
+        """Return the tensor of a unit whose parameter keeps its own memory."""
         (whole,) = [local(p).detach() for p in self.parameters]
         flatten = whole.is_contiguous() and (sharded or not needs_whole_tensors(self.optimizer.transform))
-        return [whole.view(-1) if flatten else whole]
+        return whole.view(-1) if flatten else whole
 
-    def members(self) -> list[Member]:
-        """The parameters' places in the unit."""
-        stop = 0
-        return [Member(p, 0, stop, stop := stop + local(p).numel()) for p in self.parameters]
-
-    def shadow(self, *, sharded: bool) -> list[Tensor]:
-        """The tensors of the unit, without their memory."""
+    def shadow(self, *, sharded: bool) -> Tensor:
+        """The tensor of the unit, without its memory."""
         if self.flat:
             size = sum(p.numel() for p in self.parameters)
-            return [torch.empty(size, dtype=self.parameters[0].dtype, device="meta")]
-        return [torch.empty_like(x, device="meta") for x in self.tensors(sharded=sharded)]
+            return torch.empty(size, dtype=self.parameters[0].dtype, device="meta")
+        return torch.empty_like(self.tensor(sharded=sharded), device="meta")
+
+    def unit(
+        self, tensor: Tensor, state: OptimizerState[Any], first: int, gradients: UnitGradients | None = None
+    ) -> Unit:
+        """The unit, over this tensor and with this state."""
+        named = zip(self.names, self.parameters, strict=True)
+        return Unit.of(
+            self.group, self.optimizer, tensor, named, state, first,
+            flat=self.flat, gradients=gradients, decision=self.decision,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +94,12 @@ class Placement:
     Attributes:
         runs: To be made units.
         counted: How many elements of each dtype are numbered then.
-        known: For each group, the parameters it is settled for.
-        waiting: For each group, parameters that are numbered and have nothing else, with the number of their first element.
-        uninitialized: For each group, parameters of lazy modules that have no shape yet.
+        settled: For each group, what is settled then.
     """
 
     runs: list[Run]
     counted: dict[torch.dtype, int]
-    known: list[list[Tensor]]
-    waiting: list[list[tuple[Tensor, int]]]
-    uninitialized: list[list[Tensor]]
+    settled: list[Settled]
 
 
 def moves(parameter: Tensor) -> bool:
@@ -88,9 +107,9 @@ def moves(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def is_settled(groups: Sequence[Group], params: Sequence[list[Tensor]], wanted: frozenset[int]) -> bool:
+def is_settled(settled: Sequence[Settled], params: Sequence[list[Tensor]], wanted: frozenset[int]) -> bool:
     """Whether there is nothing to place. Fast: it is asked at every step."""
-    for group, given in zip(groups, params, strict=True):
+    for group, given in zip(settled, params, strict=True):
         if len(given) != len(group.known) or not all(map(is_, given, group.known)):
             return False
         if any(moves(p) or id(p) in wanted for p, _ in group.waiting):
@@ -101,7 +120,7 @@ def is_settled(groups: Sequence[Group], params: Sequence[list[Tensor]], wanted: 
 
 
 def plan_placement(
-    groups: Sequence[Group],
+    settled: Sequence[Settled],
     optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]],
     param_groups: Sequence[Mapping[str, Any]],
     counted: dict[torch.dtype, int],
@@ -115,7 +134,7 @@ def plan_placement(
     A frozen parameter gets no unit until it is unfrozen, or is ``wanted`` (by id).
 
     Args:
-        groups: As they are.
+        settled: For each group, what is settled already.
         optimizers: For each group and dtype, what the parameters will be stepped with.
         param_groups: The optimizer's.
         counted: How many elements of each dtype are numbered.
@@ -128,20 +147,20 @@ def plan_placement(
         ValueError: Parameters that cannot be stepped where they lie: sharded ones of a transform that must see whole tensors, elements that
             are one place in memory, memory that parameters share and that a policy keeps residuals of.
     """
-    plan = Placement([], dict(counted), [], [], [])
+    plan = Placement([], dict(counted), [])
     params = [values["params"] for values in param_groups]
     sharded = any(is_dtensor(p) for given in params for p in given)
     apart = _apart(params)
-    for group, own, values in zip(groups, optimizers, param_groups, strict=True):
+    for number, (group, own, values) in enumerate(zip(settled, optimizers, param_groups, strict=True)):
         given = values["params"]
-        _require_none_gone(group, given)
+        _require_none_gone(number, group, given)
         before = {id(p) for p in group.known} - {id(p) for p in group.uninitialized}
         lazy: list[Tensor] = [p for p in given if id(p) not in before and is_lazy(p)]
         later = {id(p) for p in lazy}
         new = [p for p in given if id(p) not in before and id(p) not in later]
         if wrong := [p.dtype for p in new if p.dtype not in own]:
             raise RuntimeError(
-                f"param group {group.number}: a parameter is {wrong[0]} now and was not when the optimizer was made. Cast the"
+                f"param group {number}: a parameter is {wrong[0]} now and was not when the optimizer was made. Cast the"
                 " model first, then make its optimizer."
             )
         waiting = list(group.waiting)
@@ -159,25 +178,23 @@ def plan_placement(
                 left.append((parameter, first))
         for (dtype, _), parameters in buckets.items():
             tree = tree_of(values)
-            plan.runs.extend(_runs(group, own[dtype], parameters, apart, tree, sharded=sharded, allow_flat=allow_flat))
-        plan.known.append(list(given))
-        plan.waiting.append(left)
-        plan.uninitialized.append(lazy)
+            plan.runs.extend(_runs(number, own[dtype], parameters, apart, tree, sharded=sharded, allow_flat=allow_flat))
+        plan.settled.append(Settled(list(given), left, lazy))
     _require_writable(plan.runs, params)
     return plan
 
 
-def _require_none_gone(group: Group, given: list[Tensor]) -> None:
+def _require_none_gone(number: int, group: Settled, given: list[Tensor]) -> None:
     there = {id(p) for p in given}
     if gone := [index for index, p in enumerate(group.known) if id(p) not in there]:
         raise RuntimeError(
-            f"param group {group.number}: parameters {gone} were taken out or replaced since the first step, and what the optimizer"
+            f"param group {number}: parameters {gone} were taken out or replaced since the first step, and what the optimizer"
             " keeps for them would be lost. Make a new optimizer, and carry the state over with a state_dict."
         )
 
 
 def _runs(
-    group: Group,
+    number: int,
     optimizer: eb.Optimizer[Any],
     parameters: list[tuple[Tensor, int]],
     apart: set[int],
@@ -192,13 +209,13 @@ def _runs(
     """
     if sharded and needs_whole_tensors(optimizer.transform):
         raise ValueError(
-            f"param group {group.number}: {optimizer.transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them."
+            f"param group {number}: {optimizer.transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them."
             " Accepted for sharded parameters are transforms whose parts all have the cut 'element'."
         )
     block = block_of(optimizer.policy)
     if sharded and block > 1:
         raise ValueError(
-            f"param group {group.number}: the policy stores one number for {block} elements, counted from a parameter's first, and FSDP2"
+            f"param group {number}: the policy stores one number for {block} elements, counted from a parameter's first, and FSDP2"
             " cuts parameters anywhere. Accepted for sharded parameters are formats without blocks; FlatStepper shards at blocks."
         )
     runs: list[tuple[list[Tensor], int, bool, Decision | None]] = []
@@ -215,8 +232,9 @@ def _runs(
         else:
             runs.append(([parameter], first, flat, decision))
         end = first + parameter.numel()
+    names = {id(p): f"param group {number}, parameter {index}" for index, p in enumerate(tree.values())}
     for run, first, flat, decision in runs:
-        yield Run(group, applied(optimizer, decision), run, first, flat, decision)
+        yield Run(number, applied(optimizer, decision), [names[id(p)] for p in run], run, first, flat, decision)
 
 
 def _apart(params: Sequence[list[Tensor]]) -> set[int]:
@@ -233,16 +251,16 @@ def _require_writable(runs: list[Run], params: Sequence[list[Tensor]]) -> None:
     Raises:
         ValueError: The message names the parameters.
     """
-    names = {id(p): f"param group {n}, parameter {i}" for n, given in enumerate(params) for i, p in enumerate(given)}
-    new = [(run, p) for run in runs for p in run.parameters]
-    for _, parameter in new:
+    new = [(run, name, p) for run in runs for name, p in zip(run.names, run.parameters, strict=True)]
+    for _, name, parameter in new:
         if has_repeated_elements(local(parameter)):
             raise ValueError(
-                f"{names[id(parameter)]}: got a tensor of shape {tuple(parameter.shape)} and strides {parameter.stride()}, several of whose"
+                f"{name}: got a tensor of shape {tuple(parameter.shape)} and strides {parameter.stride()}, several of whose"
                 " elements are one place in memory (expand); accepted are parameters that can be written to: clone it."
             )
     here = [p for given in params for p in given if not is_lazy(p)]
-    run_of = {id(p): run for run, p in new}
+    run_of = {id(p): run for run, _, p in new}
+    names = {id(p): f"param group {n}, parameter {i}" for n, given in enumerate(params) for i, p in enumerate(given)}
     for pair in sharing([local(p) for p in here]):
         found = [here[number] for number in pair]
         for parameter in found:

@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import everybit as eb
+from everybit.barriers import sum_of_squares
+from everybit.dtypes import torch_dtype
 from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.replay import NeedsReductionError, ReplayAxis
+from everybit_torch.gradients import MemberGradients
 from everybit_torch.units import Unit, map_state
 
 # Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
@@ -32,7 +35,7 @@ WEIGHTS = "params"
 
 
 class Part(NamedTuple):
-    """A unit of one tensor that takes part in reductions.
+    """A unit that takes part in reductions.
 
     Attributes:
         optimizer: The optimizer that steps it.
@@ -43,32 +46,46 @@ class Part(NamedTuple):
 
     optimizer: eb.Optimizer[Any]
     unit: Unit
-    grad: Tensor | None
+    grad: Tensor | MemberGradients | None
     counted: bool = True
 
 
-class Reads:
-    """The slots, and maybe the weights, which a transform computes a reduction from; found once for each optimizer and reduction.
+class Source(NamedTuple):
+    """What a transform computes a reduction from.
 
-    They are found by running the transform on tensors without elements, and recording which tensors are computed from which.
+    Attributes:
+        names: Of slots, and maybe :data:`WEIGHTS`.
+        gradient_norm: Whether the partial result is the sum of the squares of the gradients as they came: that needs no run of the
+            transform, and no wider copy of the gradients.
+    """
+
+    names: frozenset[str]
+    gradient_norm: bool
+
+
+class Reads:
+    """What a transform computes each of its reductions from; found once for each optimizer and reduction.
+
+    It is found by running the transform on tensors without elements, and recording which tensors are computed from which.
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[eb.Optimizer[Any], int, frozenset[str]]] = []
+        self._known: list[tuple[eb.Optimizer[Any], int, Source]] = []
 
-    def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
-        """Return the names for the pending reduction, which comes after those that ``totals`` answer."""
-        for known, asked, names in self._known:
+    def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Source:
+        """Return the source of the pending reduction, which comes after those that ``totals`` answer."""
+        for known, asked, source in self._known:
             if known is optimizer and asked == len(totals):
-                return names
-        names = self._find(optimizer, unit, totals)
+                return source
+        source = self._find(optimizer, unit, totals)
         # Optimizers are made anew when hyperparameters change; the present ones stay.
-        self._known = [*self._known[-15:], (optimizer, len(totals), names)]
-        return names
+        self._known = [*self._known[-15:], (optimizer, len(totals), source)]
+        return source
 
     @staticmethod
-    def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> frozenset[str]:
-        params, state = optimizer.decode(*_without_elements(unit))
+    def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Source:
+        tensor, held = _without_elements(unit)
+        params, state = optimizer.decode([tensor], held)
         grads = [torch.empty_like(x) for x in params]
         ctx = eb.Context(axis=ReplayAxis(totals), first_element=unit.first).at(state.step + 1)
         numbers = [value for _, value in hyperparameters(optimizer.transform) if isinstance(value, Tensor)]
@@ -86,8 +103,10 @@ class Reads:
             with following:
                 optimizer.transform.update(grads, state.inner, params, ctx)
         except NeedsReductionError as pending:
-            return following.of(pending.value)
-        return frozenset()
+            squared = following.squared.get(id(pending.value))
+            is_norm = pending.kind == "sum" and any(squared is grad for grad in grads)
+            return Source(following.of(pending.value), is_norm)
+        return Source(frozenset(), gradient_norm=False)
 
 
 class _Origins(TorchFunctionMode):
@@ -99,6 +118,7 @@ class _Origins(TorchFunctionMode):
     def __init__(self, origins: dict[int, frozenset[str]]) -> None:
         super().__init__()
         self.origins = origins
+        self.squared: dict[int, Tensor] = {}  # by id of a sum of squares, what was squared
         self._held: list[Any] = []  # so that no id comes twice
 
     def of(self, tensor: Tensor) -> frozenset[str]:
@@ -109,6 +129,8 @@ class _Origins(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         given = [x for x in eb.tree.leaves([args, kwargs or {}]) if isinstance(x, Tensor)]
         names: frozenset[str] = frozenset().union(*map(self.of, given))
+        if func is sum_of_squares:
+            self.squared[id(made)] = given[0]
         for x in eb.tree.leaves([made]):
             if isinstance(x, Tensor):
                 self.origins[id(x)] = names | self.origins.get(id(x), frozenset())
@@ -163,39 +185,42 @@ def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads:
     return found
 
 
-def _partial_results(part: Part, grad: Tensor, totals: Sequence[Tensor], reads: Reads) -> Iterator[NeedsReductionError]:
+def _partial_results(
+    part: Part, grad: Tensor | MemberGradients, totals: Sequence[Tensor], reads: Reads
+) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted = part
-    (tensor,) = unit.tensors
-    if tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
-        chunks: Iterable[tuple[int, Tensor, Tensor, OptimizerState[Any]]] = [(0, tensor, grad, unit.state)]
+    if unit.tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
+        chunks: Iterable[tuple[Any, Unit]] = [(..., unit)]
         names = None
     else:
-        chunks, names = _chunks(unit, grad), reads.of(optimizer, unit, totals)
-    for start, values, gradient, state in chunks:
-        ctx = eb.Context(first_element=unit.first + start, axis=ReplayAxis(totals, counted=counted))
-        pending = _ask(optimizer, values, gradient, state, ctx, names)
+        source = reads.of(optimizer, unit, totals)
+        wide = torch_dtype(optimizer.formats([unit.tensor])[0].policy.compute)
+        # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
+        if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
+            yield NeedsReductionError("sum", _squares(grad) if counted else grad[:0].double().sum())
+            return
+        size = PIECE if unit.tensor.device.type in ("cpu", "meta") else DEVICE_PIECE
+        chunks, names = unit.pieces(size, lambda x: x), source.names
+    for where, chunk in chunks:
+        ctx = eb.Context(first_element=chunk.first, axis=ReplayAxis(totals, counted=counted))
+        pending = _ask(optimizer, chunk.tensor, grad[where], chunk.state, ctx, names)
         if pending is None:
             return
         yield pending
 
 
-def _chunks(unit: Unit, grad: Tensor) -> Iterator[tuple[int, Tensor, Tensor, OptimizerState[Any]]]:
-    """Cut a flat unit: the number of the first element, values, gradients and state of each chunk; one if there are no elements."""
-    (tensor,) = unit.tensors
-    size = unit.piece_size(PIECE if tensor.device.type in ("cpu", "meta") else DEVICE_PIECE)
-    for start in range(0, max(tensor.numel(), 1), size):
-        stop = min(start + size, tensor.numel())
-        yield start, tensor[start:stop], grad[start:stop], unit.cut_state(start, stop, lambda x: x)
+def _squares(grad: Tensor | MemberGradients) -> Tensor:
+    return grad.sum_of_squares() if isinstance(grad, MemberGradients) else sum_of_squares(grad)
 
 
 def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionError | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
-    (tensor,), state = _without_elements(part.unit)
+    tensor, state = _without_elements(part.unit)
     none = torch.empty_like(tensor, dtype=torch.float32)
     ctx = eb.Context(first_element=part.unit.first, axis=ReplayAxis(totals))
-    # Where there are no elements it does not matter what is decoded.
-    return _ask(part.optimizer, tensor, none, state, ctx, None)
+    # Where there are no elements nothing has to be decoded.
+    return _ask(part.optimizer, tensor, none, state, ctx, frozenset())
 
 
 def _ask(
@@ -214,6 +239,6 @@ def _ask(
     return None
 
 
-def _without_elements(unit: Unit) -> tuple[list[Tensor], OptimizerState[Any]]:
+def _without_elements(unit: Unit) -> tuple[Tensor, OptimizerState[Any]]:
     state = map_state(unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
-    return [unit.tensors[0].reshape(-1)[:0]], state
+    return unit.tensor.reshape(-1)[:0], state

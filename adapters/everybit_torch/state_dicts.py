@@ -1,170 +1,32 @@
-"""Convert state dicts between policies, and from and to ``torch.optim``; :mod:`everybit_torch.loading` checks them before."""
+"""Convert state dicts from and to ``torch.optim``; :mod:`everybit_torch.loading` checks them before."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import everybit as eb
 from everybit.entries import STEP, WEIGHTS
-from everybit_torch.dtensors import like, local
+from everybit_torch.front import Front, TorchNames
 from everybit_torch.memory import has_memory
 from everybit_torch.saved_structure import Saved, names, read, shown
-from everybit_torch.stepping import write
-from everybit_torch.units import Member, Unit, init_state
 
 
-@dataclass(frozen=True, slots=True)
-class RoundingLoss:
-    """The error of storing values in a coarser format.
-
-    Attributes:
-        largest: The greatest absolute difference.
-        error: Sum of the squared differences.
-        total: Sum of the squared values.
-    """
-
-    largest: float
-    error: float
-    total: float
-
-    @property
-    def relative(self) -> float:
-        """Root of the mean squared difference, relative to that of the values; 0 if nothing was lost."""
-        return (self.error / self.total) ** 0.5 if self.error else 0.0
-
-    def __add__(self, other: RoundingLoss) -> RoundingLoss:
-        return RoundingLoss(max(self.largest, other.largest), self.error + other.error, self.total + other.total)
-
-    def __str__(self) -> str:
-        return f"largest {self.largest:.3g}, relative {self.relative:.3g}" if self.error else "exact"
-
-
-@dataclass(frozen=True, slots=True)
-class TorchNames:
-    """The mapping from torch.optim's state names to everybit's.
-
-    Attributes:
-        slots: Our slot names, and torch's.
-        counts: Whether it counts steps.
-        options: Options of torch's param groups that ours does not have, with the values that agree with it.
-        ours: Options of our param groups that torch's does not have, with the values that agree with it.
-    """
-
-    slots: Mapping[str, str]
-    counts: bool
-    options: Mapping[str, Any]
-    ours: Mapping[str, Any] = field(default_factory=dict)
-
-
-def counts(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The 0-d integers of a parameter's state, which all members of a unit share; zeros where nothing is saved."""
-    return tuple(int(saved[name]) if name in saved else 0 for name, x in own.items() if x.dtype is torch.int64)
-
-
-# -- full precision -----------------------------------------------------------------------------------------------------------
-
-
-def decoded(unit: Unit, optimizer: eb.Optimizer[Any]) -> dict[int, dict[str, Tensor]]:
-    """Return, by id of each of a unit's parameters, its state and weights in the compute dtype, in its shape."""
-    weights, wide = _decoded_unit(unit, optimizer)
-    return {
-        id(m.parameter): {
-            name: like(m.parameter, value)
-            for name, value in (wide.named_state(m) | {WEIGHTS: _weights(m, weights)}).items()
-        }
-        for m in unit.members
-    }
-
-
-def encode(
-    unit: Unit, optimizer: eb.Optimizer[Any], given: Mapping[int, Mapping[str, Tensor]]
-) -> dict[str, RoundingLoss]:
-    """Store full-precision state, and weights where there are any, in a unit; members without are as before their first step.
-
-    Returns:
-        By name, what rounding lost.
-    """
-    if any(id(parameter) not in given for parameter in unit.parameters):
-        write(unit.state, init_state(optimizer, unit.tensors, unit.first))
-    here = [member for member in unit.members if id(member.parameter) in given]
-    if not here:
-        return {}
-    weights, wide = _decoded_unit(unit, optimizer)
-    for member in here:
-        into = wide.named_state(member) | {WEIGHTS: _weights(member, weights)}
-        for name, value in given[id(member.parameter)].items():
-            into[name].copy_(local(value))
-    params, state = optimizer.encode(weights, wide.state, unit.tensors, eb.Context(first_element=unit.first))
-    moved = any(WEIGHTS in given[id(member.parameter)] for member in here)
-    if moved:
-        write((unit.tensors, unit.state), (params, state))
-    else:
-        write((unit.state.step, unit.state.inner), (state.step, state.inner))
-    now, after = _decoded_unit(unit, optimizer)
-    losses: dict[str, RoundingLoss] = {}
-    for member in here:
-        stored = after.named_state(member) | {WEIGHTS: _weights(member, now)}
-        for name, value in given[id(member.parameter)].items():
-            if value.is_floating_point():
-                loss = rounding_loss(local(value).to(stored[name].device), stored[name])
-                losses[name] = losses[name] + loss if name in losses else loss
-    return losses
-
-
-def _decoded_unit(unit: Unit, optimizer: eb.Optimizer[Any]) -> tuple[list[Tensor], Unit]:
-    weights, state = optimizer.decode(unit.tensors, unit.state)
-    return weights, Unit(unit.group, unit.tensors, unit.members, state, unit.first, unit.flat)
-
-
-def _weights(member: Member, weights: list[Tensor]) -> Tensor:
-    value = weights[member.position]
-    return value[member.start : member.stop].view(local(member.parameter).shape) if value.ndim == 1 else value
-
-
-def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
-    """Measure the error of ``stored`` as a copy of ``value``."""
-    difference = stored.double() - value.double()
-    # Infinities and NaN that were carried over are no loss.
-    difference = torch.where((stored == value) | (stored.isnan() & value.isnan()), 0.0, difference)
-    largest = float(difference.abs().max()) if value.numel() else 0.0
-    return RoundingLoss(largest, float(difference.square().sum()), float(value.double().square().sum()))
-
-
-# -- torch.optim --------------------------------------------------------------------------------------------------------------
-
-
-class SpeaksTorch(Protocol):
-    """The interface of an optimizer whose state is converted from or to ``torch.optim``.
-
-    Attributes:
-        torch_names: How torch's optimizer of the same name calls what this one keeps; None if torch has none.
-        state: By parameter, as ``torch.optim``'s.
-        param_groups: Likewise.
-    """
-
-    torch_names: ClassVar[TorchNames | None]
-    state: Any
-    param_groups: list[dict[str, Any]]
-
-
-def to_torch(optimizer: SpeaksTorch, full: Mapping[str, Any]) -> dict[str, Any]:
+def to_torch(front: Front, full: Mapping[str, Any]) -> dict[str, Any]:
     """A full state dict in the words of ``torch.optim``."""
-    torchs = _names_of(optimizer)
+    torchs = _names_of(front)
     groups = []
     for number, group in enumerate(full["param_groups"]):
         for option, agrees in torchs.ours.items():
             if group.get(option, agrees) != agrees:
                 raise ValueError(
-                    f"param group {number}, {option!r}: got {group[option]!r}, which torch.optim.{type(optimizer).__name__} does not have;"
+                    f"param group {number}, {option!r}: got {group[option]!r}, which torch.optim.{type(front).__name__} does not have;"
                     f" accepted for torch is {agrees!r}."
                 )
         groups.append(dict(torchs.options) | {name: value for name, value in group.items() if name not in torchs.ours})
-    own = {WEIGHTS}.union(*(getattr(entries, "own", {}) for entries in optimizer.state.values()))
+    own = {WEIGHTS}.union(*(getattr(entries, "own", {}) for entries in front.state.values()))
     state: dict[Any, Any] = {}
     for number, entry in full["state"].items():
         if not isinstance(entry, Mapping) or STEP not in entry:
@@ -179,16 +41,16 @@ def to_torch(optimizer: SpeaksTorch, full: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {number: entry for number, entry in state.items() if entry != {}}, "param_groups": groups}
 
 
-def from_torch(optimizer: SpeaksTorch, state_dict: object) -> Saved:
+def from_torch(front: Front, state_dict: object) -> Saved:
     """A checkpoint of ``torch.optim`` as a full state dict without weights.
 
     Raises:
         TypeError: torch has no such optimizer.
         ValueError: The checkpoint is another optimizer's, or has options that this one has not.
     """
-    torchs = _names_of(optimizer)
-    kind = type(optimizer).__name__
-    saved = read(state_dict, [len(group["params"]) for group in optimizer.param_groups])
+    torchs = _names_of(front)
+    kind = type(front).__name__
+    saved = read(state_dict, [len(group["params"]) for group in front.param_groups])
     for number, group in enumerate(saved.groups):
         for option, agrees in torchs.options.items():
             # Which implementation torch ran (foreach, fused, capturable) does not change the state.
@@ -242,11 +104,11 @@ _TORCHS_NAMES = frozenset({
 """The names of state in torch's optimizers; anything else in it was added by other code, and is kept."""
 
 
-def _names_of(optimizer: SpeaksTorch) -> TorchNames:
-    found = optimizer.torch_names
+def _names_of(front: Front) -> TorchNames:
+    found = front.torch_names
     if found is None:
         raise TypeError(
-            f"{type(optimizer).__name__}: torch.optim has no optimizer that keeps the same state; accepted are everybit_torch's"
+            f"{type(front).__name__}: torch.optim has no optimizer that keeps the same state; accepted are everybit_torch's"
             " AdamW, Adam, SGD and RMSprop."
         )
     return found

@@ -1,15 +1,13 @@
-"""Units: the tensors that an optimizer steps at once, and their place in memory.
+"""Units: the segments of memory that an optimizer steps at once.
 
-A *unit* is a list of tensors with one state and one count of steps. Under the flat layout the parameters of a group with one dtype and
-device become views of one buffer, and a unit is a run of it: at first the whole. A parameter without a gradient is skipped, as torch
-does, so its count falls behind; the run is then cut, for good, and what was one unit is two. Under the tree layout every parameter is
-a unit, except for optimizers that must see the whole tree, where a group is one.
+A *unit* is a tensor with one state and one count of steps: a flat piece of a buffer with the parameters that lie in it one after the
+other, or a whole tensor with the one parameter that it is. A parameter without a gradient is skipped, as torch does, so its count falls
+behind; a flat unit is then cut, for good, and what was one unit is two.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -26,7 +24,7 @@ from everybit.parts import needs_whole_tensors
 from everybit.policy import Resolved
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, local
-from everybit_torch.gradients import UnitGradients, piece
+from everybit_torch.gradients import MemberGradients, UnitGradients, gather, gathered_at_once, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -40,40 +38,48 @@ Places = tuple[list[int], list[tuple[int, ...]], list[int] | list[torch.Size]]
 
 @dataclass(slots=True)
 class Member:
-    """A parameter's place in a unit: elements ``start`` to ``stop`` of the unit's tensor number ``position``."""
+    """A parameter's place in a unit.
 
+    Attributes:
+        name: What messages call it.
+        parameter: The parameter.
+        start: Its first element is this element of the unit's tensor.
+        stop: Its last element is the one before this.
+    """
+
+    name: str
     parameter: Tensor
-    position: int
     start: int
     stop: int
 
 
 @dataclass(slots=True)
 class Unit:
-    """Tensors that are stepped together.
+    """A tensor that is stepped at once.
 
     Attributes:
-        group: Number of the param group.
-        tensors: What the optimizer sees; changed in place.
-        members: The parameters in them, in order.
-        state: The optimizer's state for ``tensors``, changed in place.
+        group: Number of the group.
+        tensor: What the optimizer sees; changed in place.
+        members: The parameters in it, in order.
+        state: The optimizer's state for ``tensor``, changed in place.
         first: Global index of the first element, counted over all parameters of one dtype.
-        flat: Whether the parameters are views of ``tensors[0]``.
+        flat: Whether the members are pieces of ``tensor``, and it may be cut between them.
         gradients: Where autograd accumulates their gradients; None if it does as it likes.
         decision: What the optimizer's masks and labels said of the parameters; None if it has none.
-        stored: How each of the tensors and its state are stored; None: in the compute dtype.
+        stored: How the tensor and its state are stored; None: in the compute dtype.
         block: The least number of elements at whose multiples a flat unit may be cut.
+        first_tensor: ``first``, int64, 0-d, on the device.
     """
 
     group: int
-    tensors: list[Tensor]
+    tensor: Tensor
     members: list[Member]
     state: OptimizerState[Any]
     first: int
     flat: bool
     gradients: UnitGradients | None = None
     decision: Decision | None = None
-    stored: list[Resolved] | None = None
+    stored: Resolved | None = None
     block: int = field(init=False)
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
@@ -81,12 +87,39 @@ class Unit:
     _shapes: list[torch.Size] = field(init=False)
     _sharded: bool = field(init=False)
 
+    @classmethod
+    def of(
+        cls,
+        group: int,
+        optimizer: eb.Optimizer[Any],
+        tensor: Tensor,
+        named: Iterable[tuple[str, Tensor]],
+        state: OptimizerState[Any],
+        first: int,
+        *,
+        flat: bool,
+        gradients: UnitGradients | None = None,
+        decision: Decision | None = None,
+    ) -> Unit:
+        """The unit of parameters that lie in a tensor one after the other, with their names, as an optimizer stores it."""
+        stop = 0
+        members = [Member(name, p, stop, stop := stop + local(p).numel()) for name, p in named]
+        (stored,) = optimizer.formats([tensor])
+        return cls(group, tensor, members, state, first, flat, gradients, decision, stored)
+
     def __post_init__(self) -> None:
-        self.block = math.lcm(*(one.policy.block for one in self.stored or ()))
+        self.block = 1 if self.stored is None else self.stored.policy.block
         self.parameters = [member.parameter for member in self.members]
-        self.first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensors[0].device)
+        self.first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensor.device)
         self._sharded = any(map(is_dtensor, self.parameters))
         self.note_places()
+
+    def renumber(self, first: int) -> None:
+        """Let the first element have another global index."""
+        self.first = first
+        self.first_tensor.fill_(first)
+
+    # -- where parameters lie -------------------------------------------------------------------------------------------------
 
     def note_places(self) -> None:
         """Parameters are where they belong now."""
@@ -113,12 +146,26 @@ class Unit:
         extents = list(map(Tensor.numel, tensors)) if self.flat else list(map(_shape, tensors))
         return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors)), extents
 
+    # -- gradients ------------------------------------------------------------------------------------------------------------
+
     def collect(self) -> list[Tensor | None]:
         """The members' gradients; None for one without."""
         if self.gradients is None:
             grads = [parameter.grad for parameter in self.parameters]
             return [None if grad is None else local(grad) for grad in grads] if self._sharded else grads
         return self.gradients.collect(self.parameters)
+
+    def gathered(self, grads: list[Tensor]) -> Tensor | MemberGradients:
+        """The gradients of all members as one tensor, of the shape of the unit's; many of them as a vector that is not copied."""
+        if self.gradients is not None:
+            return self.gradients.buffer
+        if self.flat:
+            long = len(grads) > 1 and self.block == 1 and self.tensor.numel() > gathered_at_once(self.tensor.device)
+            return MemberGradients(grads) if long else gather(grads)
+        (grad,) = grads
+        return grad if grad.shape == self.tensor.shape else grad.reshape(self.tensor.shape)
+
+    # -- cutting --------------------------------------------------------------------------------------------------------------
 
     def split(self, boundaries: list[int]) -> Iterator[Unit]:
         """Cut a flat unit before the members with these numbers; states become views, counts become copies."""
@@ -129,9 +176,9 @@ class Unit:
             start, stop = members[0].start, members[-1].stop
             yield Unit(
                 self.group,
-                [self.tensors[0][start:stop]],
-                [Member(m.parameter, 0, m.start - start, m.stop - start) for m in members],
-                self.cut_state(start, stop, torch.clone),
+                self.tensor[start:stop],
+                [Member(m.name, m.parameter, m.start - start, m.stop - start) for m in members],
+                self._cut_state(start, stop, torch.clone),
                 self.first + start,
                 flat=True,
                 gradients=None if self.gradients is None else self.gradients.part(low, high, start, stop),
@@ -139,25 +186,61 @@ class Unit:
                 stored=self.stored,
             )
 
-    def cut_state(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor]) -> OptimizerState[Any]:
-        """The state of a flat unit's elements ``start`` to ``stop``, as views; ``on_shared`` makes what is not cut."""
-        return cut(self.state, self.tensors, self.stored, start, stop, on_shared)
+    def pieces(
+        self,
+        elements: int,
+        on_shared: Callable[[Tensor], Tensor] = torch.clone,
+        *,
+        stops: Iterable[int] | None = None,
+    ) -> Iterator[tuple[slice, Unit]]:
+        """Cut a flat unit into pieces without members, for work that goes through a long buffer a part at a time.
 
-    def piece_size(self, elements: int) -> int:
-        """The most elements, of so many at a time, at whose multiples a flat unit may be cut."""
-        return max(elements // self.block, 1) * self.block
+        Args:
+            elements: Of a piece, or about as many: pieces begin at multiples of a block.
+            on_shared: What a piece has in the place of a count, and of other state that is not cut. Copies: every piece counts from the
+                same step.
+            stops: Where pieces end, in the place of every so many elements.
+
+        Yields:
+            Which elements a piece is, and the piece, whose tensor and state are views; one without elements of a unit without.
+        """
+        if stops is None:
+            size, numel = max(elements // self.block, 1) * self.block, self.tensor.numel()
+            stops = (min(start + size, numel) for start in range(0, max(numel, 1), size))
+        start = 0
+        for stop in stops:
+            state = self._cut_state(start, stop, on_shared)
+            part = Unit(self.group, self.tensor[start:stop], [], state, self.first + start, flat=True)
+            part.decision, part.stored, part.block = self.decision, self.stored, self.block
+            yield slice(start, stop), part
+            start = stop
+
+    def _cut_state(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor]) -> OptimizerState[Any]:
+        """The state of a flat unit's elements ``start`` to ``stop``, as views; ``on_shared`` makes what is not cut."""
+        return cut(self.state, [self.tensor], _alone(self.stored), start, stop, on_shared)
+
+    # -- state, entry by entry ------------------------------------------------------------------------------------------------
 
     def entries(self, member: Member) -> list[tuple[Entry, Tensor]]:
         """List the entries of one parameter: views, in its shape where there is one number for each element; shared entries as they are."""
-        found = entries(
-            self.state, self.tensors, member.position, None if self.stored is None else self.stored[member.position]
-        )
-        flat = self.tensors[member.position].ndim == 1
+        found = self._entries()
+        flat = self.tensor.ndim == 1
         return [(entry, self._shaped(entry, x, member) if flat else x) for entry, x in found]
 
     def named_state(self, member: Member) -> dict[str, Tensor]:
         """Return the tensors of :meth:`entries` by name."""
         return {entry.name: value for entry, value in self.entries(member)}
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return by name what all members share: counts, and other numbers that a transform keeps once."""
+        return {entry.name: x for entry, x in self._entries() if entry.role == "shared"}
+
+    def kept_entries(self) -> list[Entry]:
+        """List what is kept for each member."""
+        return [entry for entry, _ in self._entries()]
+
+    def _entries(self) -> list[tuple[Entry, Tensor]]:
+        return entries(self.state, [self.tensor], 0, self.stored)
 
     @staticmethod
     def _shaped(entry: Entry, x: Tensor, member: Member) -> Tensor:
@@ -167,6 +250,18 @@ class Unit:
         shape = local(member.parameter).shape
         return piece(x, low, high, shape if entry.cut == "element" else torch.Size([high - low]))
 
+    def reshape_state(self, shape: torch.Size) -> None:
+        """Give state that has one number for each element the shape of a tensor that is no longer stepped as a vector."""
+
+        def reshaped(x: Tensor, part: PartSpec | None) -> Tensor:
+            return piece(x, 0, x.numel(), shape) if part is None or part.block == 1 else x
+
+        self.state = map_parts(self.state, [self.tensor], _alone(self.stored), reshaped, lambda x: x)
+
+
+def _alone(stored: Resolved | None) -> list[Resolved] | None:
+    return None if stored is None else [stored]
+
 
 def map_state(
     state: OptimizerState[Any], on_slot: Callable[[Tensor], Tensor], on_counter: Callable[[Tensor], Tensor]
@@ -174,55 +269,48 @@ def map_state(
     """A state with every per-element tensor and every counter replaced."""
     held: list[Any] = []
 
-    def slot(name: str, subtree: Any) -> Any:
+    def slot(_: str, subtree: Any) -> Any:
         held.append(eb.tree.map(on_slot, subtree))
         return None
 
     # Slots out, counters mapped, slots back in, in the same order.
     counters = eb.tree.map(on_counter, eb.tree.map_slots(slot, state.inner))
     slots = iter(held)
-    inner = eb.tree.map_slots(lambda name, _: next(slots), counters)
+    inner = eb.tree.map_slots(lambda *_: next(slots), counters)
     return OptimizerState(on_counter(state.step), eb.tree.map(on_slot, state.extra), inner)
 
 
-def init_state(
-    optimizer: eb.Optimizer[Any],
-    tensors: list[Tensor],
-    first: int,
-    *,
-    allocate: Callable[[Tensor, int], Tensor] | None = None,
-) -> OptimizerState[Any]:
-    """The state of a unit; for one long buffer computed piece by piece into place.
+def write(into: object, values: object) -> None:
+    """Copy the tensors of one tree over those of another."""
+    for old, new in zip(eb.tree.leaves(into), eb.tree.leaves(values), strict=True):
+        old.copy_(new)
 
-    ``allocate`` makes memory for elements like those of a tensor, for the state of one buffer that is to lie elsewhere.
+
+def new_room(x: Tensor, numel: int) -> Tensor:
+    """Memory for ``numel`` elements like those of ``x``, beside it."""
+    return x.new_empty(numel)
+
+
+def init_state(
+    optimizer: eb.Optimizer[Any], tensor: Tensor, first: int, *, allocate: Callable[[Tensor, int], Tensor] = new_room
+) -> OptimizerState[Any]:
+    """The state of a unit; for a long buffer computed piece by piece into place.
+
+    ``allocate`` makes memory for elements like those of a tensor, for the state of a buffer that is to lie elsewhere.
     """
-    if allocate is None and (
-        len(tensors) != 1
-        or tensors[0].ndim != 1
-        or tensors[0].numel() <= CHUNK
-        or needs_whole_tensors(optimizer.transform)
-    ):
-        return optimizer.init(tensors, eb.Context(first_element=first))
-    (buffer,) = tensors
-    stored = optimizer.formats(tensors)
-    block = stored[0].policy.block
-    size = max(CHUNK // block, 1) * block
-    make = allocate or (lambda x, numel: x.new_empty(numel))
+    at_once = tensor.ndim != 1 or tensor.numel() <= CHUNK or needs_whole_tensors(optimizer.transform)
+    if allocate is new_room and at_once:
+        return optimizer.init([tensor], eb.Context(first_element=first))
+    (stored,) = optimizer.formats([tensor])
 
     def room(x: Tensor, part: PartSpec | None) -> Tensor:
-        return make(x, buffer.numel() if part is None else part.count(buffer.numel()))
+        return allocate(x, tensor.numel() if part is None else part.count(tensor.numel()))
 
-    whole: OptimizerState[Any] | None = None
-    for start in range(0, max(buffer.numel(), 1), size):
-        here = [buffer[start : start + size]]
-        piece = optimizer.init(here, eb.Context(first_element=first + start))
-        if whole is None:
-            whole = map_parts(piece, here, stored, room, torch.clone)
-        part = cut(whole, tensors, stored, start, start + here[0].numel(), lambda x: x)
-        for into, value in zip(eb.tree.leaves(part), eb.tree.leaves(piece), strict=True):
-            into.copy_(value)
-    assert whole is not None
-    return whole
+    none = tensor[:0]
+    state = map_parts(optimizer.init([none], eb.Context(first_element=first)), [none], [stored], room, torch.clone)
+    for _, part in Unit(0, tensor, [], state, first, flat=True, stored=stored).pieces(CHUNK, lambda x: x):
+        write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
+    return state
 
 
 def flatten(parameters: list[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiling import cause, compile_step, reached_limit
+from everybit_torch.compiling import cause, compile_step, let_length_vary, reached_limit
+from everybit_torch.direct_calls import DirectCalls, is_settled
 from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
 
 _LOGGER = logging.getLogger("everybit_torch")
@@ -148,6 +149,9 @@ class Variants:
             return uncompiled()
         variant.began = False
         started = time.perf_counter() if not variant.ran else 0.0
+        if not variant.ran and inputs.tensors[0].ndim == 1:
+            # Units are cut, and stepped in pieces: code for any length is as fast, and it is made once.
+            let_length_vary(eb.tree.leaves((inputs.tensors, inputs.grads, inputs.state)))
         given = {name: arguments[name] for name in variant.given}
         try:
             measured = variant.run(
@@ -240,9 +244,15 @@ class Variants:
         def began() -> None:
             variant.began = True
 
+        def note(compiled: Body, given: Sequence[Any]) -> None:
+            began()
+            direct.note(compiled, given)
+
         # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every variant has its own.
         own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
-        return compile_step(own, began)
+        run = compile_step(own, note)
+        direct = DirectCalls(run, began)
+        return direct if not metrics and is_settled((factory, policy, constants)) else run
 
     def _tell_of_compilation(self, inputs: Inputs, seconds: float) -> None:
         """Say what a first step took, once for each group: on the log, because nothing is wrong."""

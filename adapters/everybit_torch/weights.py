@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.checkpoint_file import replace_file, with_message
-from everybit_torch.loading import require_tensor
-from everybit_torch.optimizer import FLOATS, TorchOptimizer
+from everybit_torch.expected import require_tensor
+from everybit_torch.full_precision import RoundingLoss, rounding_loss
+from everybit_torch.full_weights import FLOATS
+from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.saved_structure import shown
-from everybit_torch.state_dicts import RoundingLoss, rounding_loss
 
 TIED = "everybit.tied"
 """Under which a safetensors file's metadata says which names stand for one tensor."""
@@ -73,7 +74,7 @@ def import_weights(
         raise ValueError(f"weights: do not fit the model, and nothing was changed:\n  {listed}")
     # The optimizer's own judgement, of what it would place and follow, comes before the first buffer is written, too.
     found = {id(tensor): given[name] for name, tensor in named.items()}
-    optimizer._judge_weights([[found[id(p)] for p in group["params"]] for group in optimizer.param_groups])
+    optimizer.judge_weights([[found[id(p)] for p in group["params"]] for group in optimizer.param_groups])
     by_id = {id(tensor): given[name] for name, tensor in named.items()}
     with torch.no_grad():
         for name, tensor in named.items():

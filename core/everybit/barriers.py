@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 # Elements that are widened at a time: on a CPU what stays in a core's cache.
 CHUNK = 1 << 18
@@ -38,7 +39,12 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
     Squares are taken and added up in float64, so that parts of a tensor add up to the whole but for a float64's last bits: the norm of
     shards is the norm. Elements are widened a chunk at a time: there is no copy of a long tensor.
+
+    A ``TorchFunctionMode`` sees it as one function, and can tell by it of which tensor a norm is asked.
     """
+    if not torch.compiler.is_compiling() and has_torch_function_unary(x):
+        answer: Tensor = handle_torch_function(sum_of_squares, (x,), x)
+        return answer
     return _sum_of_squares(x) if torch.compiler.is_compiling() else _squares(x)
 
 

@@ -218,6 +218,8 @@ def sum_of_squares(tree: object) -> Tensor:
     how the hyperparameter is given, since those that are tensors are float64 as well.
     """
     terms = [barriers.sum_of_squares(leaf) for leaf in leaves(tree)]
+    if len(terms) == 1:
+        return terms[0]
     return barriers.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64)
 
 

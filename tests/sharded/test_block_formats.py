@@ -78,7 +78,7 @@ def weights(stepper: FlatStepper, module: Model) -> list[Tensor]:
 
 def exact(stepper: FlatStepper) -> int:
     """Bytes of what the optimizer keeps on this rank: slots and compensation."""
-    units = stepper.as_optimizer()._units
+    units = stepper.as_optimizer().engine.units
     return sum(x.nbytes for unit in units for x in eb.tree.leaves((unit.state.extra, unit.state.inner)) if x.ndim)
 
 

@@ -387,27 +387,54 @@ def test_parts_of_gradients_are_tensors_like_others() -> None:
 # -- what as_optimizer() would do to one rank alone ---------------------------------------------------------------------------------------
 
 
-REFUSED: dict[str, tuple[Callable[[TorchOptimizer], Any], str]] = {
+ABSENT = {
+    "full_state_dict": "save_sharded",
+    "torch_state_dict": "save_sharded",
+    "export_fp32": r"full_parameters\(\)",
+    "load_full_state_dict": "load_sharded",
+    "load_torch_state_dict": "load_sharded",
+    "import_fp32": r"full_parameters\(\)",
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_would_be_about_one_rank_alone_is_not_there(name: str) -> None:
+    """``import_fp32`` and the loaders left ranks with different weights, without a word."""
+    optimizer = FlatStepper(network(), eb.adamw(1e-2)).as_optimizer()
+    assert not isinstance(optimizer, TorchOptimizer)
+    assert not hasattr(optimizer, name)
+    with pytest.raises(AttributeError, match=rf"^{name}: as_optimizer\(\) holds this rank's parts.*{ABSENT[name]}"):
+        getattr(optimizer, name)
+    with pytest.raises(AttributeError, match=r"^'ShardOptimizer' object has no attribute 'full_state_dicts'$"):
+        _ = optimizer.full_state_dicts  # type: ignore[attr-defined]
+
+
+REFUSED: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
     "state_dict": (lambda o: o.state_dict(), "save_sharded"),
-    "full_state_dict": (lambda o: o.full_state_dict(), "save_sharded"),
-    "torch_state_dict": (lambda o: o.torch_state_dict(), "save_sharded"),
-    "export_fp32": (lambda o: o.export_fp32(), r"full_parameters\(\)"),
     "load_state_dict": (lambda o: o.load_state_dict({}), "load_sharded"),
-    "load_full_state_dict": (lambda o: o.load_full_state_dict({}), "load_sharded"),
-    "load_torch_state_dict": (lambda o: o.load_torch_state_dict({}), "load_sharded"),
-    "import_fp32": (lambda o: o.import_fp32([]), r"full_parameters\(\)"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_about_one_rank_alone_is_refused(name: str) -> None:
-    """``import_fp32`` and the loaders left ranks with different weights, without a word."""
+def test_what_torchs_optimizers_have_and_one_rank_cannot_do_is_refused(name: str) -> None:
     stepper = FlatStepper(network(), eb.adamw(1e-2))
     call, instead = REFUSED[name]
     with pytest.raises(
         RuntimeError, match=rf"^{name}: as_optimizer\(\) holds this rank's parts of the parameters.*{instead}"
     ):
         call(stepper.as_optimizer())
+
+
+def test_a_policy_for_parameters_that_are_laid_out_is_refused() -> None:
+    model = network()
+    stepper = FlatStepper(model, eb.adamw(1e-2))
+    stepper.as_optimizer().param_groups[0]["policy"] = eb.policies.LEAN_BF16
+    with stepper.microbatch(last=True):
+        model(data(0, 0, 0, torch.float32)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"^param group 0: policy: got one for parameters that are laid out"):
+        stepper.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])

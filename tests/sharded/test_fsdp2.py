@@ -174,6 +174,22 @@ def test_a_clipped_step_is_as_long_as_the_limit(size: int, shape: tuple[int, ...
         assert length == pytest.approx(0.1, abs=2**-20)
 
 
+def metered(is_sharded: bool) -> eb.Metrics:
+    model = sharded(torch.float32) if is_sharded else network()
+    optimizer = AdamW(model.parameters(), lr=1e-2, metrics=True)
+    train(model, optimizer, range(1), torch.float32)
+    return optimizer.metrics()
+
+
+def test_metrics_count_every_element_once() -> None:
+    """The scale, which FSDP2 leaves whole on every rank, was counted on every rank."""
+    (expected,) = run(1, metered, False)
+    for found in run(2, metered, True):
+        assert found.moved == expected.moved
+        # Sums of squares of float32 numbers, in float64, in another order.
+        torch.testing.assert_close(found.intended, expected.intended, rtol=1e-6, atol=0.0)
+
+
 def exact_wire(wire: bool) -> tuple[list[Tensor], list[Tensor], int]:
     """This rank's parts of a gradient, and what its own gradient was."""
     exact = ExactReduceScatter("bfloat16") if wire else None

@@ -32,12 +32,12 @@ def trained(
     if offloaded:
         elements = [
             x
-            for unit in one.as_optimizer()._units
+            for unit in one.as_optimizer().engine.units
             for x in eb.tree.leaves((unit.state.extra, unit.state.inner))
             if x.ndim
         ]
         assert all(x.device.type == "cpu" and x.is_pinned() == (device != "cpu") for x in elements)
-        steps = {int(unit.state.step) for unit in one.as_optimizer()._units}
+        steps = {int(unit.state.step) for unit in one.as_optimizer().engine.units}
         assert steps == {4}
     return {key: value.cpu() for key, value in weights_of(one).items()}
 

@@ -124,7 +124,7 @@ def measured(
             for tensor in [
                 *(
                     t
-                    for unit in stepper.as_optimizer()._units
+                    for unit in stepper.as_optimizer().engine.units
                     for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]
                 ),
                 stepper._passes.nonfinite,

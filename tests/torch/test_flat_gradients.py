@@ -235,7 +235,7 @@ def test_a_parameter_does_not_keep_an_optimizers_buffer_alive() -> None:
     optimizer = AdamW(model.parameters(), flat_gradients=True)
     backward(model, 0)
     optimizer.step()
-    (unit,) = optimizer._units
+    (unit,) = optimizer.engine.units
     buffer = weakref.ref(unit.gradients)
     del optimizer, unit
     gc.collect()

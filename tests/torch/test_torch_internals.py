@@ -32,6 +32,7 @@ USED = [
     ("torch.autograd", "Variable._execution_engine.queue_callback", "autograd"),
     ("torch._compile", "_disable_dynamo", "optimizers"),
     ("torch._compile", "_disable_dynamo", "tracing"),
+    ("torch._dynamo", "maybe_mark_dynamic", "compiler"),
     ("torch._dynamo.exc", "FailOnRecompileLimitHit", "compiler"),
     ("torch._inductor.compile_fx", "compile_fx", "compiler"),
     ("torch._inductor.config", "post_grad_custom_post_pass", "compiler"),
@@ -77,7 +78,7 @@ PRIVATE = re.compile(
 # `torch.utils._pytree` and `torch.utils._python_dispatch` have no public name, and torch's documentation uses them.
 DOCUMENTED = re.compile(r"torch\.utils\._py\w+")
 # The steppers of models use what they use until they are taken apart.
-NOT_YET = {"gradient_release.py", "optimizer.py", "variants.py"}
+NOT_YET = {"variants.py"}
 
 
 @pytest.mark.parametrize(("module", "name", "by"), USED, ids=[".".join(one) for one in USED])

@@ -125,6 +125,26 @@ def test_pieces_of_flat_buffers_give_the_bits_of_the_whole_tree(
             assert same_bits([p for p, own in zip(got, one.parameters(), strict=True) if own.requires_grad], expected)
 
 
+@pytest.mark.parametrize("name", ["clipped", "late", "decayed"])
+def test_a_norm_of_the_gradients_as_they_came_is_found_without_a_run_of_the_transform_on_them(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Only a norm of what was computed from them takes one; that its result is right is tested above."""
+    asked: list[int] = []
+    ask = eb.Optimizer.ask
+
+    def noted(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        asked.append(sum(x.numel() for x in eb.tree.leaves(params)))
+        ask(self, params, *args, **kwargs)
+
+    monkeypatch.setattr(eb.Optimizer, "ask", noted)
+    model = Awkward(torch.bfloat16)
+    optimizer = TorchOptimizer(model.parameters(), FACTORIES[name], lr=1e-2, policy=LEAN)
+    train(model, optimizer, 2)
+    assert asked
+    assert any(asked) == (name != "clipped")
+
+
 @pytest.mark.parametrize("policy", [LEAN, pytest.param(FP32, marks=pytest.mark.exhaustive)], ids=["LEAN", "FP32"])
 @pytest.mark.parametrize(
     "name", ["clipped", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FACTORIES if n != "clipped")]
@@ -286,20 +306,20 @@ class Elements(TorchDispatchMode):
 
 @pytest.mark.parametrize("policy", [LEAN, KAHAN], ids=["LEAN", "KAHAN"])
 def test_a_norm_is_found_from_the_gradients_alone(policy: eb.Policy) -> None:
-    """Two results for each element: the gradient in float32 and in float64. Nothing is decoded."""
+    """One result for each element: the gradient in float64. Nothing is decoded."""
     size = 1 << 16
     model = nn.ParameterList([nn.Parameter(torch.ones(size, dtype=torch.bfloat16))])
     optimizer = TorchOptimizer(model.parameters(), clipped, lr=1e-2, policy=policy)
     for _ in range(2):
         model[0].grad = torch.ones_like(model[0])
         optimizer.step()
-    (unit,) = optimizer._units
-    group = optimizer._groups[0]
-    part = reductions.Part(group.optimizer_of(unit), unit, torch.ones(size, dtype=torch.bfloat16))
+    engine = optimizer.engine
+    (unit,) = engine.units
+    part = reductions.Part(engine.optimizer_of(unit), unit, torch.ones(size, dtype=torch.bfloat16))
     with Elements() as elements:
-        (total,) = reductions.find_totals([part], eb.Local, group.reads)
+        (total,) = reductions.find_totals([part], eb.Local, engine.reads)
     assert total.item() == size
-    assert elements.count // size == 2
+    assert elements.count // size == 1
 
 
 def peak(factory: Callable[..., Any], policy: eb.Policy, size: int) -> int:
@@ -337,3 +357,19 @@ def test_what_is_measured_of_a_clipped_step_is_of_all_parameters() -> None:
     train(model, optimizer, 2)
     squares = sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None)
     assert optimizer.metrics().gradient.item() == pytest.approx(squares, rel=1e-12)  # float64 sums of 90 numbers
+
+
+def test_a_number_of_their_own_from_a_state_dict_is_kept_for_each_parameter() -> None:
+    """Of estimates that differ between parameters of one run the last one was used for all of them."""
+    model = Awkward()
+    optimizer = TorchOptimizer(model.parameters(), by_distance, lr=1e-2, compile=False)
+    train(model, optimizer, 2)
+    saved = optimizer.state_dict()
+    (name,) = [key for key, x in saved["state"][0].items() if x.dtype is torch.float64 and not x.ndim]
+    for number, entries in saved["state"].items():
+        entries[name] = torch.tensor(2.0 + number, dtype=torch.float64)
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.state_dict()["state"]
+    assert {number: float(entries[name]) for number, entries in loaded.items()} == {
+        number: 2.0 + number for number in saved["state"]
+    }

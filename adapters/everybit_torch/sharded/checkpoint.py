@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from everybit.entries import former_names
 from everybit_torch.collectives import groups
 from everybit_torch.dtensors import like
+from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, on_all, same_kind
@@ -48,15 +49,14 @@ from everybit_torch.sharded.save_folders import (
 from everybit_torch.sharded.saved_fit import elements, require_same, require_ties
 from everybit_torch.sharded.saved_parts import (
     Flat,
+    by_parameter,
     expected_names,
     kept_entries,
     labels_of,
     model_parts,
-    shared_parts,
     state_parts,
 )
 from everybit_torch.sharded.shard_tensor import ShardTensor
-from everybit_torch.sharded.shared_state import adopt, split
 from everybit_torch.sharded.stepper import FlatStepper
 
 __all__ = ["latest_checkpoint", "load_sharded", "load_sharded_into", "save_sharded", "sharded_state_dict"]
@@ -72,8 +72,6 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
     Raises:
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
     """
-    optimizer = stepper.as_optimizer()
-    optimizer._place()
     copied: Callable[[Tensor], Tensor] = torch.clone if clone else (lambda x: x)
     found = {
         key: ShardTensor(copied(value.local), value.shape, value.low)
@@ -81,7 +79,7 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
         else copied(value)
         for key, value in (model_parts(stepper) | state_parts(stepper)).items()
     }
-    return found | saved_hyperparameters.tensors(optimizer, labels_of(stepper))
+    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), labels_of(stepper))
 
 
 def save_sharded(
@@ -165,7 +163,6 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: _read(place, group), group)
     optimizer = stepper.as_optimizer()
-    optimizer._place()
     labels = labels_of(stepper)
     own = on_all(lambda: model_parts(stepper) | state_parts(stepper), group)
     found = found.renamed(
@@ -191,12 +188,10 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
-        shared, given = shared_parts(stepper, aside)
         for key, value in own.items():
-            if key not in shared:
+            if key.startswith("model."):
                 elements(value).copy_(elements(aside[key]))
-        adopt(optimizer, given)
-        optimizer.forget_counts()
+        optimizer.engine.load(by_parameter(optimizer, aside))
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):
             saved_hyperparameters.take(param_group, values)
         stepper.loaded()
@@ -225,13 +220,13 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: _read(place, group), group)
     weights = get_model_state_dict(model)
-    on_all(optimizer._place, group)
+    on_all(optimizer.place, group)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
     aside: Flat = {key: torch.empty_like(value) for key, value in own.items()}
     given: dict[int, dict[str, Tensor]] = {}
     former: dict[str, str] = {}
-    for unit in optimizer._units:
+    for unit in optimizer.engine.units:
         for member in unit.members:
             parameter = member.parameter
             if id(parameter) not in names:
@@ -255,16 +250,28 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
 
         def judge() -> None:
             require_ties(own, aside, place)
-            optimizer._require_counts(given)
+            _require_counts(optimizer, given)
 
         on_all(judge, group)
         _verify_rest(found, aside, group)
         # All ranks have everything; nothing is refused from here on but a transform that steps what is apart in the model.
-        on_all(lambda: optimizer._number_elements(model), group)
+        on_all(lambda: optimizer.places.number_elements(model), group)
         set_model_state_dict(model, {name: aside.get(f"model.{name}", value) for name, value in weights.items()})
-        split(optimizer, given)
-        optimizer._take_state(given)
+        optimizer.engine.load(given)
     _warn_if_unverified(found, group)
+
+
+def _require_counts(optimizer: TorchOptimizer, given: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Refuse counts that are none.
+
+    Raises:
+        ValueError: One is none; nothing is changed.
+    """
+    for unit in optimizer.engine.units:
+        for member in unit.members:
+            for name, value in given.get(id(member.parameter), {}).items():
+                if value.dtype is torch.int64 and not value.ndim:
+                    as_count(f"state_dict: param group {unit.group}, {name!r}", value)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------------

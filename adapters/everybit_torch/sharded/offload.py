@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everybit.entries import fields as named_fields
 from everybit.optimizer import OptimizerState
 from everybit_torch.units import Unit, map_state
 
@@ -22,20 +21,51 @@ def is_host(device: torch.device) -> bool:
     return device.type in ("cpu", "meta")
 
 
-def on_host(x: Tensor, numel: int) -> Tensor:
-    """Memory for ``numel`` elements like those of ``x``, on the host; pinned where there is a device to copy to and from."""
-    return torch.empty(numel, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
-
-
 class HostCopies:
-    """Copies between the host's memory and a device's, in order on one stream of their own, while the device computes on another.
+    """State on the host, and its copies on a device: made in order on one stream of their own, while the device computes on another.
 
-    Where there is no such device copies are made at once.
+    Where there is no such device copies are made at once. The state on the host is as it should be only after :meth:`synchronize`.
     """
 
     def __init__(self) -> None:
         self._stream: Any = None
         self._last: Any = None
+
+    def allocate(self, like: Tensor, numel: int) -> Tensor:
+        """Memory for ``numel`` elements on the host; pinned where there is a device to copy to and from."""
+        return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
+
+    def pieces(self, unit: Unit) -> Iterator[tuple[slice, Unit]]:
+        """The pieces of a flat unit, with their state on the device: the next one's is on its way while one is stepped.
+
+        The unit's tensor is on the device, its state's elements are on the host, its counters on the device.
+        """
+        device, pieces = unit.tensor.device, unit.pieces(BUCKET)
+
+        def fetch() -> tuple[slice, Unit, OptimizerState[Any]] | None:
+            with self.on_stream():
+                found = next(pieces, None)
+                if found is None:
+                    return None
+                where, piece = found
+                home = piece.state
+                piece.state = map_state(home, lambda x: x.to(device, non_blocking=True, copy=True), lambda x: x)
+                return where, piece, home
+
+        self.begin(device)
+        ahead = fetch()
+        while ahead is not None:
+            where, piece, home = ahead
+            self.end(device)
+            ahead = fetch()
+            yield where, piece
+            self.begin(device)
+            with self.on_stream():
+                for old, new in zip(_elements(home), _elements(piece.state), strict=True):
+                    old.copy_(new, non_blocking=True)
+            for x in _elements(piece.state):
+                self.keep(x)
+        self.end(device)
 
     def begin(self, device: torch.device) -> None:
         """Order the next copies after the work that is queued on the device."""
@@ -65,60 +95,6 @@ class HostCopies:
         if self._last is not None:
             self._last.synchronize()
             self._last = None
-
-
-def step_streamed(
-    unit: Unit, grad: Tensor, step: Callable[[Unit, Tensor], Any], copies: HostCopies, bucket: int | None = None
-) -> list[Any]:
-    """Step a flat unit whose state is on the host: state in, step, state out, bucket by bucket.
-
-    The state on the host is as it should be only after ``copies.synchronize()``.
-
-    Args:
-        unit: Its tensor is on the device, its state's elements are on the host, its counters on the device.
-        grad: On the device.
-        step: Steps a part, which is on the device, in place.
-        copies: The same for every call, so that a call reads what the one before it wrote.
-        bucket: Elements at a time; None: :data:`BUCKET`.
-
-    Returns:
-        What ``step`` returned, for each bucket.
-    """
-    size = unit.piece_size(BUCKET if bucket is None else bucket)
-    (tensor,) = unit.tensors
-    device = tensor.device
-
-    def fetch(start: int) -> OptimizerState[Any]:
-        with copies.on_stream():
-            here = unit.cut_state(start, min(start + size, tensor.numel()), torch.clone)
-            return map_state(here, lambda x: x.to(device, non_blocking=True, copy=True), lambda x: x)
-
-    results = []
-    starts = list(range(0, max(tensor.numel(), 1), size))
-    copies.begin(device)
-    ahead = fetch(0)
-    counters: list[Tensor] = []
-    for number, start in enumerate(starts):
-        state = ahead
-        copies.end(device)
-        if number + 1 < len(starts):
-            ahead = fetch(starts[number + 1])
-        here = [tensor[start : start + size]]
-        part = Unit(unit.group, here, [], state, unit.first + start, flat=True, stored=unit.stored)
-        results.append(step(part, grad[start : start + size]))
-        copies.begin(device)
-        with copies.on_stream():
-            into = unit.cut_state(start, min(start + size, tensor.numel()), lambda x: x)
-            for old, new in zip(_elements(into), _elements(state), strict=True):
-                old.copy_(new, non_blocking=True)
-        for x in _elements(state):
-            copies.keep(x)
-        counters = [value for _, value, is_slot in named_fields(state) if not is_slot]
-    # Every bucket counted from the same step; so does the whole, once.
-    for counter, value in zip([v for _, v, is_slot in named_fields(unit.state) if not is_slot], counters, strict=True):
-        counter.copy_(value)
-    copies.end(device)
-    return results
 
 
 def _elements(state: OptimizerState[Any]) -> list[Tensor]:

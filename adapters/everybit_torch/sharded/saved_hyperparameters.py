@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 
-from everybit_torch.sharded.hyperparameters import RESERVED, hyperparameter_fields
+from everybit_torch.sharded.hyperparameters import RESERVED
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 
@@ -51,7 +51,7 @@ def tensors(optimizer: ShardOptimizer, labels: Mapping[str, str]) -> dict[str, T
     found: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         label = group["label"]
-        own = hyperparameter_fields(optimizer._labelled[label].transform)
+        own = optimizer.fields[label]
         for name, value in group.items():
             values = _values(value)
             if isinstance(name, str) and name not in RESERVED and values:
@@ -118,13 +118,13 @@ def restored(
         members = [number for number, name in enumerate(names) if labels[name] == group["label"]]
         try:
             saved = _of_group(group["label"], members, names, there, loaded)
-            groups.append(_entries(group, saved, hyperparameter_fields(optimizer._labelled[group["label"]].transform)))
+            groups.append(_entries(group, saved, optimizer.fields[group["label"]]))
         except ValueError as error:
             problems.append(f"param group {group['label']!r}: {error}")
     if not problems:
-        for own, (group, new) in zip(optimizer._groups, zip(optimizer.param_groups, groups, strict=True), strict=True):
+        for own, group, new in zip(optimizer.engine.groups, optimizer.param_groups, groups, strict=True):
             try:
-                optimizer._build(own, optimizer.factory_arguments({**group, **new}))
+                own.build(optimizer.factory_arguments({**group, **new}))
             except (TypeError, ValueError) as error:
                 problems.append(str(error))
     if problems:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from everybit.entries import Entry
 from everybit_torch.sharded.layout import Slice
+from everybit_torch.sharded.saved_fit import elements
+from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.shard_tensor import ShardTensor
-from everybit_torch.sharded.shared_state import shared_names
 from everybit_torch.sharded.stepper import FlatStepper
 
 Flat = dict[str, Tensor]
@@ -45,7 +46,7 @@ def state_parts(stepper: FlatStepper) -> Flat:
     """This rank's parts of the optimizer's state, by name in a checkpoint."""
     found: Flat = {}
     slices = _slices(stepper)
-    for unit in stepper.as_optimizer()._units:
+    for unit in stepper.as_optimizer().engine.units:
         for member in unit.members:
             s = slices[id(member.parameter)]
             for entry, value in unit.entries(member):
@@ -77,18 +78,15 @@ def labels_of(stepper: FlatStepper) -> dict[str, str]:
     }
 
 
-def shared_parts(stepper: FlatStepper, aside: Flat) -> tuple[set[str], dict[int, dict[str, Tensor]]]:
-    """Keys of the numbers that parameters share, and these by id of the parameter."""
-    names = _slices(stepper)
-    shared: set[str] = set()
-    given: dict[int, dict[str, Tensor]] = {}
-    for unit in stepper.as_optimizer()._units:
-        for member in unit.members:
-            name = names[id(member.parameter)].placement.spec.name
-            keys = {entry: f"optimizer.state.{name}.{entry}" for entry in shared_names(unit)}
-            shared.update(keys.values())
-            given[id(member.parameter)] = {entry: aside[key] for entry, key in keys.items()}
-    return shared, given
+def by_parameter(optimizer: ShardOptimizer, aside: Flat) -> dict[int, dict[str, Tensor]]:
+    """This rank's elements of the entries of each parameter, by its id."""
+    return {
+        id(member.parameter): {
+            entry.name: elements(aside[f"optimizer.state.{member.name}.{entry.name}"]) for entry in unit.kept_entries()
+        }
+        for unit in optimizer.engine.units
+        for member in unit.members
+    }
 
 
 def expected_names(stepper: FlatStepper, into: Mapping[str, Tensor]) -> set[str]:
@@ -107,9 +105,9 @@ def kept_entries(stepper: FlatStepper) -> dict[str, list[Entry]]:
     """Return the entries of each parameter that is trained, by the parameter's name, over all ranks."""
     optimizer = stepper.as_optimizer()
     by_label: dict[str, list[Entry]] = {}
-    for unit in optimizer._units:
+    for unit in optimizer.engine.units:
         label = optimizer.param_groups[unit.group]["label"]
-        by_label.setdefault(label, optimizer._entries(unit))
+        by_label.setdefault(label, unit.kept_entries())
     return {
         placement.spec.name: by_label.get(group.label, [])
         for group in stepper.layout.groups

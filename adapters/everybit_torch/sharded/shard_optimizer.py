@@ -1,8 +1,8 @@
-"""The torch optimizer on one rank's part of the flat buffers: plain 1-d tensors, in whatever formats a policy names."""
+"""``torch.optim.Optimizer`` over one rank's part of the flat buffers: plain 1-d tensors, stepped by an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.entries import Entry, entries
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
 from everybit.policy import Policy
+from everybit_torch.arguments import as_python
 from everybit_torch.compiling import can_compile
+from everybit_torch.dtensors import Over
+from everybit_torch.engine import Engine
+from everybit_torch.entries import state_replaced
+from everybit_torch.groups import Group
 from everybit_torch.hyperparameter_names import spread
-from everybit_torch.joining import Joining
-from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.reductions import Part, find_totals
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import hyperparameter_fields, hyperparameters, with_hyperparameters
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.nonfinite import has_nonfinite
-from everybit_torch.sharded.offload import HostCopies, on_host, step_streamed
+from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
-from everybit_torch.state_dicts import RoundingLoss
-from everybit_torch.stepping import Group
-from everybit_torch.units import Member, Unit, init_state
+from everybit_torch.torch_internals import optimizers as torch_optimizers
+from everybit_torch.units import Unit
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
@@ -39,9 +39,22 @@ LOADING = "accepted is load_sharded(stepper, path), or loading before the steppe
 WEIGHTS = "accepted is to read or write the model's weights inside `with stepper.full_parameters():`."
 
 
-def _refusal(name: str, instead: str) -> RuntimeError:
+INSTEAD = {
+    "state_dict": SAVING,
+    "full_state_dict": SAVING,
+    "torch_state_dict": SAVING,
+    "export_fp32": WEIGHTS,
+    "load_state_dict": LOADING,
+    "load_full_state_dict": LOADING,
+    "load_torch_state_dict": LOADING,
+    "import_fp32": WEIGHTS,
+}
+"""What as_optimizer() cannot do rightly, and what is accepted in its place."""
+
+
+def _refusal(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name}: as_optimizer() holds this rank's parts of the parameters, and its state lies with them; {instead}"
+        f"{name}: as_optimizer() holds this rank's parts of the parameters, and its state lies with them; {INSTEAD[name]}"
     )
 
 
@@ -101,15 +114,15 @@ class _ShardGradients:
         """The gradients, while their memory is allocated."""
         return self.source.own[self._low : self._high]
 
-    def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:
+    def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:  # noqa: ARG002  # the protocol's
         return _ShardGradients(self.source, self._low + start, self._low + stop)
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         return [parameter.grad for parameter in parameters]
 
 
-class ShardOptimizer(TorchOptimizer):
-    """A :class:`~everybit_torch.TorchOptimizer` over this rank's shards; made by a stepper, see ``FlatStepper.as_optimizer``.
+class ShardOptimizer(torch_optimizers.Optimizer):
+    """A ``torch.optim.Optimizer`` over this rank's shards; made by a stepper, see ``FlatStepper.as_optimizer``.
 
     There is a param group for each label, whose hyperparameters schedulers may change. Its parameters are 1-d, and hold what this rank
     has of the model's. ``step`` reduces what has not been reduced yet, steps, and hands the weights to the other ranks.
@@ -132,55 +145,78 @@ class ShardOptimizer(TorchOptimizer):
         unsafe: Unsafe,
         offload: bool = False,
     ) -> None:
-        self._copies = HostCopies() if offload else None
-        self._labelled, self._shards, self._axis = dict(labelled), list(shards), axis
+        self.metrics_enabled = metrics
+        self.shards = list(shards)
+        self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
+        """By label, the names of the hyperparameters in its param group, and the fields of the transform that they stand for."""
+        self.engine = Engine(lambda _: Over(axis, _every), copies=HostCopies() if offload else None)
         self._step_all, self._clear = step, clear
-        found = {label: hyperparameters(one.transform) for label, one in self._labelled.items()}
-        names = dict.fromkeys(name for values in found.values() for name in values)
-        groups = [
-            {
-                "params": [
-                    (s.placement.spec.name, p)
-                    for shard in self._shards
-                    if shard.weights.group.label == label
-                    for s, p in zip(shard.slices, shard.parameters, strict=True)
-                ],
-                "label": label,
-                **{name: values.get(name) for name in names},
-            }
-            for label, values in found.items()
-        ]
-        absent: dict[str, Any] = dict.fromkeys(names)
-        self._joining: Joining[Unit] = Joining()
-        self._placeholders: list[tuple[nn.Parameter, torch.dtype]] = []
-        self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self._shards))
+        self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self.shards))
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
-        super().__init__(
-            groups,
-            self._transform,
-            compile=compile,
-            metrics=metrics,
-            seed=seed,
-            unsafe=unsafe,
-            label="",
-            **absent,
-        )
-        # Buffers are laid out: nothing moves any more, and what a stepper takes it takes at once.
-        self._place()
-        if compile and self._shards and can_compile(device := self._shards[0].weights.own.device):
-            for group in self._groups:
+        self._placeholders: list[tuple[nn.Parameter, torch.dtype]] = []
+        names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
+        groups = []
+        options: dict[str, Any] = {"seed": seed, "unsafe": unsafe, "compile": compile}
+        for label, one in labelled.items():
+            values = {"label": label, **dict.fromkeys(names), **hyperparameters(one.transform)}
+            groups.append({"params": self._parameters(label), **values})
+            self._add_group(values, one, options)
+        self._is_made = False
+        super().__init__(groups, dict.fromkeys((*names, "label")))
+        self._is_made = True
+        self.state = self.engine.states
+        if compile and self.shards and can_compile(device := self.shards[0].weights.own.device):
+            for group in self.engine.groups:
                 group.numbers(device)
 
-    def _transform(self, label: str, **values: Any) -> eb.Transform[Any]:
-        """The factory: a label's transform, with other numbers."""
-        return with_hyperparameters(self._labelled[label].transform, values)
+    # -- making it ------------------------------------------------------------------------------------------------------------------
 
-    def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of the label's transform; a number that only another label's transform has is left out."""
-        arguments: dict[str, Any] = {"label": group["label"]}
-        for name, fields in hyperparameter_fields(self._labelled[group["label"]].transform).items():
-            arguments |= spread(name, group[name], fields)
-        return arguments
+    def _parameters(self, label: str) -> list[tuple[str, nn.Parameter]]:
+        """This rank's parameters of a label, by name."""
+        shards = [shard for shard in self.shards if shard.weights.group.label == label]
+        named = [
+            (s.placement.spec.name, _with_gradients_in(p, shard.gradients.main.dtype))
+            for shard in shards
+            for s, p in zip(shard.slices, shard.parameters, strict=True)
+        ]
+        if named:
+            return named
+        # torch refuses a group without parameters, which a rank without elements of this label has.
+        main = shards[0].gradients.main.dtype
+        placeholder = _with_gradients_in(nn.Parameter(shards[0].weights.own.new_empty(0)), main)
+        self._placeholders.append((placeholder, main))
+        return [("", placeholder)]
+
+    def _add_group(self, values: Mapping[str, Any], one: LabelledTransform, options: Mapping[str, Any]) -> None:
+        """Give the engine a label's group, with a unit for each run of its shards: nothing moves any more."""
+        label, number = values["label"], len(self.engine.groups)
+        shards = [shard for shard in self.shards if shard.weights.group.label == label]
+        group = Group(
+            number,
+            lambda **fields: with_hyperparameters(one.transform, fields),
+            dict.fromkeys((shard.weights.group.dtype for shard in shards), one.policy),
+            names=self.fields[label],
+            owner=type(self).__name__,
+            source=one.source,
+            **options,
+        )
+        arguments = self.factory_arguments(values)
+        group.follow(arguments, group.build(arguments))
+        self.engine.groups.append(group)
+        for shard in shards:
+            optimizer = group.optimizers[shard.weights.group.dtype]
+            for run in contiguous_runs(shard.slices, by_index=one.policy.draws_bits, block=one.policy.block):
+                self._add_run(number, optimizer, shard, run)
+
+    def _add_run(self, number: int, optimizer: eb.Optimizer[Any], shard: Shard, run: list[int]) -> None:
+        low = shard.slices[run[0]].offset if run else 0
+        high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
+        first = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0
+        tensor = shard.weights.own[low:high]
+        named = [(shard.slices[n].placement.spec.name, shard.parameters[n]) for n in run]
+        state = self.engine.init_state(optimizer, tensor, first)
+        gradients = _ShardGradients(shard.gradients, low, high)
+        self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=True, gradients=gradients))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: what a stepper shards is settled then.
@@ -188,73 +224,29 @@ class ShardOptimizer(TorchOptimizer):
         Raises:
             RuntimeError: Later.
         """
-        label = param_group.get("label")
-        if len(self.param_groups) >= len(self._labelled) or label not in self._labelled:
+        if self._is_made:
             raise RuntimeError(
                 "add_param_group: a stepper's parameters are laid out when it is made; accepted is to make another."
             )
-        dtypes = {s.weights.group.dtype for s in self._shards if s.weights.group.label == label}
-        # torch refuses a group without parameters, which a rank without elements of this label has.
-        empty = not param_group["params"]
-        if empty:
-            like = next(shard for shard in self._shards if shard.weights.group.label == label)
-            placeholder = nn.Parameter(like.weights.own.new_empty(0))
-            self._placeholders.append((placeholder, like.gradients.main.dtype))
-            param_group = {**param_group, "params": [("", placeholder)]}
-        super().add_param_group({**param_group, "policy": self._labelled[str(label)].policy})
-        group = self._groups[-1]
-        for dtype in dtypes - set(group.policies):
-            group.policies[dtype] = self._labelled[str(label)].policy
-        group.follow(group.arguments, self._build(group, group.arguments))
+        super().add_param_group(param_group)
 
-    # -- placing --------------------------------------------------------------------------------------------------------------------
+    def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of the label's transform; a number that only another label's transform has is left out.
 
-    def _place(self, *, wanted: frozenset[int] = frozenset()) -> None:
-        if self._units:
-            return
-        for group, values in zip(self._groups, self.param_groups, strict=True):
-            group.known = list(values["params"])
-            for shard in self._shards:
-                if shard.weights.group.label == values["label"]:
-                    self._place_shard(group, shard)
-
-    def _place_shard(self, group: Any, shard: Shard) -> None:
-        own = shard.weights.own
-        policy = self._labelled[shard.weights.group.label].policy
-        runs = contiguous_runs(shard.slices, by_index=policy.draws_bits, block=policy.block)
-        for run in runs:
-            low = shard.slices[run[0]].offset if run else 0
-            high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
-            index = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0
-            start = 0
-            run_parameters = [shard.parameters[number] for number in run]
-            members = [Member(p, 0, start, start := start + p.numel()) for p in run_parameters]
-            tensor = own[low:high]
-            allocate = None if self._copies is None else on_host
-            state = init_state(group.optimizers[tensor.dtype], [tensor], index, allocate=allocate)
-            unit = Unit(
-                group.number,
-                [tensor],
-                members,
-                state,
-                index,
-                flat=True,
-                gradients=_ShardGradients(shard.gradients, low, high),
-                stored=group.optimizers[tensor.dtype].formats([tensor]),
-            )
-            self._units.append(unit)
-            self._publish(unit)
-
-    def forget_counts(self) -> None:
-        """Counts of steps were replaced: units that are cut now stay so."""
-        self._joining.forget()
+        Raises:
+            ValueError: A hyperparameter that stands for several numbers, and is another number of them.
+        """
+        arguments: dict[str, Any] = {}
+        for name, fields in self.fields[group["label"]].items():
+            arguments |= spread(name, as_python(name, group[name]), fields)
+        return arguments
 
     def runs(self) -> list[list[int]]:
         """Return for each shard the elements of each unit: runs, or the parts into which parameters without a gradient cut them."""
-        found: dict[int, list[int]] = {id(shard.gradients): [] for shard in self._shards}
-        for unit in self._units:
+        found: dict[int, list[int]] = {id(shard.gradients): [] for shard in self.shards}
+        for unit in self.engine.units:
             assert isinstance(unit.gradients, _ShardGradients)
-            found[id(unit.gradients.source)].append(unit.tensors[0].numel())
+            found[id(unit.gradients.source)].append(unit.tensor.numel())
         return list(found.values())
 
     # -- stepping -------------------------------------------------------------------------------------------------------------------
@@ -276,18 +268,18 @@ class ShardOptimizer(TorchOptimizer):
         self._step_all()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature; there is one way here
         """Forget the gradients of this cycle."""
         self._clear()
 
-    def attach_gradients(self, of: Callable[[Slice], bool] = lambda s: True) -> None:
+    def attach_gradients(self, of: Callable[[Slice], bool] = lambda _: True) -> None:
         """Make this rank's slices of the main gradients the ``.grad`` of its parameters; they are final, and may be scaled.
 
         Args:
             of: Which parameters get one; the others get None.
         """
         self._all_gradients.forget()
-        for number, shard in enumerate(self._shards):
+        for number, shard in enumerate(self.shards):
             known = self._parts.get(number)
             if known is None or known[0] is not shard.gradients.main:
                 own = shard.gradients.own
@@ -308,11 +300,9 @@ class ShardOptimizer(TorchOptimizer):
 
     def detach_gradients(self) -> None:
         """Set the ``.grad`` of all parameters to None, until the next cycle's gradients are final."""
-        for shard in self._shards:
-            for parameter in shard.parameters:
+        for group in self.param_groups:
+            for parameter in group["params"]:
                 parameter.grad = None
-        for parameter, _ in self._placeholders:
-            parameter.grad = None
 
     def prepare_shards(self, touched: Callable[[Slice], bool], known: Sequence[Tensor] = ()) -> Callable[[], None]:
         """Look at everything that a step needs and may refuse, and ask all ranks what it asks of them; nothing is changed yet.
@@ -323,45 +313,37 @@ class ShardOptimizer(TorchOptimizer):
 
         Returns:
             Steps what this rank has of them.
+
+        Raises:
+            RuntimeError: ``state`` was given another object, or a parameter was cast or moved to another device.
+            TypeError: A hyperparameter that is none.
+            ValueError: A hyperparameter that is out of range, or a policy in a param group.
         """
         self.attach_gradients(touched)
-        self._prepare()
-        self._units, made = self._joining.arrange(
-            self._units, lambda unit: [grad is not None for grad in unit.collect()]
-        )
-        for unit in made:
-            self._publish(unit)
-        work = self._split_by_gradients(self._units)
-        stepped = [unit for unit, grads in work if grads and grads[0] is not None]
-        totals = self._reduce(stepped, known)
+        if self.state is not self.engine.states:
+            raise state_replaced()
+        if policies := [number for number, group in enumerate(self.param_groups) if "policy" in group]:
+            raise ValueError(
+                f"param group {policies[0]}: policy: got one for parameters that are laid out; accepted is another stepper."
+            )
+        self.engine.follow([self.factory_arguments(group) for group in self.param_groups])
+        self.engine.follow_parameters(lambda: [p for group in self.param_groups for p in group["params"]])
+        prepared = self.engine.prepare(known)
+        return lambda: self.engine.step(prepared, metrics=self.metrics_enabled)
 
-        def step() -> None:
-            self._joining.stepped(stepped)
-            measured: Metrics | None = None
-            for unit in stepped:
-                assert unit.gradients is not None
-                group = self._groups[unit.group]
-                for one in self._step_parts(group, unit, totals[self._source(unit)]):
-                    measured = one if measured is None else measured + one
-            if self._copies is not None:
-                self._copies.synchronize()
-            if self.metrics_enabled:
-                here = Metrics.zero(self._units[0].tensors[0].device) if measured is None else measured
-                self._metrics = eb.tree.map(self._axis.sum, here)
+    # -- what one sees --------------------------------------------------------------------------------------------------------------
 
-        return step
+    def metrics(self) -> Metrics:
+        """Return the metrics of the last measured step, over all parameters and ranks.
 
-    def _step_parts(self, group: Group, unit: Unit, totals: Sequence[Tensor]) -> list[Metrics]:
-        """Step a unit, at once or bucket by bucket if its state is offloaded, and return the metrics."""
-        assert unit.gradients is not None
+        Raises:
+            RuntimeError: No step was measured.
+        """
+        return self.engine.last_metrics()
 
-        def step(part: Unit, grad: Tensor) -> Metrics | None:
-            return group.step(part, grad, compile=self._compiles(unit), metrics=self.metrics_enabled, totals=totals)
-
-        gradient = unit.gradients.buffer
-        copies = self._copies
-        found = [step(unit, gradient)] if copies is None else step_streamed(unit, gradient, step, copies)
-        return [one for one in found if one is not None]
+    def bytes_table(self) -> dict[str, int]:
+        """Bytes of this rank's tensors, by use; see :meth:`everybit_torch.TorchOptimizer.bytes_table`."""
+        return self.engine.bytes_table()
 
     # -- what would be about this rank's part alone -----------------------------------------------------------------------------------
 
@@ -371,63 +353,23 @@ class ShardOptimizer(TorchOptimizer):
         Raises:
             RuntimeError: Always.
         """
-        raise _refusal("state_dict", SAVING)
+        raise _refusal("state_dict")
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """Refused: it would hold this rank's parts, and not say so.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise _refusal("full_state_dict", SAVING)
-
-    def torch_state_dict(self) -> dict[str, Any]:
-        """Refused: it would hold this rank's parts, and not say so.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise _refusal("torch_state_dict", SAVING)
-
-    def export_fp32(self) -> list[list[Tensor]]:
-        """Refused: it would hold this rank's parts, and not say so.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise _refusal("export_fp32", WEIGHTS)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002  # torch's signature
         """Refused: other ranks would not have it.
 
         Raises:
             RuntimeError: Always.
         """
-        raise _refusal("load_state_dict", LOADING)
+        raise _refusal("load_state_dict")
 
-    def load_full_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
-        """Refused: other ranks would not have it.
+    if not TYPE_CHECKING:
 
-        Raises:
-            RuntimeError: Always.
-        """
-        raise _refusal("load_full_state_dict", LOADING)
-
-    def load_torch_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
-        """Refused: other ranks would not have it.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise _refusal("load_torch_state_dict", LOADING)
-
-    def import_fp32(self, weights: Iterable[Iterable[Tensor]]) -> None:
-        """Refused: other ranks would not have it.
-
-        Raises:
-            RuntimeError: Always.
-        """
-        raise _refusal("import_fp32", WEIGHTS)
+        def __getattr__(self, name: str) -> Any:
+            # What a TorchOptimizer has, and nobody can do rightly for one rank: not offered, and said why.
+            if name in INSTEAD:
+                raise AttributeError(str(_refusal(name)), name=name, obj=self)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be copied or pickled.
@@ -439,27 +381,16 @@ class ShardOptimizer(TorchOptimizer):
             "as_optimizer(): cannot be copied or pickled, for its tensors are parts of the stepper's buffers; " + SAVING
         )
 
-    # -- counts and reductions ------------------------------------------------------------------------------------------------------
 
-    def _entries(self, unit: Unit) -> list[Entry]:
-        """List the entries of each parameter of a unit."""
-        assert unit.stored is not None
-        return [entry for entry, _ in entries(unit.state, unit.tensors, 0, unit.stored[0])]
+def _with_gradients_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    if dtype is not parameter.dtype:
+        parameter.grad_dtype = dtype
+    return parameter
 
-    def _source(self, unit: Unit) -> str:
-        return self._labelled[self.param_groups[unit.group]["label"]].source
 
-    def _reduce(self, stepped: list[Unit], known: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-        """Find the totals of each transform's reductions, in the order of the labels, which is the same on every rank."""
-        parts: dict[str, list[Part]] = {}
-        taking_part = set(map(id, stepped))
-        for unit in self._units:
-            optimizer = self._groups[unit.group].optimizer_of(unit)
-            assert unit.gradients is not None
-            grad = unit.gradients.buffer if id(unit) in taking_part else None
-            parts.setdefault(self._source(unit), []).append(Part(optimizer, unit, grad))
-        reads = self._groups[0].reads
-        return {source: find_totals(members, self._axis, reads, known) for source, members in parts.items()}
+def _every(_: Tensor) -> bool:
+    """This rank counts all it has: ranks that hold copies do not reduce."""
+    return True
 
 
 def contiguous_runs(slices: Sequence[Slice], *, by_index: bool, block: int) -> list[list[int]]:

@@ -108,6 +108,13 @@ class WeightBuffer:
         return self.shard.view(self.outer.size, -1)[self.outer.rank] if self.sharding.outer == "optim" else self.shard
 
     @property
+    def own_range(self) -> tuple[int, int]:
+        """The elements of the group's buffer that this rank's optimizer steps."""
+        return self.sharding.own_range(
+            self.group.padded, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size
+        )
+
+    @property
     def nbytes(self) -> int:
         """The number of bytes that persist between steps."""
         return self.shard.nbytes if self.sharding.params else self.whole.nbytes

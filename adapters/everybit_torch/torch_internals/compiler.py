@@ -25,6 +25,13 @@ def reached_recompile_limit(error: BaseException) -> bool:
     return isinstance(error, getattr(errors, "FailOnRecompileLimitHit", ()))
 
 
+def let_length_vary(vector: Tensor) -> None:
+    """Have Dynamo make code for vectors of any length in the place of this one; without its function it does so at the second length."""
+    mark: Any = getattr(_module("torch._dynamo"), "maybe_mark_dynamic", None)
+    if mark is not None:
+        mark(vector, 0)
+
+
 def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor uses; None where it is looked for in another way than expected, which Inductor then does itself.
 

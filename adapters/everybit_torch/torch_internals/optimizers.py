@@ -49,3 +49,13 @@ def unmarked(method: F) -> F:
     marked = getattr(method, "__globals__", {}).get("__name__") == _MARKS
     plain: F = getattr(method, "__wrapped__", method)
     return plain if marked and "torch._dynamo" not in sys.modules else method
+
+
+def leave_scaling_to_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Have a ``GradScaler`` leave everything to ``optimizer.step()``, rather than look for gradients itself; returns what ends that."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+    return undo

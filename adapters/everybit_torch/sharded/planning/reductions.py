@@ -26,5 +26,6 @@ def reductions_of(one: LabelledTransform) -> list[Tensor]:
         return []
     optimizer = eb.Optimizer(one.transform, one.policy)
     empty = torch.zeros(0, dtype=torch_dtype(one.policy.model_dtype))
-    unit = Unit(0, [empty], [], optimizer.init([empty]), 0, flat=True, stored=optimizer.formats([empty]))
+    (stored,) = optimizer.formats([empty])
+    unit = Unit(0, empty, [], optimizer.init([empty]), 0, flat=True, stored=stored)
     return find_totals([Part(optimizer, unit, None)], eb.Local, Reads())

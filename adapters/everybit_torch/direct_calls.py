@@ -1,0 +1,128 @@
+"""Calls of compiled code without the compiler's own look at everything that the code was made for.
+
+Before each call Dynamo makes sure that nothing has changed on which its code depends: of the inputs, and of all Python objects that the
+traced functions touched. That takes twice as long as a step of ten thousand elements. The inputs of a step are of a few kinds only, and
+of a transform, a policy and numbers that are all of this library nothing can change; so here a step's inputs are told apart by what is
+quickly looked at, and where they are of a kind for which the code ran before, it is called at once. All else goes through Dynamo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.optimizer import OptimizerState
+
+Compiled = Callable[..., Any]
+# Of each input: its dtype, its device, and whether it is a vector; and whether the first is long enough to be one.
+_Kind = tuple[tuple[torch.dtype, torch.device, bool], ...]
+# What takes the place of the vectors' length among the arguments of compiled code.
+_LENGTH = -1
+
+
+class DirectCalls:
+    """A compiled step, called directly where that is safe.
+
+    Args:
+        through_dynamo: The step; it calls :meth:`note` when its code begins to run.
+        began: Called when compiled code begins to run.
+    """
+
+    def __init__(self, through_dynamo: Compiled, began: Callable[[], None]) -> None:
+        self._through_dynamo, self._began = through_dynamo, began
+        self._known: dict[_Kind, tuple[Compiled, list[int]] | None] = {}
+        self._ran: tuple[Compiled, Sequence[Any]] | None = None
+
+    def note(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
+        """Remember which code runs, and what Dynamo passes to it."""
+        self._ran = compiled, arguments
+
+    def __call__(
+        self,
+        tensors: list[Tensor],
+        grads: list[Tensor],
+        state: OptimizerState[Any],
+        numbers: Tensor,
+        given: Mapping[str, Tensor],
+        first: Tensor,
+        totals: Sequence[Tensor],
+    ) -> None:
+        """Step in place; the arguments are those of a compiled step that is not measured."""
+        (tensor,), (grad,) = tensors, grads
+        inputs = [tensor, grad, *eb.tree.leaves(state), first, *given.values(), *totals]
+        kind = _kind(inputs)
+        known = None if kind is None else self._known.get(kind)
+        if known is not None:
+            compiled, places = known
+            inputs.append(numbers)
+            self._began()
+            compiled(*[tensor.numel() if place == _LENGTH else inputs[place] for place in places])
+            return
+        self._ran = None
+        self._through_dynamo(tensors, grads, state, numbers, given, first, totals)
+        if kind is not None and self._ran is not None and kind not in self._known:
+            self._known[kind] = _places(*self._ran, [*inputs, numbers])
+
+
+def _kind(inputs: Sequence[Tensor]) -> _Kind | None:
+    """What code for these inputs depends on; None if they are not plain vectors of one length, in the usual order, and 0-d tensors."""
+    length = inputs[0].numel()
+    # Of other lengths than these the code may be another.
+    if not 2 <= length < 1 << 31 or torch.compiler.is_compiling():
+        return None
+    kind = []
+    for x in inputs:
+        vector = x.ndim == 1
+        # Dynamo traces, and code is made, for plain tensors of which no gradient is asked.
+        if (
+            x.requires_grad
+            or type(x) is not Tensor
+            or (x.ndim and not (vector and x.numel() == length and x.is_contiguous()))
+        ):
+            return None
+        kind.append((x.dtype, x.device, vector))
+    if inputs[0].ndim != 1 or inputs[0].untyped_storage().data_ptr() == inputs[1].untyped_storage().data_ptr():
+        return None
+    return tuple(kind) if len(set(map(id, inputs))) == len(inputs) else None
+
+
+def _places(
+    compiled: Compiled, arguments: Sequence[Any], inputs: Sequence[Tensor]
+) -> tuple[Compiled, list[int]] | None:
+    """Compiled code, and which of the inputs each of its arguments is; None if one is none of them."""
+    numbers = {id(x): number for number, x in enumerate(inputs)}
+    length = inputs[0].numel()
+    places = [
+        numbers.get(id(x)) if isinstance(x, Tensor) else _LENGTH if type(x) is int and x == length else None
+        for x in arguments
+    ]
+    found = [place for place in places if place is not None]
+    # Code with a constant length would have been made for this one alone.
+    return (compiled, found) if len(found) == len(places) and _LENGTH in found else None
+
+
+def is_settled(value: object) -> bool:
+    """Whether nothing can change that code depends on which was made for ``value``: it is a constant, or of this library throughout."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return True
+    if isinstance(value, (tuple, list)):
+        return all(map(is_settled, value))
+    if isinstance(value, Mapping):
+        return all(map(is_settled, value.values()))
+    if callable(value) and not is_dataclass(value):
+        # A function, whose cells and globals are the library's.
+        return _is_of_library(value) and not getattr(value, "__closure__", None)
+    return (
+        is_dataclass(value)
+        and _is_of_library(type(value))
+        and all(is_settled(getattr(value, one.name)) for one in fields(value))
+    )
+
+
+def _is_of_library(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "everybit"

@@ -1,0 +1,436 @@
+"""The engine under every front end: it steps stored segments of memory, whose members have names.
+
+It knows no model, no hooks of autograd, no ``torch.optim``, and of other processes only the axis over which it reduces. A front end makes
+groups and adds units to them; it translates hyperparameters into arguments of the groups' factories, and says when to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.metrics import Metrics
+from everybit.optimizer import OptimizerState
+from everybit_torch import byte_account, full_precision
+from everybit_torch.dtensors import Over, local
+from everybit_torch.entries import States
+from everybit_torch.following import follow, require_followable
+from everybit_torch.full_precision import RoundingLoss
+from everybit_torch.gradients import MemberGradients
+from everybit_torch.groups import Group, Optimizers
+from everybit_torch.joining import Joining
+from everybit_torch.reductions import Part, Reads, find_totals
+from everybit_torch.stepping import StateCopies, step_in_pieces
+from everybit_torch.units import Unit, init_state, write
+
+Grads = list[Tensor | None]
+Gathered = Tensor | MemberGradients
+"""The gradients of a unit's members."""
+Given = Mapping[int, Mapping[str, Tensor]]
+"""Entries of state, by id of the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step that nothing speaks against.
+
+    Attributes:
+        work: All units, with their members' gradients: all or none.
+        gathered: By id of a unit whose transform reduces, its gradient.
+        totals: By source, the totals of its reductions.
+    """
+
+    work: list[tuple[Unit, Grads]]
+    gathered: dict[int, Gathered]
+    totals: dict[str, list[Tensor]]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has one."""
+        return any(_have_gradients(grads) for _, grads in self.work)
+
+
+class Engine:
+    """Groups, their units, and what is kept for the members.
+
+    Args:
+        over: Of some parameters, what reductions over all of them go over; None: this process alone.
+        torch_names: Names of slots, and what torch's optimizer calls them.
+        copies: Where state lies between steps, if not beside the weights.
+    """
+
+    def __init__(
+        self,
+        over: Callable[[Sequence[Tensor]], Over | None],
+        *,
+        torch_names: Mapping[str, str] | None = None,
+        copies: StateCopies | None = None,
+    ) -> None:
+        self.groups: list[Group] = []
+        self.units: list[Unit] = []
+        self.states = States(torch_names=torch_names)
+        """What is kept for each parameter, as views, and what others keep beside it."""
+        self.metrics: Metrics | None = None
+        """Of the last step that was measured."""
+        self.had_gradients = False
+        """Whether the last step had some."""
+        self.reads = Reads()
+        self._joining: Joining[Unit] = Joining()
+        self._over, self._copies = over, copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of the states that show what is in the units a front end saves what others keep there.
+        return {name: value for name, value in self.__dict__.items() if name != "states"} | {"reads": Reads()}
+
+    # -- groups and units -----------------------------------------------------------------------------------------------------
+
+    def optimizer_of(self, unit: Unit) -> eb.Optimizer[Any]:
+        """The optimizer of a unit, as its masks and labels came out."""
+        return self.groups[unit.group].optimizer_of(unit)
+
+    def stepped(self) -> Iterator[tuple[Unit, eb.Optimizer[Any]]]:
+        """The units with their optimizers."""
+        for unit in self.units:
+            yield unit, self.optimizer_of(unit)
+
+    def init_state(self, optimizer: eb.Optimizer[Any], tensor: Tensor, first: int) -> OptimizerState[Any]:
+        """The state of a unit before its first step, in memory where it belongs."""
+        if self._copies is None:
+            return init_state(optimizer, tensor, first)
+        return init_state(optimizer, tensor, first, allocate=self._copies.allocate)
+
+    def add(self, unit: Unit) -> None:
+        """Step a unit from here on."""
+        self.units.append(unit)
+        self.groups[unit.group].elements[unit.tensor.dtype] += unit.tensor.numel()
+        self.states.show(unit)
+
+    def cut(self, boundaries: Callable[[Unit], list[int]]) -> None:
+        """Cut flat units, for good.
+
+        Args:
+            boundaries: The numbers of the members before which a flat unit is cut.
+        """
+        self._joining.forget()
+        self._replace({id(unit): list(unit.split(at)) for unit in self.units if unit.flat and (at := boundaries(unit))})
+
+    def _replace(self, parts: Mapping[int, list[Unit]]) -> None:
+        """Put parts in the place of units, by id."""
+        if parts:
+            self.units = [part for unit in self.units for part in parts.get(id(unit), (unit,))]
+        for part in (part for several in parts.values() for part in several):
+            self.states.show(part)
+
+    def follow_parameters(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
+        """Follow members that were given other memory since the last step, or bring them back; ``parameters`` returns all there are.
+
+        Raises:
+            RuntimeError: A member was given something else than other memory; the message says what. Nothing is changed.
+        """
+        if all(unit.in_place() for unit in self.units):
+            return
+        there = parameters()
+        require_followable(self.units, there)
+        self._joining.forget()
+        self.units, changed = follow(self.units, there)
+        for unit in changed:
+            self.states.show(unit)
+
+    # -- hyperparameters ------------------------------------------------------------------------------------------------------
+
+    def follow(
+        self,
+        arguments: Sequence[dict[str, Any]],
+        may_begin: Callable[[Unit, list[str], Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """Step with these hyperparameters from here on; state that they need begins, and what they do not need is put aside.
+
+        Args:
+            arguments: For each group, its factory's.
+            may_begin: Refuses slots that cannot begin after other steps of a unit, by a ValueError.
+
+        Raises:
+            TypeError: A hyperparameter that is none.
+            ValueError: A hyperparameter out of range, or one by which it cannot be told which state is carried over. Nothing is changed.
+        """
+        changes = [
+            (group, new, group.build(new))
+            for group, new in zip(self.groups, arguments, strict=True)
+            if new != group.arguments
+        ]
+        plans = [
+            (unit, plan)
+            for group, new, optimizers in changes
+            for unit, plan in group.plan_migrations(self.units, new, optimizers, may_begin)
+        ]
+        for group, new, optimizers in changes:
+            group.follow(new, optimizers)
+        if plans:
+            self._joining.forget()
+        for unit, plan in plans:
+            unit.state, (unit.stored,) = plan.state, self.optimizer_of(unit).formats([unit.tensor])
+            self.states.migrate(unit, plan.begun, plan.ended)
+
+    def require_cuts(self, optimizers: Sequence[Optimizers]) -> None:
+        """Refuse optimizers, for each group, that cannot step parameters as they were placed; see :meth:`Group.require_cuts`.
+
+        Raises:
+            ValueError: The message says what changed.
+        """
+        for group, new in zip(self.groups, optimizers, strict=True):
+            group.require_cuts(new)
+
+    def start_with(self, arguments: Sequence[dict[str, Any]], optimizers: Sequence[Optimizers]) -> None:
+        """Step with other hyperparameters, for state that is loaded after this: what they keep otherwise begins anew."""
+        self._joining.forget()
+        changed = {group.number: group.changed(new) for group, new in zip(self.groups, optimizers, strict=True)}
+        for group, new, values in zip(self.groups, optimizers, arguments, strict=True):
+            group.follow(values, new)
+        for unit in self.units:
+            if unit.tensor.dtype in changed[unit.group]:
+                optimizer = self.optimizer_of(unit)
+                unit.state = self.init_state(optimizer, unit.tensor, unit.first)
+                (unit.stored,) = optimizer.formats([unit.tensor])
+                self.states.show(unit)
+
+    # -- stepping -------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, known: Sequence[Tensor] = ()) -> PreparedStep:
+        """Find the gradients, cut units between members with one and members without, and reduce: no weight is changed yet.
+
+        Units that were cut so before are joined again where that is possible. Every process has to do it: all take part in the same
+        reductions.
+
+        Args:
+            known: Answers to the first reductions of every transform that reduces.
+
+        Raises:
+            TypeError: A sparse gradient.
+        """
+        work = self._collected(self.units)
+        if self._joining.is_needed or any(unit.flat and _is_cut(grads) for unit, grads in work):
+            self.units, made = self._joining.arrange(self.units, lambda unit: [g is not None for g in unit.collect()])
+            for unit in made:
+                self.states.show(unit)
+            work = self._collected(self.units)
+        reducing = [(unit, grads) for unit, grads in work if self.optimizer_of(unit).transform.reduces]
+        # A transform that reduces looks at all gradients before any is used.
+        gathered = {
+            id(unit): unit.gathered(cast(list[Tensor], grads)) for unit, grads in reducing if _have_gradients(grads)
+        }
+        totals = self._find_totals([unit for unit, _ in reducing], gathered, known)
+        return PreparedStep(work, gathered, totals)
+
+    def split_by_gradients(self, units: Sequence[Unit]) -> list[tuple[Unit, Grads]]:
+        """Some of the units with their members' gradients, cut where members with a gradient meet such without.
+
+        Raises:
+            TypeError: A sparse gradient.
+        """
+        # Who steps single units does not say which were stepped.
+        self._joining.forget()
+        work: list[tuple[Unit, Grads]] = []
+        cut: dict[int, list[Unit]] = {}
+        for unit, grads in self._collected(units):
+            if not (unit.flat and _is_cut(grads)):
+                work.append((unit, grads))
+                continue
+            present = [grad is not None for grad in grads]
+            parts = cut[id(unit)] = list(
+                unit.split([i for i in range(1, len(present)) if present[i] != present[i - 1]])
+            )
+            start = 0
+            for part in parts:
+                work.append((part, grads[start : start + len(part.members)]))
+                start += len(part.members)
+        self._replace(cut)
+        return work
+
+    def _collected(self, units: Sequence[Unit]) -> list[tuple[Unit, Grads]]:
+        """Units with their members' gradients.
+
+        Raises:
+            TypeError: A sparse gradient.
+        """
+        work = [(unit, unit.collect()) for unit in units]
+        for unit, grads in work:
+            # Those that lie in a buffer are dense.
+            if unit.gradients is None:
+                layouts = {grad.layout for grad in grads if grad is not None}
+                if any(layout is not torch.strided for layout in layouts):
+                    _refuse_sparse(unit, grads)
+        return work
+
+    def _find_totals(
+        self, reducing: list[Unit], gathered: Mapping[int, Gathered], known: Sequence[Tensor]
+    ) -> dict[str, list[Tensor]]:
+        """Find the totals of the transforms' reductions over all units and processes, by source, in the order of the groups.
+
+        Args:
+            reducing: The units whose transform reduces.
+            gathered: By id of the unit, the gradients of those that have some.
+            known: The first of the totals of every transform.
+        """
+        if not reducing:
+            return {}
+        over = self._over([parameter for unit in reducing for parameter in unit.parameters])
+        if over is None and not gathered:
+            return {}
+        parts: dict[str, list[Part]] = {}
+        for unit in reducing:
+            counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
+            part = Part(self.optimizer_of(unit), unit, gathered.get(id(unit)), counted)
+            parts.setdefault(self.groups[unit.group].source, []).append(part)
+        axis = eb.Local if over is None else over.axis
+        return {source: find_totals(members, axis, self.reads, known) for source, members in parts.items()}
+
+    def step(self, prepared: PreparedStep, *, metrics: bool = False) -> None:
+        """Carry a step out.
+
+        Args:
+            prepared: By :meth:`prepare`.
+            metrics: Measure it.
+        """
+        total: Metrics | None = None
+        over = self._over([p for unit in self.units for p in unit.parameters]) if metrics else None
+        self._joining.stepped([unit for unit, grads in prepared.work if _have_gradients(grads)])
+        for unit, grads in prepared.work:
+            totals = prepared.totals.get(self.groups[unit.group].source, ()) if prepared.totals else ()
+            measured = self.step_unit(unit, grads, totals, prepared.gathered.pop(id(unit), None), metrics=metrics)
+            counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
+            if measured is not None and counted:
+                total = measured if total is None else added(total, measured)
+        if self._copies is not None:
+            self._copies.synchronize()
+        if not metrics:
+            return
+        if over is not None:
+            total = Metrics.zero(self.units[0].tensor.device) if total is None else total
+            total = eb.tree.map(over.axis.sum, total)
+        self.metrics = total
+
+    def step_unit(
+        self,
+        unit: Unit,
+        grads: Grads,
+        totals: Sequence[Tensor] = (),
+        gathered: Gathered | None = None,
+        *,
+        metrics: bool = False,
+    ) -> Metrics | None:
+        """Step a unit whose members have gradients, all or none."""
+        if not _have_gradients(grads):
+            return None
+        group = self.groups[unit.group]
+        grad = unit.gathered(cast(list[Tensor], grads)) if gathered is None else gathered
+        if totals and not group.optimizer_of(unit).transform.reduces:
+            totals = ()
+        compile = group.compiles(unit)
+
+        def step(part: Unit, grad: Tensor) -> Metrics | None:
+            return group.step(part, grad, compile=compile, metrics=metrics, totals=totals)
+
+        if self._copies is not None:
+            measured = step_in_pieces(unit, grad, self._copies.pieces(unit), step)
+        elif isinstance(grad, MemberGradients):
+            measured = step_in_pieces(unit, grad, unit.pieces(0, stops=grad.stops()), step)
+        else:
+            measured = step(unit, grad)
+        if unit.flat:
+            # Autograd does not see that writing to the buffer changes the parameters; a graph that needs the old values must not run.
+            torch.autograd.graph.increment_version(unit.parameters)
+        return measured
+
+    def last_metrics(self) -> Metrics:
+        """Return the metrics of the last measured step, over all parameters.
+
+        Raises:
+            RuntimeError: No step was measured.
+        """
+        if self.metrics is None:
+            raise RuntimeError(
+                "metrics: no step was measured yet; pass metrics=True, or set metrics_enabled = True before a step."
+            )
+        return self.metrics
+
+    # -- what is kept ---------------------------------------------------------------------------------------------------------
+
+    def load(self, given: Given) -> None:
+        """Write entries of state, by id of the parameter; parameters without any are as before their first step.
+
+        Members to which different shared numbers are given, such as counts, are stepped apart from here on.
+        """
+        self._cut_by_shared_state(given)
+        for unit in self.units:
+            if any(id(parameter) not in given for parameter in unit.parameters):
+                write(unit.state, self.init_state(self.optimizer_of(unit), unit.tensor, unit.first))
+            for member in unit.members:
+                own = unit.named_state(member)
+                for name, value in given.get(id(member.parameter), {}).items():
+                    if name in own:
+                        own[name].copy_(local(value))
+
+    def encode(self, given: Given) -> dict[str, RoundingLoss]:
+        """As :meth:`load`, for entries and weights (``"param"``) in full precision.
+
+        Returns:
+            By name, what rounding lost.
+        """
+        self._cut_by_shared_state(given)
+        losses: dict[str, RoundingLoss] = {}
+        for unit, optimizer in self.stepped():
+            for name, loss in full_precision.encode(unit, optimizer, given).items():
+                losses[name] = losses[name] + loss if name in losses else loss
+        return losses
+
+    def _cut_by_shared_state(self, given: Given) -> None:
+        """Cut flat units between members to which different shared numbers are given."""
+
+        def boundaries(unit: Unit) -> list[int]:
+            # Of those that are given none: as before the first step.
+            shared = Unit(0, none := unit.tensor[:0], [], self.optimizer_of(unit).init([none]), 0, True).shared_state()
+            values = [
+                [_bits(given.get(id(p), {}).get(name, begun)) for name, begun in shared.items()]
+                for p in unit.parameters
+            ]
+            return [number for number in range(1, len(values)) if values[number] != values[number - 1]]
+
+        self.cut(boundaries)
+
+    def bytes_table(self, others: Sequence[Tensor] = ()) -> dict[str, int]:
+        """Bytes of the tensors that are allocated now, by use; ``others`` are parameters that are in no unit."""
+        return byte_account.bytes_table(self.units, self.states, others)
+
+
+def _is_cut(grads: Grads) -> bool:
+    """Whether some members have a gradient, and some have not."""
+    missing = sum(grad is None for grad in grads)
+    return 0 < missing < len(grads)
+
+
+def _have_gradients(grads: Grads) -> bool:
+    """Whether members have gradients, all of which have one or none."""
+    return bool(grads) and grads[0] is not None
+
+
+def _refuse_sparse(unit: Unit, grads: Grads) -> None:
+    for member, grad in zip(unit.members, grads, strict=True):
+        if grad is not None and grad.layout is not torch.strided:
+            raise TypeError(
+                f"{member.name}: got a {grad.layout} gradient; accepted are dense gradients (torch.nn.Embedding(sparse=False), or"
+                " torch.optim.SparseAdam for sparse ones)."
+            )
+
+
+def _bits(number: Tensor) -> bytes:
+    return bytes(local(number).detach().reshape(-1).view(torch.uint8).tolist())
+
+
+def added(total: Metrics, measured: Metrics) -> Metrics:
+    """Add what was measured elsewhere, maybe on another device."""
+    return total + eb.tree.map(lambda x, like: x.to(like.device), measured, total)

@@ -1,0 +1,206 @@
+"""What an entry of a state dict has to be: its dtype, shape and layout, and for a count of steps its range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.dtypes import torch_dtype
+from everybit.entries import WEIGHTS, former_names
+from everybit_torch.choosing import applied
+from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.engine import Engine
+from everybit_torch.groups import Optimizers
+from everybit_torch.memory import has_memory
+from everybit_torch.migration import shadow_state, skeleton
+from everybit_torch.placement import Placement
+from everybit_torch.places import is_sharded
+from everybit_torch.saved_structure import shown
+from everybit_torch.units import Member, Unit
+
+LARGEST_COUNT = 2**53
+"""Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here
+and not every one beyond; at a million steps a second it takes 285 years to come to it."""
+
+_FROM_ELSEWHERE = (
+    "The checkpoint was made under another policy or for another model; nothing is cast, because that would lose bits."
+    " full_state_dict() and load_full_state_dict() carry a run from one policy to another."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The requirements on an entry of a state dict.
+
+    Attributes:
+        dtype: Exactly.
+        shape: Of the whole tensor, if it is sharded.
+        count: Whether it is a count of steps.
+        positive: Whether it holds running squares, none of which is negative.
+        former: What state dicts of version 1 called it, if it was something else.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    count: bool = False
+    positive: bool = False
+    former: str | None = None
+
+    def __str__(self) -> str:
+        return "a count of steps" if self.count else f"{self.dtype} of shape {self.shape}"
+
+
+def expectations(
+    engine: Engine,
+    parameters: Sequence[Tensor],
+    optimizers: Sequence[Optimizers],
+    placement: Placement | None,
+    *,
+    full: bool,
+) -> dict[int, dict[str, Kind]]:
+    """Return, by id of the parameter, the entries of every parameter that has a unit or gets one.
+
+    Args:
+        engine: As it is.
+        parameters: All there are.
+        optimizers: For each group, as they will be.
+        placement: Of parameters that have no unit yet.
+        full: In full precision: what the stored numbers stand for, and the weights.
+    """
+    units: list[Unit] = []
+    for unit in engine.units:
+        new = applied(optimizers[unit.group][unit.tensor.dtype], unit.decision)
+        state, stored = unit.state, unit.stored
+        if skeleton(engine.optimizer_of(unit).transform) != skeleton(new.transform):
+            state, (stored,) = shadow_state(unit.tensor, new, unit.first), new.formats([unit.tensor])
+        units.append(Unit(unit.group, unit.tensor, unit.members, state, unit.first, unit.flat, stored=stored))
+    sharded = is_sharded(parameters)
+    for run in placement.runs if placement is not None else []:
+        tensor = run.shadow(sharded=sharded)
+        state = run.optimizer.init([tensor], eb.Context(first_element=run.first))
+        units.append(run.unit(tensor, state, run.first))
+    return {id(member.parameter): _kinds(unit, member, full=full) for unit in units for member in unit.members}
+
+
+def _kinds(unit: Unit, member: Member, *, full: bool) -> dict[str, Kind]:
+    assert unit.stored is not None
+    wide = torch_dtype(unit.stored.policy.compute)
+    kinds: dict[str, Kind] = {}
+    found = unit.entries(member)
+    former = {new: old for old, new in former_names([entry for entry, _ in found]).items()}
+    for entry, value in found:
+        shape = _whole_shape(member.parameter, value)
+        # Of several parts the first is the number, rounded; codes of it may be anything.
+        positive = entry.field.split("#")[0] == "variance" and entry.name == entry.field
+        if entry.role == "shared":
+            kinds[entry.name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
+        elif not full:
+            kinds[entry.name] = Kind(
+                value.dtype,
+                shape,
+                positive=positive and value.is_floating_point(),
+                former=former.get(entry.name),
+            )
+        elif entry.role == "slot" and entry.name == entry.field:
+            kinds[entry.name] = Kind(wide, tuple(member.parameter.shape), positive=positive)
+    if full:
+        kinds[WEIGHTS] = Kind(wide, tuple(member.parameter.shape))
+    return kinds
+
+
+def _whole_shape(parameter: Tensor, part: Tensor) -> tuple[int, ...]:
+    whole = is_dtensor(parameter) and part.shape == local(parameter).shape
+    return tuple(parameter.shape) if whole else tuple(part.shape)
+
+
+def require_entry(where: str, value: Any, kind: Kind, parameter: Tensor, *, full: bool) -> Tensor:
+    """The value of an entry, as a tensor that may be copied into the optimizer's."""
+    if kind.count:
+        return torch.tensor(as_count(where, value), dtype=torch.int64)
+    why = "It was made by another optimizer or for another model." if full else _FROM_ELSEWHERE
+    require_tensor(where, value, kind.dtype, kind.shape, parameter, accepted=f"{kind}. {why}")
+    checked: Tensor = value
+    if kind.positive and bool((local(checked) < 0).any()):
+        raise ValueError(
+            f"{where}: holds negative numbers; accepted are running means of squares, which are not negative."
+        )
+    return checked
+
+
+def require_tensor(
+    where: str,
+    value: Any,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    shape: tuple[int, ...],
+    parameter: Tensor,
+    *,
+    accepted: str,
+) -> None:
+    """Refuse what cannot be copied into a tensor like ``parameter``, bit for bit.
+
+    Args:
+        where: The place, for messages.
+        value: Anything.
+        dtype: Those that are accepted.
+        shape: Of the whole.
+        parameter: Which tells how it is sharded, if it is.
+        accepted: For messages: what would be.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    dtypes = [dtype] if isinstance(dtype, torch.dtype) else dtype
+    fits = (
+        isinstance(value, Tensor)
+        and not value.is_nested
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+        and any(value.dtype is one for one in dtypes)
+        and tuple(value.shape) == shape
+        and has_memory(local(value))
+    )
+    if not fits:
+        raise ValueError(f"{where}: got {shown(value)}; accepted is {accepted}")
+    if not is_dtensor(parameter):
+        if is_dtensor(value):
+            raise ValueError(f"{where}: got a DTensor for a parameter that is not sharded; accepted is a whole tensor.")
+    elif value.ndim and not is_dtensor(value):
+        raise ValueError(
+            f"{where}: got a whole tensor for a sharded parameter; accepted are DTensors, as"
+            " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes of a whole state dict."
+        )
+    elif is_dtensor(value) and (
+        value.placements != parameter.placements or local(value).shape != local(parameter).shape
+    ):
+        raise ValueError(
+            f"{where}: got a DTensor placed as {value.placements}; accepted is {parameter.placements}, as its parameter is."
+        )
+
+
+def as_count(where: str, value: Any) -> int:
+    """A count of steps: a whole number, as a number or in a tensor of one.
+
+    Raises:
+        ValueError: It is none, or out of range.
+    """
+    number: Any = value
+    if isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided:
+        single = (
+            value.numel() == 1 and value.device.type != "meta" and not value.is_complex() and has_memory(local(value))
+        )
+        number = local(value).item() if single and value.dtype is not torch.bool else None
+    elif not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        number = value.item()
+    # Comparisons first: what is not in the range may be too large to be converted.
+    within = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number < LARGEST_COUNT
+    if not within or number != int(number):
+        raise ValueError(
+            f"{where}: got {shown(value if number is None or number is value else number)}; accepted is a count of steps, a whole number in"
+            f" [0, 2**53)."
+        )
+    return int(number)

@@ -1,0 +1,128 @@
+"""Weights and state in full precision: what the stored bits stand for, read out, and stored again under any policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.entries import WEIGHTS
+from everybit_torch.dtensors import like, local
+from everybit_torch.units import Member, Unit, init_state, write
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingLoss:
+    """The error of storing values in a coarser format.
+
+    Attributes:
+        largest: The greatest absolute difference.
+        error: Sum of the squared differences.
+        total: Sum of the squared values.
+    """
+
+    largest: float
+    error: float
+    total: float
+
+    @property
+    def relative(self) -> float:
+        """Root of the mean squared difference, relative to that of the values; 0 if nothing was lost."""
+        return (self.error / self.total) ** 0.5 if self.error else 0.0
+
+    def __add__(self, other: RoundingLoss) -> RoundingLoss:
+        return RoundingLoss(max(self.largest, other.largest), self.error + other.error, self.total + other.total)
+
+    def __str__(self) -> str:
+        return f"largest {self.largest:.3g}, relative {self.relative:.3g}" if self.error else "exact"
+
+
+def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
+    """Measure the error of ``stored`` as a copy of ``value``."""
+    difference = stored.double() - value.double()
+    # Infinities and NaN that were carried over are no loss.
+    difference = torch.where((stored == value) | (stored.isnan() & value.isnan()), 0.0, difference)
+    largest = float(difference.abs().max()) if value.numel() else 0.0
+    return RoundingLoss(largest, float(difference.square().sum()), float(value.double().square().sum()))
+
+
+Stepped = Iterable[tuple[Unit, eb.Optimizer[Any]]]
+"""Units with their optimizers."""
+
+
+def decoded(stepped: Stepped) -> dict[int, dict[str, Tensor]]:
+    """Return, by id of each parameter, its state and weights in the compute dtype, in its shape."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for unit, optimizer in stepped:
+        weights, wide = _decoded_unit(unit, optimizer)
+        for m in unit.members:
+            named = wide.named_state(m) | {WEIGHTS: _share(m, weights)}
+            found[id(m.parameter)] = {name: like(m.parameter, value) for name, value in named.items()}
+    return found
+
+
+def encode(
+    unit: Unit, optimizer: eb.Optimizer[Any], given: Mapping[int, Mapping[str, Tensor]]
+) -> dict[str, RoundingLoss]:
+    """Store full-precision state, and weights where there are any, in a unit; members without are as before their first step.
+
+    Returns:
+        By name, what rounding lost.
+    """
+    if any(id(parameter) not in given for parameter in unit.parameters):
+        write(unit.state, init_state(optimizer, unit.tensor, unit.first))
+    here = [member for member in unit.members if id(member.parameter) in given]
+    if not here:
+        return {}
+    weights, wide = _decoded_unit(unit, optimizer)
+    for member in here:
+        into = wide.named_state(member) | {WEIGHTS: _share(member, weights)}
+        for name, value in given[id(member.parameter)].items():
+            into[name].copy_(local(value))
+    params, state = optimizer.encode([weights], wide.state, [unit.tensor], eb.Context(first_element=unit.first))
+    moved = any(WEIGHTS in given[id(member.parameter)] for member in here)
+    if moved:
+        write(([unit.tensor], unit.state), (params, state))
+    else:
+        write((unit.state.step, unit.state.inner), (state.step, state.inner))
+    now, after = _decoded_unit(unit, optimizer)
+    losses: dict[str, RoundingLoss] = {}
+    for member in here:
+        stored = after.named_state(member) | {WEIGHTS: _share(member, now)}
+        for name, value in given[id(member.parameter)].items():
+            if value.is_floating_point():
+                loss = rounding_loss(local(value).to(stored[name].device), stored[name])
+                losses[name] = losses[name] + loss if name in losses else loss
+    return losses
+
+
+def export_weights(stepped: Stepped) -> dict[int, Tensor]:
+    """Return, by id of each parameter, its weights with all the precision that is stored, in its shape."""
+    found: dict[int, Tensor] = {}
+    for unit, optimizer in stepped:
+        (weights,) = optimizer.export_fp32([unit.tensor], unit.state)
+        found |= {id(m.parameter): like(m.parameter, _share(m, weights)) for m in unit.members}
+    return found
+
+
+def import_weights(stepped: Stepped, given: Mapping[int, Tensor]) -> None:
+    """Store full-precision weights, by id of the parameter; state stays as it is, but for residuals."""
+    for unit, optimizer in stepped:
+        pieces = [local(given[id(p)]).to(unit.tensor.device).reshape(-1) for p in unit.parameters]
+        weights = torch.cat(pieces).view(unit.tensor.shape)
+        write(([unit.tensor], unit.state), optimizer.import_fp32([weights], [unit.tensor], unit.state))
+
+
+def _decoded_unit(unit: Unit, optimizer: eb.Optimizer[Any]) -> tuple[Tensor, Unit]:
+    (weights,), state = optimizer.decode([unit.tensor], unit.state)
+    return weights, Unit(unit.group, unit.tensor, unit.members, state, unit.first, unit.flat)
+
+
+def _share(member: Member, weights: Tensor) -> Tensor:
+    """A parameter's share of a unit's weights, in its shape."""
+    shape = local(member.parameter).shape
+    return weights[member.start : member.stop].view(shape) if weights.ndim == 1 else weights.reshape(shape)

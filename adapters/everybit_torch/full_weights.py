@@ -1,0 +1,92 @@
+"""Weights in full precision, in the order of the param groups: which dtypes they have, and whether given ones fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from everybit.dtypes import FLOAT_DTYPES, torch_dtype
+from everybit_torch import full_precision
+from everybit_torch.choosing import resolve_parameters, tree_of
+from everybit_torch.expected import require_tensor
+from everybit_torch.front import Front
+from everybit_torch.placement import moves
+from everybit_torch.saved_structure import shown
+
+FLOATS = tuple(map(torch_dtype, FLOAT_DTYPES))
+
+
+def dtypes(front: Front) -> dict[int, torch.dtype]:
+    """Return, by id of the parameter, the dtype in which its weights are exported."""
+    found: dict[int, torch.dtype] = {}
+    placed = {id(p) for unit in front.engine.units for p in unit.parameters}
+    for group, values in zip(front.engine.groups, front.param_groups, strict=True):
+        policies = {dtype: optimizer.policy for dtype, optimizer in group.optimizers.items()}
+        known = {key: p for key, p in tree_of(values).items() if not is_lazy(p) and p.dtype in policies}
+        resolved = resolve_parameters(policies, known)
+        for parameter in values["params"]:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            if (one := resolved.get(id(parameter))) and (id(parameter) in placed or moves(parameter)):
+                wide = torch_dtype(one.policy.compute)
+            found[id(parameter)] = wide
+    return found
+
+
+def export(front: Front) -> list[list[Tensor]]:
+    """Every placed or waiting parameter with all the precision that is stored, one list per param group."""
+    exported = {
+        id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in front.places.all_waiting()
+    }
+    exported |= full_precision.export_weights(front.engine.stepped())
+    return [[exported[id(p)] for p in group["params"]] for group in front.param_groups]
+
+
+def judge(front: Front, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor]:
+    """Full-precision weights by id of their parameter.
+
+    Raises:
+        ValueError: They do not fit; nothing is changed.
+        RuntimeError: Parameters that cannot be placed.
+    """
+    expected = [list(group["params"]) for group in front.param_groups]
+    accepted = f"accepted are {list(map(len, expected))}, each of its parameter's shape"
+    given = [
+        _listed(f"weights[{number}]", group, accepted)
+        for number, group in enumerate(_listed("weights", weights, accepted))
+    ]
+    if list(map(len, given)) != list(map(len, expected)):
+        raise ValueError(f"weights: got {list(map(len, given))} tensors by param group; {accepted}.")
+    wides = dtypes(front)
+    found: dict[int, Tensor] = {}
+    for number, (parameters, values) in enumerate(zip(expected, given, strict=True)):
+        for index, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+            wide = wides[id(parameter)]
+            held = [one for one in FLOATS if torch.promote_types(one, wide) is wide]
+            require_tensor(
+                f"weights[{number}][{index}]", value, held, tuple(parameter.shape), parameter,
+                accepted=f"{wide}, or what it holds exactly, of shape {tuple(parameter.shape)}.",
+            )  # fmt: skip
+            found[id(parameter)] = value
+    return found
+
+
+def store(front: Front, given: Mapping[int, Tensor]) -> None:
+    """Store weights that :func:`judge` returned."""
+    full_precision.import_weights(front.engine.stepped(), given)
+    for parameter in front.places.all_waiting():
+        parameter.copy_(given[id(parameter)])
+
+
+def _listed(where: str, values: Any, accepted: str) -> list[Any]:
+    """Return the items of a list, a tuple or a generator.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if not isinstance(values, Iterable) or isinstance(values, (Tensor, Mapping, str, bytes)):
+        raise ValueError(f"{where}: got {shown(values)}; {accepted}.")
+    return list(values)

@@ -1,0 +1,256 @@
+"""A group: units with the same policies and hyperparameters, its optimizers, and its compiled steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.metrics import Metrics
+from everybit.optimizer import Unsafe, with_policy
+from everybit.parts import needs_whole_tensors
+from everybit.policy import AnyPolicy
+from everybit_torch import stepping
+from everybit_torch.arguments import by_given_name
+from everybit_torch.choosing import Decision, applied
+from everybit_torch.compiling import can_compile, has_compiler
+from everybit_torch.migration import Migration, plan_migration, skeleton
+from everybit_torch.probing import Factory, fits, is_number
+from everybit_torch.stepping import Compile, step_in_place, step_unit
+from everybit_torch.units import Unit, map_state
+from everybit_torch.variants import Inputs, Variants
+
+Optimizers = dict[torch.dtype, eb.Optimizer[Any]]
+"""A group's optimizers, by dtype of the parameters."""
+
+
+class Group:
+    """Policies, the optimizers with the present hyperparameters, and compiled steps.
+
+    Args:
+        number: Among the engine's groups.
+        factory: From hyperparameters to a transform.
+        policies: By dtype of the parameters.
+        names: By the user's name of a hyperparameter, the factory's arguments that it stands for; for messages.
+        owner: What messages call the optimizer.
+        seed: Of stochastic rounding.
+        unsafe: See :func:`everybit.with_policy`.
+        compile: Whether steps are compiled; see :class:`~everybit_torch.TorchOptimizer`.
+        only_flat: Whether all units have to be flat.
+        source: Groups with the same source are stepped by the same transform, whose reductions go over all of them.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        factory: Factory,
+        policies: Mapping[torch.dtype, AnyPolicy],
+        *,
+        names: Mapping[str, tuple[str, ...]],
+        owner: str,
+        seed: int,
+        unsafe: Unsafe,
+        compile: Compile,
+        only_flat: bool = False,
+        source: str = "",
+    ) -> None:
+        self.number = number
+        self.factory = factory
+        self.policies = dict(policies)
+        self.names = names
+        self.source = source
+        self.optimizers: Optimizers = {}
+        self.elements: Counter[torch.dtype] = Counter()  # of its units
+        self.arguments: dict[str, Any] = {}
+        """The factory's present keyword arguments, by name."""
+        self._owner, self._seed, self._unsafe, self.compile = owner, seed, unsafe, compile
+        self._only_flat = only_flat
+        self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
+        self._variants = self._no_variants()
+        self._numbers: dict[torch.device, Tensor] = {}
+
+    def _no_variants(self) -> Variants:
+        return Variants(self.number, self.factory, self._seed, step_in_place, announce=self.compile == "auto")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_variants": self._no_variants()}
+
+    # -- hyperparameters ------------------------------------------------------------------------------------------------------
+
+    def build(self, arguments: Mapping[str, Any]) -> Optimizers:
+        """Make the optimizers for these arguments of the factory; the present ones stay.
+
+        Raises:
+            TypeError: A hyperparameter of another kind.
+            ValueError: A hyperparameter or policy that cannot work; the message has the user's name for it.
+        """
+        # Judged anew whenever hyperparameters change; but of what was accepted with a warning nobody is warned twice.
+        unsafe = "allow" if self._unsafe == "warn" and self.optimizers else self._unsafe
+        try:
+            transform = self.factory(**arguments)
+            return {
+                dtype: with_policy(transform, policy, seed=self._seed, unsafe=unsafe)
+                for dtype, policy in self.policies.items()
+            }
+        except (TypeError, ValueError) as error:
+            message = by_given_name(str(error), self.names, arguments)
+            raise type(error)(f"{self._owner}, param group {self.number}: {message}") from None
+
+    def follow(self, arguments: dict[str, Any], optimizers: Optimizers) -> None:
+        """Step with other hyperparameters from here on; the caller has migrated the state to them before."""
+        self.optimizers = optimizers
+        self.arguments = arguments
+        self._variants.follow()
+        for device in list(self._numbers):
+            self._fill(device)
+
+    def changed(self, optimizers: Optimizers) -> set[torch.dtype]:
+        """The dtypes for which other optimizers nest their state differently than the present ones."""
+        return {
+            dtype for dtype, old in self.optimizers.items()
+            if skeleton(old.transform) != skeleton(optimizers[dtype].transform)
+        }  # fmt: skip
+
+    def require_cuts(self, optimizers: Optimizers) -> None:
+        """Refuse optimizers that have to see whole tensors, where parameters were placed for others, and the other way round.
+
+        Raises:
+            ValueError: The message says what changed.
+        """
+        for dtype, new in optimizers.items():
+            after = needs_whole_tensors(new.transform)
+            before = needs_whole_tensors(self.optimizers[dtype].transform) if self.elements else after
+            if before != after:
+                raise ValueError(
+                    f"{self._owner}, param group {self.number}: its transform would {'have' if after else 'not have'} to see"
+                    " whole tensors, and its parameters were placed at the first step for one that"
+                    f" {'has' if before else 'has not'}; make a new optimizer."
+                )
+            if after and self._only_flat:
+                raise ValueError(
+                    "layout: got 'flat' for a transform that must see whole tensors (its cut is 'tensor'); accepted are 'auto' and 'tree'."
+                )
+
+    def plan_migrations(
+        self,
+        units: Iterable[Unit],
+        arguments: Mapping[str, Any],
+        optimizers: Optimizers,
+        may_begin: Callable[[Unit, list[str], Mapping[str, Any]], None] | None,
+    ) -> Iterator[tuple[Unit, Migration]]:
+        """Plan the state of those units that are the group's, for other hyperparameters; ``may_begin`` refuses slots that cannot begin.
+
+        Raises:
+            ValueError: It cannot be told; the message names the hyperparameters.
+        """
+        changed = self.changed(optimizers)
+        if changed:
+            self.require_cuts(optimizers)
+        for unit in units:
+            if unit.group != self.number or unit.tensor.dtype not in changed:
+                continue
+            try:
+                plan = plan_migration(unit, applied(optimizers[unit.tensor.dtype], unit.decision))
+                if may_begin is not None:
+                    may_begin(unit, plan.begun, arguments)
+            except ValueError as error:
+                before = self.arguments
+                names = [
+                    name for name, targets in self.names.items()
+                    if any(arguments[one] is not before[one] for one in targets if one in before)
+                ]  # fmt: skip
+                raise ValueError(f"param group {self.number}: {', '.join(names)}: {error}") from None
+            yield unit, plan
+
+    def optimizer_of(self, unit: Unit) -> eb.Optimizer[Any]:
+        """The optimizer of a unit: the group's for its dtype, as its masks and labels came out."""
+        optimizer = self.optimizers[unit.tensor.dtype]
+        return optimizer if unit.decision is None else self._decided(optimizer, unit.decision)
+
+    def _decided(self, optimizer: eb.Optimizer[Any], decision: Decision) -> eb.Optimizer[Any]:
+        for before, what, known in self._by_decision:
+            if before is optimizer and what == decision:
+                return known
+        self._by_decision = [one for one in self._by_decision if any(one[0] is now for now in self.optimizers.values())]
+        self._by_decision.append((optimizer, decision, made := decision.applied(optimizer)))
+        return made
+
+    # -- stepping -------------------------------------------------------------------------------------------------------------
+
+    def compiles(self, unit: Unit) -> bool:
+        """Whether the step of a unit is compiled; of those of a group with one dtype all are, or none."""
+        if self.compile != "auto":
+            return self.compile
+        if torch.compiler.is_compiling():
+            return False
+        worth_it = self.elements.get(unit.tensor.dtype, 0) >= stepping.WORTH_COMPILING
+        return worth_it and has_compiler(unit.tensor.device)
+
+    def step(
+        self, unit: Unit, grad: Tensor, *, compile: bool, metrics: bool, totals: Sequence[Tensor] = ()
+    ) -> Metrics | None:
+        """Step a unit in place; ``grad`` is in the shape of its tensor.
+
+        ``totals`` answer the transform's reductions, in order; see :mod:`everybit_torch.reductions`.
+        """
+        tensor = unit.tensor
+        optimizer = self.optimizer_of(unit)
+
+        def uncompiled() -> Metrics | None:
+            return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals)
+
+        # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
+        # elements after the last multiple of it (CppScheduling.try_loop_split).
+        short = unit.block > 1 and tensor.numel() % unit.block
+        if not (compile and can_compile(tensor.device)) or not tensor.numel() or short:
+            return uncompiled()
+        policy, first = self.policies[tensor.dtype], unit.first_tensor
+        inputs = Inputs([tensor], [grad], unit.state, first, list(totals), policy, metrics, unit.decision)
+        if tensor.ndim != 1 and not needs_whole_tensors(optimizer.transform):
+            inputs = _as_vectors(inputs)
+        measured = self._variants.step(inputs, self.arguments, self.numbers(tensor.device), uncompiled)
+        if inputs.tensors[0] is not tensor:
+            # Autograd does not see that writing to a vector changes the tensor.
+            torch.autograd.graph.increment_version([tensor])
+        return measured
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """The numeric hyperparameters, in order, as one float64 tensor, so that a new value is new data and not new code."""
+        held = self._numbers.get(device)
+        return self._fill(device) if held is None else held
+
+    def _fill(self, device: torch.device) -> Tensor:
+        # The tensor is filled again, so that it stays the same object. What float64 does not hold is part of the code.
+        values = [float(value) if fits(value) else 0.0 for value in self.arguments.values() if is_number(value)]
+        held = self._numbers.get(device)
+        if held is None or held.numel() != len(values):
+            held = self._numbers[device] = torch.empty(len(values), dtype=torch.float64, device=device)
+        held.copy_(torch.tensor(values, dtype=torch.float64))
+        return held
+
+
+def _as_vectors(inputs: Inputs) -> Inputs:
+    """One tensor of any shape as a vector: the compiler then sees one code for all shapes.
+
+    A transform that may be cut anywhere does not see the difference. Where memory is in another order, the inputs are what they were.
+    """
+    (tensor,) = inputs.tensors
+    leaves = eb.tree.leaves((tensor, inputs.state))
+    if not all(x.is_contiguous() for x in leaves):
+        return inputs
+    return replace(
+        inputs,
+        tensors=[_vector(tensor)],
+        grads=[_vector(inputs.grads[0].contiguous())],
+        state=map_state(inputs.state, _vector, lambda x: x),
+    )
+
+
+def _vector(x: Tensor) -> Tensor:
+    # No view of a tensor of this shape to the compiler, which would make code for the shape after all.
+    return x.view(-1).data

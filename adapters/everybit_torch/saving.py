@@ -1,0 +1,78 @@
+"""Make state dicts of an optimizer, in torch's form: as stored, and in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from everybit.entries import VERSION, VERSION_KEY
+from everybit_torch import full_precision
+from everybit_torch.entries import UNUSED, ParameterState
+from everybit_torch.front import Front
+from everybit_torch.places import parameters_of
+from everybit_torch.saved_structure import copied, shown
+
+
+def packed(front: Front) -> dict[str, Any]:
+    """Everything per parameter, as stored; and what others keep.
+
+    Raises:
+        ValueError: State of a tensor that is no parameter of the optimizer.
+    """
+    numbers = _numbers(front)
+    state: dict[Any, Any] = {}
+    for key, value in front.state.items():
+        if not isinstance(key, Tensor):
+            state[key] = dict(value) if isinstance(value, ParameterState) else value
+        elif value:
+            state[_number(numbers, key)] = value.packed()
+    return {"state": state, "param_groups": _packed_groups(front, numbers), VERSION_KEY: VERSION}
+
+
+def packed_in_full(front: Front) -> dict[str, Any]:
+    """What the stored bits stand for, per parameter, with the weights; and what others keep, copied.
+
+    Raises:
+        ValueError: As :func:`packed`.
+    """
+    full = full_precision.decoded(front.engine.stepped())
+    numbers = _numbers(front)
+    state: dict[Any, Any] = {}
+    for key, entries in front.state.items():
+        if not isinstance(key, Tensor):
+            state[key] = copied(entries, f"state[{shown(key)}]")
+            continue
+        # What is put aside is in the formats of this policy, which another may not have.
+        kept = {name: x for name, x in entries.packed({}).items() if not str(name).startswith(UNUSED)}
+        number = _number(numbers, key)
+        if entry := full.get(id(key), {}) | copied(kept, f"state[{number}]"):
+            state[number] = entry
+    return {"state": state, "param_groups": _packed_groups(front, numbers), VERSION_KEY: VERSION}
+
+
+def _numbers(front: Front) -> dict[int, int]:
+    """Return the number of each parameter in checkpoints, by its id."""
+    numbers: dict[int, int] = {}
+    for number, parameter in enumerate(parameters_of(front.param_groups)):
+        numbers.setdefault(id(parameter), number)
+    return numbers
+
+
+def _packed_groups(front: Front, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
+    return [group | {"params": [numbers[id(p)] for p in group["params"]]} for group in front.param_groups]
+
+
+def _number(numbers: Mapping[int, int], parameter: Tensor) -> int:
+    """Return the number of a parameter in checkpoints.
+
+    Raises:
+        ValueError: It is none of the optimizer's.
+    """
+    if id(parameter) not in numbers:
+        raise ValueError(
+            f"state: has entries for a tensor of shape {tuple(parameter.shape)} that is in no param group, which a checkpoint has no number"
+            " for; accepted are the optimizer's parameters, and keys that are no tensors."
+        )
+    return numbers[id(parameter)]

@@ -1,0 +1,158 @@
+"""Compiled steps are called without Dynamo where nothing can have changed, and through it everywhere else: always with eager's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit_torch import AdamW, TorchOptimizer
+from everybit_torch.direct_calls import DirectCalls, is_settled
+from tests.support.small_models import same_bits
+
+LEAN, FP32 = eb.policies.LEAN_BF16, eb.policies.FP32
+
+
+@pytest.fixture
+def through_dynamo(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which calls of a compiled step, by number, Dynamo saw."""
+    seen: list[int] = []
+    count = 0
+    call = DirectCalls.__call__
+
+    def counted(self: DirectCalls, *args: Any) -> None:
+        nonlocal count
+        inner: Callable[..., Any] = self._through_dynamo
+
+        def noted(*args: Any) -> Any:
+            seen.append(count)
+            return inner(*args)
+
+        self._through_dynamo = noted
+        try:
+            call(self, *args)
+        finally:
+            self._through_dynamo = inner
+        count += 1
+
+    monkeypatch.setattr(DirectCalls, "__call__", counted)
+    return seen
+
+
+def stepped(
+    gradient: Callable[[int, nn.Parameter], Tensor], *, compile: bool, policy: eb.Policy = LEAN, size: int = 50
+) -> list[Tensor]:
+    """Everything stored after five steps of a parameter."""
+    generator = torch.Generator().manual_seed(7)
+    dtype = torch.float32 if policy is FP32 else torch.bfloat16
+    parameter = nn.Parameter(torch.randn(size, generator=generator).to(dtype))
+    optimizer = AdamW([parameter], lr=1e-2, policy=policy, compile=compile, layout="tree")
+    for step in range(5):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        parameter.grad = gradient(step, parameter)
+        optimizer.step()
+    return [parameter.detach(), *optimizer.state[parameter].values()]
+
+
+def random_like(step: int, parameter: nn.Parameter) -> Tensor:
+    return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("policy", [LEAN, FP32], ids=["LEAN", "FP32"])
+def test_from_the_second_step_on_dynamo_is_not_asked(policy: eb.Policy, through_dynamo: list[int]) -> None:
+    direct = stepped(random_like, compile=True, policy=policy)
+    assert through_dynamo == [0]
+    assert same_bits(direct, stepped(random_like, compile=False, policy=policy))
+
+
+def test_parameters_of_all_lengths_are_called_directly_by_the_code_of_the_first(through_dynamo: list[int]) -> None:
+    found = []
+    for compile in (False, True):
+        parameters = [nn.Parameter(torch.full((size,), 1.0)) for size in (40, 1, 7, 2, 1000)]
+        optimizer = AdamW(parameters, lr=1e-2, compile=compile, layout="tree")
+        for step in range(2):
+            for parameter in parameters:
+                parameter.grad = random_like(step, parameter)
+            optimizer.step()
+        found.append([p.detach() for p in parameters])
+    # The tensor of one element is no vector to the compiler.
+    assert through_dynamo == [0, 1, 6]
+    assert same_bits(*found)
+
+
+def wider(step: int, parameter: nn.Parameter) -> Tensor:
+    return random_like(step, parameter).float()
+
+
+def every_second(step: int, parameter: nn.Parameter) -> Tensor:
+    return random_like(step, parameter).repeat_interleave(2)[::2]
+
+
+def with_a_graph(step: int, parameter: nn.Parameter) -> Tensor:
+    return random_like(step, parameter).requires_grad_()
+
+
+def the_weights(step: int, parameter: nn.Parameter) -> Tensor:
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("kind", [wider, every_second, with_a_graph, the_weights])
+def test_gradients_of_another_kind_go_through_dynamo(
+    kind: Callable[[int, nn.Parameter], Tensor], through_dynamo: list[int]
+) -> None:
+    """Gradients in another dtype, with strides, that need gradients, or in the memory of the weights, at the third of five steps."""
+
+    def gradient(step: int, parameter: nn.Parameter) -> Tensor:
+        return kind(step, parameter) if step == 2 else random_like(step, parameter)
+
+    if kind is wider:
+        # The dtype of `.grad` has to be allowed.
+        def gradient(step: int, parameter: nn.Parameter) -> Tensor:
+            parameter.grad_dtype = None
+            return kind(step, parameter) if step == 2 else random_like(step, parameter)
+
+    found = stepped(gradient, compile=True)
+    assert through_dynamo == [0, 2]
+    assert same_bits(found, stepped(gradient, compile=False))
+
+
+class Scaled:
+    """A factory with something that may change."""
+
+    def __init__(self) -> None:
+        self.reversed = False
+
+    def __call__(self, learning_rate: Any) -> eb.Transform[Any]:
+        return eb.chain(eb.scale(-1.0 if self.reversed else 1.0), eb.adamw(learning_rate))
+
+
+def test_what_may_change_besides_is_left_to_dynamo(through_dynamo: list[int]) -> None:
+    """A function of the user's own may be given other numbers by its closure at any time, and compiled code follows it."""
+    found = []
+    for compile in (False, True):
+        factory = Scaled()
+        parameter = nn.Parameter(torch.ones(50))
+        optimizer = TorchOptimizer([parameter], factory.__call__, lr=1e-2, compile=compile)
+        for step in range(4):
+            factory.reversed = step >= 2
+            optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+            parameter.grad = random_like(step, parameter)
+            optimizer.step()
+        found.append([parameter.detach()])
+    assert same_bits(*found)
+    assert not through_dynamo, "no direct calls at all"
+
+
+def test_only_what_is_of_the_library_throughout_is_settled() -> None:
+    class OwnFormat(eb.Nearest):
+        pass
+
+    assert is_settled((eb.adamw, LEAN, {"nesterov": True, "betas": (1, 2.0)}))
+    assert not is_settled((stepped, LEAN, {}))
+    assert not is_settled((eb.adamw, LEAN, {"mask": lambda path, p: True}))
+    assert not is_settled((eb.adamw, eb.Policy(momentum=OwnFormat("bfloat16")), {}))
+    assert not is_settled((eb.adamw, LEAN, {"options": object()}))

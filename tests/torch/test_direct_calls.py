@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,18 @@ def test_what_may_change_besides_is_left_to_dynamo(through_dynamo: list[int]) ->
         found.append([parameter.detach()])
     assert same_bits(*found)
     assert not through_dynamo, "no direct calls at all"
+
+
+def test_no_gradient_is_kept_alive(through_dynamo: list[int]) -> None:
+    parameter = nn.Parameter(torch.ones(50))
+    optimizer = AdamW([parameter], compile=True, layout="tree")
+    for step in range(2):
+        parameter.grad = random_like(step, parameter)
+        held = weakref.ref(parameter.grad)
+        optimizer.step()
+        parameter.grad = None
+        assert held() is None
+    assert through_dynamo == [0]
 
 
 def test_only_what_is_of_the_library_throughout_is_settled() -> None:

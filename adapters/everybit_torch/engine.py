@@ -21,7 +21,7 @@ from everybit_torch.dtensors import Over, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
 from everybit_torch.full_precision import RoundingLoss
-from everybit_torch.gradients import MemberGradients
+from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.groups import Group, Optimizers
 from everybit_torch.joining import Joining
 from everybit_torch.reductions import Part, Reads, find_totals
@@ -29,8 +29,6 @@ from everybit_torch.stepping import StateCopies, step_in_pieces
 from everybit_torch.units import Unit, init_state, write
 
 Grads = list[Tensor | None]
-Gathered = Tensor | MemberGradients
-"""The gradients of a unit's members."""
 Given = Mapping[int, Mapping[str, Tensor]]
 """Entries of state, by id of the parameter."""
 

@@ -23,7 +23,7 @@ from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.replay import NeedsReductionError, ReplayAxis
-from everybit_torch.gradients import MemberGradients
+from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.units import Unit, map_state
 
 # Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
     optimizer: eb.Optimizer[Any]
     unit: Unit
-    grad: Tensor | MemberGradients | None
+    grad: Gathered | None
     counted: bool = True
 
 
@@ -186,7 +186,7 @@ def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads:
 
 
 def _partial_results(
-    part: Part, grad: Tensor | MemberGradients, totals: Sequence[Tensor], reads: Reads
+    part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads
 ) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted = part
@@ -210,7 +210,7 @@ def _partial_results(
         yield pending
 
 
-def _squares(grad: Tensor | MemberGradients) -> Tensor:
+def _squares(grad: Gathered) -> Tensor:
     return grad.sum_of_squares() if isinstance(grad, MemberGradients) else sum_of_squares(grad)
 
 

@@ -22,7 +22,7 @@ from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from everybit_torch.stepping import piece_size
 from tests.support.allocations import counting
-from tests.support.programs import Block, on_a_mesh
+from tests.support.programs import Block, Pair, on_a_mesh
 from tests.support.ranks import run
 
 BF16_WIRE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
@@ -46,25 +46,12 @@ class Model(nn.Module):
         return out
 
 
-class Outer(nn.Module):
-    """A unit with units in it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(width, width), nn.Linear(width, width)
-        self.first, self.second = Block(width), Block(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.after(self.second(self.first(self.before(x))))
-        return out
-
-
 class Nested(Model):
     """One of its units has units in it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(259), Outer(259), Block(259)])
+        self.blocks = nn.ModuleList([Block(259), Pair(259), Block(259)])
 
 
 def measured(
@@ -80,7 +67,7 @@ def measured(
             transform,
             policy=policy,
             strategy=strategy,
-            units=[Block, Outer] if nested else [Block],
+            units=[Block, Pair] if nested else [Block],
             reshard_after_forward=reshard,
             outer=outer,
             mesh=mesh,

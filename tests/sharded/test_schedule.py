@@ -17,21 +17,8 @@ from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.schedule import Settings, cycle
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Sharding, Strategy
-from tests.support.programs import Block, on_a_mesh
+from tests.support.programs import Block, Pair, on_a_mesh
 from tests.support.ranks import run
-
-
-class Pair(nn.Module):
-    """A unit with two units in it, and parameters of its own before and after them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(width, width), nn.Linear(width, width)
-        self.first, self.second = Block(width), Block(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.after(self.second(self.first(self.before(x))))
-        return out
 
 
 class Nested(nn.Module):

@@ -29,6 +29,19 @@ class Block(nn.Module):
         return out
 
 
+class Pair(nn.Module):
+    """A unit with two units in it, and parameters of its own before and after them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(width, width), nn.Linear(width, width)
+        self.first, self.second = Block(width), Block(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.second(self.first(self.before(x))))
+        return out
+
+
 class Network(nn.Module):
     """Blocks between two layers that are in no block."""
 

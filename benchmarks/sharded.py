@@ -93,7 +93,7 @@ class Trainer:
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
             if detail == "everybit AdamW":
-                self.optimizer: torch.optim.Optimizer = AdamW(model.parameters(), compile=False, **ADAMW)
+                self.optimizer: torch.optim.Optimizer = AdamW(model.parameters(), **ADAMW)
             else:
                 self.optimizer = torch.optim.AdamW(model.parameters(), **(ADAMW | {detail: True}))
         else:

@@ -65,10 +65,13 @@ class DirectCalls:
             self._began()
             compiled(*[tensor.numel() if place == _LENGTH else inputs[place] for place in places])
             return
-        self._ran = None
-        self._through_dynamo(tensors, grads, state, numbers, given, first, totals, members)
-        if kind is not None and self._ran is not None and kind not in self._known:
-            self._known[kind] = _places(*self._ran, [*inputs, numbers])
+        try:
+            self._through_dynamo(tensors, grads, state, numbers, given, first, totals, members)
+        finally:
+            # Not kept: the arguments are gradients, which are to be freed.
+            ran, self._ran = self._ran, None
+        if kind is not None and ran is not None and kind not in self._known:
+            self._known[kind] = _places(*ran, [*inputs, numbers])
 
 
 def _kind(inputs: Sequence[Tensor]) -> _Kind | None:

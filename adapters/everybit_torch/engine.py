@@ -21,16 +21,15 @@ from everybit_torch.dtensors import Over, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
 from everybit_torch.full_precision import RoundingLoss
-from everybit_torch.gradients import MemberGradients
+from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.groups import Group, Optimizers
+from everybit_torch.joining import Joining
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, Reads, find_totals
 from everybit_torch.stepping import StateCopies, step_in_pieces
 from everybit_torch.units import Unit, init_state, write
 
 Grads = list[Tensor | None]
-Gathered = Tensor | MemberGradients
-"""The gradients of a unit's members."""
 Given = Mapping[int, Mapping[str, Tensor]]
 """Entries of state, by id of the parameter."""
 
@@ -83,6 +82,7 @@ class Engine:
         """Numbers of all parameters that share reductions, on all processes the same; None: the members of the units, in order. A front end
         sets it after it has added units, and whenever there are more parameters."""
         self.reads = Reads()
+        self._joining: Joining[Unit] = Joining()
         self._over, self._copies = over, copies
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,6 +129,7 @@ class Engine:
         Args:
             boundaries: The numbers of the members before which a flat unit is cut.
         """
+        self._joining.forget()
         self._replace({id(unit): list(unit.split(at)) for unit in self.units if unit.flat and (at := boundaries(unit))})
 
     def _replace(self, parts: Mapping[int, list[Unit]]) -> None:
@@ -148,6 +149,7 @@ class Engine:
             return
         there = parameters()
         require_followable(self.units, there)
+        self._joining.forget()
         self.units, changed = follow(self.units, there)
         for unit in changed:
             self.states.show(unit)
@@ -181,6 +183,8 @@ class Engine:
         ]
         for group, new, optimizers in changes:
             group.follow(new, optimizers)
+        if plans:
+            self._joining.forget()
         for unit, plan in plans:
             unit.state, (unit.stored,) = plan.state, self.optimizer_of(unit).formats([unit.tensor])
             self.states.migrate(unit, plan.begun, plan.ended)
@@ -196,6 +200,7 @@ class Engine:
 
     def start_with(self, arguments: Sequence[dict[str, Any]], optimizers: Sequence[Optimizers]) -> None:
         """Step with other hyperparameters, for state that is loaded after this: what they keep otherwise begins anew."""
+        self._joining.forget()
         changed = {group.number: group.changed(new) for group, new in zip(self.groups, optimizers, strict=True)}
         for group, new, values in zip(self.groups, optimizers, arguments, strict=True):
             group.follow(values, new)
@@ -208,21 +213,31 @@ class Engine:
 
     # -- stepping -------------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> PreparedStep:
+    def prepare(self, known: Sequence[Tensor] = ()) -> PreparedStep:
         """Find the gradients, cut units between members with one and members without, and reduce: no weight is changed yet.
 
-        Every process has to do it: all take part in the same reductions.
+        Units that were cut so before are joined again where that is possible. Every process has to do it: all take part in the same
+        reductions.
+
+        Args:
+            known: Answers to the first reductions of every transform that reduces.
 
         Raises:
             TypeError: A sparse gradient.
         """
-        work = self.split_by_gradients(self.units)
+        work = self._collected(self.units)
+        if self._joining.is_needed or any(unit.flat and _is_cut(grads) for unit, grads in work):
+            self.units, made = self._joining.arrange(self.units, lambda unit: [g is not None for g in unit.collect()])
+            for unit in made:
+                self.states.show(unit)
+            work = self._collected(self.units)
         reducing = [(unit, grads) for unit, grads in work if self.optimizer_of(unit).transform.reduces]
         # A transform that reduces looks at all gradients before any is used.
         gathered = {
             id(unit): unit.gathered(cast(list[Tensor], grads)) for unit, grads in reducing if _have_gradients(grads)
         }
-        return PreparedStep(work, gathered, self._find_totals([unit for unit, _ in reducing], gathered))
+        totals = self._find_totals([unit for unit, _ in reducing], gathered, known)
+        return PreparedStep(work, gathered, totals)
 
     def split_by_gradients(self, units: Sequence[Unit]) -> list[tuple[Unit, Grads]]:
         """Some of the units with their members' gradients, cut where members with a gradient meet such without.
@@ -230,20 +245,15 @@ class Engine:
         Raises:
             TypeError: A sparse gradient.
         """
-        collected = [unit.collect() for unit in units]
-        for unit, grads in zip(units, collected, strict=True):
-            # Those that lie in a buffer are dense.
-            if unit.gradients is None:
-                layouts = {grad.layout for grad in grads if grad is not None}
-                if any(layout is not torch.strided for layout in layouts):
-                    _refuse_sparse(unit, grads)
+        # Who steps single units does not say which were stepped.
+        self._joining.forget()
         work: list[tuple[Unit, Grads]] = []
         cut: dict[int, list[Unit]] = {}
-        for unit, grads in zip(units, collected, strict=True):
-            present = [grad is not None for grad in grads]
-            if not unit.flat or all(present) or not any(present):
+        for unit, grads in self._collected(units):
+            if not (unit.flat and _is_cut(grads)):
                 work.append((unit, grads))
                 continue
+            present = [grad is not None for grad in grads]
             parts = cut[id(unit)] = list(
                 unit.split([i for i in range(1, len(present)) if present[i] != present[i - 1]])
             )
@@ -254,12 +264,30 @@ class Engine:
         self._replace(cut)
         return work
 
-    def _find_totals(self, reducing: list[Unit], gathered: Mapping[int, Gathered]) -> dict[str, list[Tensor]]:
+    def _collected(self, units: Sequence[Unit]) -> list[tuple[Unit, Grads]]:
+        """Units with their members' gradients.
+
+        Raises:
+            TypeError: A sparse gradient.
+        """
+        work = [(unit, unit.collect()) for unit in units]
+        for unit, grads in work:
+            # Those that lie in a buffer are dense.
+            if unit.gradients is None:
+                layouts = {grad.layout for grad in grads if grad is not None}
+                if any(layout is not torch.strided for layout in layouts):
+                    _refuse_sparse(unit, grads)
+        return work
+
+    def _find_totals(
+        self, reducing: list[Unit], gathered: Mapping[int, Gathered], known: Sequence[Tensor]
+    ) -> dict[str, list[Tensor]]:
         """Find the totals of the transforms' reductions over all units and processes, by source, in the order of the groups.
 
         Args:
             reducing: The units whose transform reduces.
             gathered: By id of the unit, the gradients of those that have some.
+            known: The first of the totals of every transform.
         """
         if not reducing:
             return {}
@@ -273,7 +301,7 @@ class Engine:
             part = Part(self.optimizer_of(unit), unit, gathered.get(id(unit)), counted)
             parts.setdefault(self.groups[unit.group].source, []).append(part)
         axis = eb.Local if over is None else over.axis
-        return {source: find_totals(members, axis, self.reads) for source, members in parts.items()}
+        return {source: find_totals(members, axis, self.reads, known) for source, members in parts.items()}
 
     def step(self, prepared: PreparedStep, *, metrics: bool = False) -> None:
         """Carry a step out.
@@ -284,6 +312,7 @@ class Engine:
         """
         total: Metrics | None = None
         over = self._over([p for unit in self.units for p in unit.parameters]) if metrics else None
+        self._joining.stepped([unit for unit, grads in prepared.work if _have_gradients(grads)])
         for unit, grads in prepared.work:
             totals = prepared.totals.get(self.groups[unit.group].source, ()) if prepared.totals else ()
             measured = self.step_unit(unit, grads, totals, prepared.gathered.pop(id(unit), None), metrics=metrics)
@@ -390,6 +419,12 @@ class Engine:
     def bytes_table(self, others: Sequence[Tensor] = ()) -> dict[str, int]:
         """Bytes of the tensors that are allocated now, by use; ``others`` are parameters that are in no unit."""
         return byte_account.bytes_table(self.units, self.states, others)
+
+
+def _is_cut(grads: Grads) -> bool:
+    """Whether some members have a gradient, and some have not."""
+    missing = sum(grad is None for grad in grads)
+    return 0 < missing < len(grads)
 
 
 def _have_gradients(grads: Grads) -> bool:

@@ -224,23 +224,6 @@ def gathered_at_once(device: torch.device) -> int:
     return GATHERED if device.type in ("cpu", "meta") else DEVICE_GATHERED
 
 
-class Vector(Protocol):
-    """What a flat unit's gradients look like to a step: a 1-d tensor, or what is cut like one."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all elements."""
-        ...
-
-    def numel(self) -> int:
-        """The number of elements."""
-        ...
-
-    def __getitem__(self, where: slice, /) -> Tensor:
-        """A range of elements, as a tensor."""
-        ...
-
-
 class MemberGradients:
     """The gradients of a long flat unit's members, one after the other, without a copy of all of them.
 
@@ -296,6 +279,10 @@ class MemberGradients:
     def sum_of_squares(self) -> Tensor:
         """The sum of the squares of all elements: 0-d, float64."""
         return eb.tree.sum_of_squares(self._grads)
+
+
+Gathered = Tensor | MemberGradients
+"""The gradients of a unit's members as one vector, which is cut like a tensor."""
 
 
 def gather(grads: Sequence[Tensor]) -> Tensor:

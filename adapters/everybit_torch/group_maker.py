@@ -114,6 +114,14 @@ class GroupMaker:
         """Whether a group's parameters are stored under a policy."""
         return self.policies(policy, group.policies, group.number) == group.policies
 
+    def described(self, group: Group, values: Mapping[str, Any], *, settled: bool) -> str:
+        """Say under which policies a param group's parameters are stored, and which other one was written to it."""
+        policies = described(group.policies)
+        if "policy" in values and not self.is_in_force(group, values["policy"]):
+            when = "not in force" if settled else "from the first step on"
+            policies += f" (param_groups[{group.number}]['policy'] is {describe(values['policy'])}, {when})"
+        return policies
+
     def require_in_force(self, group: Group, policy: AnyPolicy | None) -> None:
         """Refuse another policy than that under which a group's parameters are stored.
 

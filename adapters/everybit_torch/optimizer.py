@@ -13,7 +13,6 @@ from torch import Tensor
 import everybit as eb
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
-from everybit.policies import describe
 from everybit.policy import LOW, AnyPolicy
 from everybit_torch import full_weights, loading, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
@@ -26,15 +25,7 @@ from everybit_torch.front import Release, TorchNames
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.group_maker import GroupMaker
 from everybit_torch.inference import outside_inference
-from everybit_torch.param_groups import (
-    Params,
-    as_lists,
-    described,
-    main_gradients,
-    named_tree,
-    require_parameters,
-    tensors_of,
-)
+from everybit_torch.param_groups import Params, as_lists, main_gradients, named_tree, require_parameters, tensors_of
 from everybit_torch.places import Places, parameters_of
 from everybit_torch.probing import Factory
 from everybit_torch.saved_structure import read
@@ -358,10 +349,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         options = f"layout={self._layout!r}, flat_gradients={self.flat_gradients}, compile={self._compile!r}"
         lines = [super().__repr__(), options]
         for group, values in zip(self.engine.groups, self.param_groups, strict=False):
-            policies = described(group.policies)
-            if "policy" in values and not self._maker.is_in_force(group, values["policy"]):
-                when = "not in force" if self.places.is_settled(group.number) else "from the first step on"
-                policies += f" (param_groups[{group.number}]['policy'] is {describe(values['policy'])}, {when})"
+            policies = self._maker.described(group, values, settled=self.places.is_settled(group.number))
             lines.append(f"param group {group.number}: {self.places.described(group.number)}; {policies}")
         return "\n".join(lines)
 

@@ -23,7 +23,7 @@ from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
-from everybit_torch.gradients import MemberGradients
+from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.members import members_of, no_members_of
 from everybit_torch.units import Unit, map_state
 
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
     optimizer: eb.Optimizer[Any]
     unit: Unit
-    grad: Tensor | MemberGradients | None
+    grad: Gathered | None
     counted: bool = True
 
 
@@ -145,16 +145,16 @@ class _Origins(TorchFunctionMode):
         return made
 
 
-def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads) -> list[Tensor]:
+def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads, known: Sequence[Tensor] = ()) -> list[Tensor]:
     """Find the totals, over all parts and processes, of a transform's reductions, in order; an empty list if it does not reduce.
 
     Every process has to call it, with at least one part: all take part in the same reductions, in the same order, and so does a process
-    that has nothing to step.
+    that has nothing to step. The first of the totals may be ``known`` already, on every process.
 
     Raises:
         RuntimeError: Parts that reduce differently.
     """
-    totals: list[Tensor] = []
+    totals: list[Tensor] = list(known)
     while (total := _total_of_parts(parts, totals, reads)) is not None:
         kind, dtype, value = total
         reduced = axis.sum(value) if kind == "sum" else axis.max(value)
@@ -207,7 +207,7 @@ def _all_partial_results(
 
 
 def _partial_results(
-    part: Part, grad: Tensor | MemberGradients, totals: Sequence[Tensor], reads: Reads
+    part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads
 ) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted = part
@@ -232,7 +232,7 @@ def _partial_results(
         yield pending
 
 
-def _squares(grad: Tensor | MemberGradients) -> Tensor:
+def _squares(grad: Gathered) -> Tensor:
     return grad.sum_of_squares() if isinstance(grad, MemberGradients) else sum_of_squares(grad)
 
 

@@ -13,7 +13,7 @@ import everybit as eb
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.replay import ReplayAxis
-from everybit_torch.gradients import Vector
+from everybit_torch.gradients import Gathered
 from everybit_torch.members import members_of
 from everybit_torch.units import Unit, write
 
@@ -82,7 +82,7 @@ def step_in_place(
 
 
 def step_unit(
-    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor | Vector, *, metrics: bool, totals: Sequence[Tensor] = ()
+    optimizer: eb.Optimizer[Any], unit: Unit, grad: Gathered, *, metrics: bool, totals: Sequence[Tensor] = ()
 ) -> Metrics | None:
     """Step a unit: a long buffer piece by piece, so that temporaries stay in the cache."""
 
@@ -106,7 +106,7 @@ def step_unit(
 
 def step_in_pieces(
     unit: Unit,
-    grad: Tensor | Vector,
+    grad: Gathered,
     pieces: Iterable[tuple[slice, Unit]],
     step: Callable[[Unit, Tensor], Metrics | None],
 ) -> Metrics | None:

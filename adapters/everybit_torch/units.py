@@ -24,7 +24,7 @@ from everybit.parts import needs_whole_tensors
 from everybit.policy import Resolved
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, like, local
-from everybit_torch.gradients import MemberGradients, UnitGradients, gather, gathered_at_once, piece
+from everybit_torch.gradients import Gathered, MemberGradients, UnitGradients, gather, gathered_at_once, piece
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -159,7 +159,7 @@ class Unit:
             return [None if grad is None else local(grad) for grad in grads] if self._sharded else grads
         return self.gradients.collect(self.parameters)
 
-    def gathered(self, grads: list[Tensor]) -> Tensor | MemberGradients:
+    def gathered(self, grads: list[Tensor]) -> Gathered:
         """The gradients of all members as one tensor, of the shape of the unit's; many of them as a vector that is not copied."""
         if self.gradients is not None:
             return self.gradients.buffer

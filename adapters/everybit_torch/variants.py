@@ -251,13 +251,15 @@ class Variants:
 
         def note(compiled: Body, given: Sequence[Any]) -> None:
             began()
-            direct.note(compiled, given)
+            if direct is not None:
+                direct.note(compiled, given)
 
         # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every variant has its own.
         own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
         run = compile_step(own, note)
-        direct = DirectCalls(run, began)
-        return direct if not metrics and is_settled((factory, policy, constants)) else run
+        is_direct = not metrics and is_settled((factory, policy, constants))
+        direct = DirectCalls(run, began) if is_direct else None
+        return run if direct is None else direct
 
     def _tell_of_compilation(self, inputs: Inputs, seconds: float) -> None:
         """Say what a first step took, once for each group: on the log, because nothing is wrong."""

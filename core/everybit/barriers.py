@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 # Elements that are widened at a time: on a CPU what stays in a core's cache.
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24
 
 

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2] / "adapters/everybit_torch"
 OF_OTHERS = {
     ("collectives/communicator.py", "_device_types"),
     ("sharded/shard_tensor.py", "_to_copy"),  # an operator of ATen
-    ("sharded/stepper.py", "_opt_called"),
     ("variants.py", "_getframe"),
 }
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
-from everybit_torch.sharded.gradient_norm import sum_of_squares
 from everybit_torch.sharded.reports import NanCheck
+from everybit_torch.sharded.squares import sums_of_squares
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 from everybit_torch.stepping import PIECE
@@ -287,7 +287,7 @@ def test_the_norm_is_the_float64_norm_of_the_whole_gradient(size: int, dtype: to
 )
 def test_a_sum_of_squares_is_that_of_float64(values: list[tuple[list[float], torch.dtype]]) -> None:
     gradients = [torch.tensor(numbers, dtype=dtype) for numbers, dtype in values]
-    found = float(sum_of_squares(gradients, torch.device("cpu")))
+    found = sum(float(one) for one in sums_of_squares(gradients, torch.device("cpu")))
     exact = [x * x for gradient in gradients for x in gradient.double().tolist()]
     if all(map(math.isfinite, exact)):
         # Squares are rounded once, and each addition once; squares below float64's normal range are off by its smallest number.
@@ -299,7 +299,10 @@ def test_a_sum_of_squares_is_that_of_float64(values: list[tuple[list[float], tor
 def test_a_sum_of_squares_of_something_that_is_not_finite_is_not_finite() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         gradients = [torch.ones(3, dtype=dtype), torch.tensor([1.0, torch.inf, 2.0], dtype=dtype)]
-        assert sum_of_squares(gradients, torch.device("cpu")) == math.inf
         gradients.append(torch.tensor([torch.nan], dtype=dtype))
-        assert sum_of_squares(gradients, torch.device("cpu")).isnan()
-    assert sum_of_squares([], torch.device("cpu")) == 0
+        finite, infinite, nan = sums_of_squares(gradients, torch.device("cpu"))
+        assert finite == 3
+        assert infinite == math.inf
+        assert nan.isnan()
+    assert sums_of_squares([], torch.device("cpu")) == []
+    assert sums_of_squares([torch.ones(0)], torch.device("cpu")) == [0]

@@ -22,7 +22,7 @@ from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from everybit_torch.stepping import piece_size
 from tests.support.allocations import counting
-from tests.support.programs import Block, on_a_mesh
+from tests.support.programs import Block, Pair, on_a_mesh
 from tests.support.ranks import run
 from tests.support.transforms import lamb, rms_clipped
 
@@ -47,20 +47,28 @@ class Model(nn.Module):
         return out
 
 
+class Nested(Model):
+    """One of its units has units in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(259), Pair(259), Block(259)])
+
+
 def measured(
     strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
-    outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True,
+    outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True, nested: bool = False,
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
     """The plan; and of the second step: what persists, the peaks by phase on top of it, and what was sent."""
     torch.manual_seed(0)
-    model = Model().to(torch.bfloat16 if low else torch.float32)
+    model = (Nested() if nested else Model()).to(torch.bfloat16 if low else torch.float32)
     with counting() as counter:
         stepper = FlatStepper(
             model,
             transform,
             policy=policy,
             strategy=strategy,
-            units=[Block],
+            units=[Block, Pair] if nested else [Block],
             reshard_after_forward=reshard,
             outer=outer,
             mesh=mesh,
@@ -159,6 +167,17 @@ def test_weights_that_are_kept_after_the_forward_pass() -> None:
         assert predicted.persistent_bytes == persistent
         assert predicted.transient == peaks
         assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_with_units_in_it_is_planned_to_the_byte(strategy: Strategy) -> None:
+    """Its weights stay gathered while those in it compute."""
+    for reshard, keep in ((True, True), (False, False)):
+        arguments = (*CASES[1], reshard, "no_shard", None, keep, True)
+        for predicted, persistent, peaks, sent in run(2, measured, strategy, *arguments):
+            assert predicted.persistent_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -297,7 +297,7 @@ def half_stepped(path: Path, strategy: Strategy) -> tuple[list[str], bool]:
     save_sharded(stepper, path)
     expected = gradients(model, stepper, "microbatch"), weights_of(stepper)
     cycle(model, stepper, "microbatch")
-    with pytest.raises(BoomError), watched(Counter(), ("FlatStepper._hand_out", 1)):
+    with pytest.raises(BoomError), watched(Counter(), ("Executor._stepped", 1)):
         stepper.step()
     stepper.zero_grad()
     refused = []

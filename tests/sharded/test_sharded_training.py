@@ -373,7 +373,7 @@ def poisoned(strategy: Strategy) -> tuple[Weights, float]:
                 buffer.main[buffer.group.numel :] = torch.nan
         with stepper.microbatch(last=True):
             model(data(step, dist.get_rank(), 0, torch.float32)).square().mean().backward()
-        for shard in stepper._shards:
+        for shard in stepper.buffers.shards:
             shard.gradients.own[shard.without_padding.numel() :] = torch.nan
         norm = float(stepper.step().grad_norm)
     return weights_of(stepper), norm

@@ -29,6 +29,19 @@ class Block(nn.Module):
         return out
 
 
+class Pair(nn.Module):
+    """A unit with two units in it, and parameters of its own before and after them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(width, width), nn.Linear(width, width)
+        self.first, self.second = Block(width), Block(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.second(self.first(self.before(x))))
+        return out
+
+
 class Network(nn.Module):
     """Blocks between two layers that are in no block."""
 
@@ -175,7 +188,7 @@ def integer_gradients(
                         model(1 + rank + 5 * number + cycle).backward()
                 stepper.finish_gradients()
                 expected = sum(1 + r + 5 * number + cycle for r in range(size) for number in range(count))
-                for shard in stepper._shards:
+                for shard in stepper.buffers.shards:
                     for s, parameter in zip(shard.slices, shard.parameters, strict=True):
                         got = shard.gradients.own[s.offset : s.offset + parameter.numel()]
                         name = s.placement.spec.name

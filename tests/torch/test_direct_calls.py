@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,18 @@ def test_numbers_of_each_parameter_are_left_to_dynamo(
         found.append([p.detach() for p in parameters])
     assert same_bits(*found)
     assert through_dynamo == list(range(6))
+
+
+def test_no_gradient_is_kept_alive(through_dynamo: list[int]) -> None:
+    parameter = nn.Parameter(torch.ones(50))
+    optimizer = AdamW([parameter], compile=True, layout="tree")
+    for step in range(2):
+        parameter.grad = random_like(step, parameter)
+        held = weakref.ref(parameter.grad)
+        optimizer.step()
+        parameter.grad = None
+        assert held() is None
+    assert through_dynamo == [0]
 
 
 def test_only_what_is_of_the_library_throughout_is_settled() -> None:

@@ -48,6 +48,11 @@ for factory, policy in ((eb.adamw, eb.policies.LEAN_BF16), (clipped, None)):
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
 ended("an uncompiled step")
+
+stepper = everybit_torch.FlatStepper(torch.nn.Linear(4, 4), clipped(1e-3))
+stepper.model(torch.ones(2, 4)).sum().backward()
+stepper.step()
+ended("a stepper's step")
 print(json.dumps(stages))
 """
 
@@ -60,7 +65,9 @@ def loaded() -> dict[str, list[str]]:
     return stages
 
 
-@pytest.mark.parametrize("stage", ["import everybit", "import everybit_torch", "an uncompiled step"])
+@pytest.mark.parametrize(
+    "stage", ["import everybit", "import everybit_torch", "an uncompiled step", "a stepper's step"]
+)
 def test_nothing_that_takes_long_is_loaded_by(stage: str, loaded: dict[str, list[str]]) -> None:
     names = loaded[stage]
     assert "everybit" in names

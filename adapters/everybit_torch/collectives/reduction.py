@@ -134,6 +134,7 @@ def reduce_scatter_into(
     divisor: float | None = None,
     owned: bool = False,
     what: str = "gradients",
+    observe: Callable[[Tensor], None] | None = None,
 ) -> Reduction:
     """Sum ``partial`` over the ranks and put this rank's part into ``main``.
 
@@ -146,6 +147,7 @@ def reduce_scatter_into(
         divisor: What the result, with the values before it, is divided by; None if more is to come.
         owned: Nobody needs ``partial`` any more; its memory is freed.
         what: For error messages.
+        observe: Is given each chunk of the result, in order, while it is in the cache; nothing if it is not written chunk by chunk.
     """
     count, rank = communicator.size, communicator.rank
     received = None
@@ -160,7 +162,7 @@ def reduce_scatter_into(
     scale = 1 / wire.prescale
     return Reduction(
         pending,
-        lambda: install(main, parts, mode=mode, divisor=divisor, scale=scale),
+        lambda: install(main, parts, mode=mode, divisor=divisor, scale=scale, observe=observe),
         partial if owned else None,
         received,
     )
@@ -202,7 +204,15 @@ def all_reduce_into(
     )
 
 
-def install(main: Tensor, parts: list[Tensor], *, mode: Mode, divisor: float | None, scale: float = 1.0) -> None:
+def install(
+    main: Tensor,
+    parts: list[Tensor],
+    *,
+    mode: Mode,
+    divisor: float | None,
+    scale: float = 1.0,
+    observe: Callable[[Tensor], None] | None = None,
+) -> None:
     """``main = (main + scale * sum(parts)) / divisor``, or without ``main`` in the sum; rounded as seldom as can be.
 
     Several parts are added up in float64, which holds sums of bfloat16 and float16 numbers of like sizes exactly.
@@ -229,6 +239,8 @@ def install(main: Tensor, parts: list[Tensor], *, mode: Mode, divisor: float | N
         if by is not None:
             sum.div_(by)
         main[low:high].copy_(sum)
+        if observe is not None:
+            observe(main[low:high])
 
 
 def _nothing_to_do(parts: int, in_place: bool, divides: bool, scale: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a stepper is given, looked at before anything is changed."""
+"""The arguments of a stepper, which are judged before anything is changed."""
 
 from __future__ import annotations
 
@@ -35,13 +35,36 @@ def claim(model: nn.Module, owner: Owner) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a :class:`~everybit_torch.FlatStepper` beside the model; see there."""
+
+    transform: Transforms
+    policy: AnyPrecision
+    mesh: Mesh
+    strategy: Strategy | int
+    outer: OuterStrategy
+    units: Units | None
+    labels: Labels | None
+    divisor: float | None
+    nan: NanCheck
+    reshard_after_forward: bool
+    compile: bool
+    metrics: bool
+    seed: int
+    unsafe: Unsafe
+    synchronize: bool
+    offload: bool
+    keep_gradients: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Judged:
     """Arguments that can work.
 
     Attributes:
         described: The model, with what its parameters are stepped with.
         device: Where it is.
-        sharding: What is shared out.
+        sharding: What is sharded.
         divisor: Of sums over the ranks.
         facts: What has to be the same on every rank.
     """
@@ -53,54 +76,27 @@ class Judged:
     facts: Facts
 
 
-def judge(
-    model: nn.Module,
-    transform: Transforms,
-    policy: AnyPrecision,
-    mesh: Mesh,
-    strategy: Strategy | int,
-    outer: OuterStrategy,
-    units: Units | None,
-    labels: Labels | None,
-    divisor: float | None,
-    nan: NanCheck,
-    offload: bool,
-    seed: int,
-    unsafe: Unsafe,
-    *,
-    ranks: tuple[int, int],
-) -> Judged:
+def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
     """Look at all arguments. Nothing is changed.
 
     Args:
-        model: As the stepper's, and so are all of these up to ``unsafe``.
-        transform: See there.
-        policy: See there.
-        mesh: See there.
-        strategy: See there.
-        outer: See there.
-        units: See there.
-        labels: See there.
-        divisor: See there.
-        nan: See there.
-        offload: See there.
-        seed: See there.
-        unsafe: See there.
-        ranks: How many inner and outer ones there are.
+        model: The model.
+        given: The other arguments.
+        ranks: The numbers of inner and outer ranks.
 
     Raises:
         TypeError: As the stepper.
         ValueError: As the stepper.
     """
-    if nan not in ("off", "step", "param"):
-        raise ValueError(f"nan: got {nan!r}; accepted are 'off', 'step', 'param'.")
-    if divisor is not None and (isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf")):
+    if given.nan not in ("off", "step", "param"):
+        raise ValueError(f"nan: got {given.nan!r}; accepted are 'off', 'step', 'param'.")
+    divisor = float(ranks[0] * ranks[1]) if given.divisor is None else given.divisor
+    if isinstance(divisor, bool) or not divisor > 0 or divisor == float("inf"):
         raise ValueError(
-            f"divisor: got {divisor!r}; accepted is a finite number above zero, or None for the number of ranks."
+            f"divisor: got {given.divisor!r}; accepted is a finite number above zero, or None for the number of ranks."
         )
-    inner_size, outer_size = ranks
-    kind = sharding(strategy, outer)
-    if outer == "optim" and outer_size == 1 and not isinstance(mesh, DeviceMesh):
+    kind = sharding(given.strategy, given.outer)
+    if given.outer == "optim" and ranks[1] == 1 and not isinstance(given.mesh, DeviceMesh):
         raise ValueError(
             "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
         )
@@ -109,21 +105,29 @@ def judge(
         raise ValueError(
             "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
         )
-    described = describe(model, transform, policy, units, labels)
+    described = describe(model, given.transform, given.policy, given.units, given.labels)
     for spec, parameter in zip(described.specs, described.parameters, strict=True):
         if parameter.grad is not None:
             raise ValueError(
                 f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
             )
     device = _device_of(described)
-    if offload and is_host(device):
+    if given.offload and is_host(device):
         raise ValueError(
             "offload: got True for a model in the host's memory, where its state is already; accepted is False."
         )
     for one in described.labelled.values():
-        eb.with_policy(one.transform, one.policy, seed=seed, unsafe="allow" if unsafe == "warn" else unsafe)
-    facts = facts_of(model, described, kind, ranks)
-    return Judged(described, device, kind, float(inner_size * outer_size if divisor is None else divisor), facts)
+        unsafe: Unsafe = "allow" if given.unsafe == "warn" else given.unsafe
+        eb.with_policy(one.transform, one.policy, seed=given.seed, unsafe=unsafe)
+    facts = [
+        *facts_of(model, described, kind, ranks),
+        ("divisor", repr(float(divisor))),
+        *(
+            (name, repr(getattr(given, name)))
+            for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize")
+        ),
+    ]
+    return Judged(described, device, kind, float(divisor), facts)
 
 
 def _device_of(described: ModelLayout) -> torch.device:

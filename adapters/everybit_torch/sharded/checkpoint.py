@@ -13,7 +13,6 @@ from a checkpoint. What is loaded is put aside first, in the host's memory, and 
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,16 +29,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from everybit.entries import Entry, former_names
+from everybit.entries import former_names
 from everybit_torch.collectives import groups
-from everybit_torch.dtensors import local
 from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, overlaps, read_piece
 from everybit_torch.sharded.inventory import Inventory
-from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.save_folders import (
     MARK,
     latest_checkpoint,
@@ -48,13 +45,20 @@ from everybit_torch.sharded.save_folders import (
     remove_old,
     remove_unless_named,
 )
-from everybit_torch.sharded.shard_optimizer import ShardOptimizer
+from everybit_torch.sharded.saved_fit import elements, require_same, require_ties
+from everybit_torch.sharded.saved_parts import (
+    Flat,
+    by_parameter,
+    expected_names,
+    kept_entries,
+    labels_of,
+    model_parts,
+    state_parts,
+)
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
 
 __all__ = ["latest_checkpoint", "load_sharded", "load_sharded_into", "save_sharded", "sharded_state_dict"]
-
-Flat = dict[str, Tensor]
 
 
 def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
@@ -72,67 +76,9 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
         key: ShardTensor(copied(value.local), value.shape, value.low)
         if isinstance(value, ShardTensor)
         else copied(value)
-        for key, value in (_model_parts(stepper) | _state_parts(stepper)).items()
+        for key, value in (model_parts(stepper) | state_parts(stepper)).items()
     }
-    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), _labels(stepper))
-
-
-def _model_parts(stepper: FlatStepper) -> Flat:
-    found: Flat = {}
-    laid_out: set[str] = set()
-    for weights in stepper.weights:
-        laid_out.update(name for placement in weights.group.placements for name in placement.spec.names)
-        for s in weights.group.slices(*weights.own_range):
-            part = ShardTensor(weights.own[s.offset : s.offset + s.high - s.low], s.placement.spec.shape, s.low)
-            found |= {f"model.{name}": part for name in s.placement.spec.names}
-        for placement in weights.group.placements:
-            if placement.start == placement.stop:
-                empty = torch.empty(placement.spec.shape, dtype=placement.spec.dtype)
-                found |= {f"model.{name}": empty for name in placement.spec.names}
-    for name, tensor in stepper.own_state_dict().items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name}: the model's state has a {type(tensor).__name__} here (get_extra_state?), and checkpoints hold tensors only. Save"
-                " it beside them."
-            )
-        if name not in laid_out:
-            found[f"model.{name}"] = tensor.detach()
-    return found
-
-
-def _state_parts(stepper: FlatStepper) -> Flat:
-    found: Flat = {}
-    slices = _slices(stepper)
-    for unit in stepper.as_optimizer().engine.units:
-        for member in unit.members:
-            s = slices[id(member.parameter)]
-            for entry, value in unit.entries(member):
-                key = f"optimizer.state.{s.placement.spec.name}.{entry.name}"
-                if entry.role == "shared":
-                    found[key] = value
-                else:
-                    low, _ = entry.range(s.low, s.high)
-                    found[key] = ShardTensor(value, entry.shape(s.placement.spec.shape, value.shape), low)
-    return found
-
-
-def _slices(stepper: FlatStepper) -> dict[int, Slice]:
-    """Map the ids of the optimizer's parameters to the slices of the model's parameters that they are."""
-    return {
-        id(parameter): s
-        for shard in stepper.as_optimizer().shards
-        for s, parameter in zip(shard.slices, shard.parameters, strict=True)
-    }
-
-
-def _labels(stepper: FlatStepper) -> dict[str, str]:
-    """The label of each parameter that is trained, by name."""
-    return {
-        placement.spec.name: group.label
-        for group in stepper.layout.groups
-        if group.requires_grad
-        for placement in group.placements
-    }
+    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), labels_of(stepper))
 
 
 def save_sharded(
@@ -216,23 +162,23 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: _read(place, group), group)
     optimizer = stepper.as_optimizer()
-    labels = _labels(stepper)
-    own = on_all(lambda: _model_parts(stepper) | _state_parts(stepper), group)
+    labels = labels_of(stepper)
+    own = on_all(lambda: model_parts(stepper) | state_parts(stepper), group)
     found = found.renamed(
         {
             f"optimizer.state.{name}.{old}": f"optimizer.state.{name}.{new}"
-            for name, kept in _kept(stepper).items()
+            for name, kept in kept_entries(stepper).items()
             for old, new in former_names(kept).items()
         }
     )
-    _require_same(own, found, _expected(stepper, own), group)
+    require_same(own, found, expected_names(stepper, own), group)
     tables: Flat = on_all(lambda: saved_hyperparameters.empty(found, labels), group) if hyperparameters else {}
     aside = on_all(lambda: {key: _room_for(value) for key, value in own.items()}, group)
     with torch.no_grad():
         _load(aside | tables, found, group)
 
         def judge() -> list[dict[str, Any]]:
-            _require_ties(own, aside, place)
+            require_ties(own, aside, place)
             try:
                 return saved_hyperparameters.restored(optimizer, tables, labels) if tables else []
             except ValueError as error:
@@ -243,8 +189,8 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         # All ranks have everything, and nothing is refused from here on.
         for key, value in own.items():
             if key.startswith("model."):
-                _elements(value).copy_(_elements(aside[key]))
-        optimizer.engine.load(_by_parameter(optimizer, aside))
+                elements(value).copy_(elements(aside[key]))
+        optimizer.engine.load(by_parameter(optimizer, aside))
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):
             saved_hyperparameters.take(param_group, values)
         stepper.loaded()
@@ -295,12 +241,12 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
                 of_version_1 = former_names([entry for entry, _ in unit.entries(member)])
                 former |= {prefix + old: prefix + new for old, new in of_version_1.items()}
     found = found.renamed(former)
-    _require_same(own, found, set(own), group)
+    require_same(own, found, set(own), group)
     with torch.no_grad():
         _load(aside, found, group)
 
         def judge() -> None:
-            _require_ties(own, aside, place)
+            require_ties(own, aside, place)
             _require_counts(optimizer, given)
 
         on_all(judge, group)
@@ -382,40 +328,6 @@ def _room_for(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype)
 
 
-def _elements(value: Tensor) -> Tensor:
-    """Return this rank's elements of a tensor."""
-    return value.local if isinstance(value, ShardTensor) else local(value)
-
-
-def _require_ties(own: Mapping[str, Tensor], aside: Mapping[str, Tensor], place: Path) -> None:
-    """Refuse values that differ between names of one tensor.
-
-    Raises:
-        ValueError: They do.
-    """
-    first: dict[tuple[int, torch.Size], str] = {}
-    for key, value in own.items():
-        here = _elements(value)
-        if not key.startswith("model.") or not here.numel():
-            continue
-        other = first.setdefault((here.data_ptr(), here.shape), key)
-        if other != key and not _same_bits(_elements(aside[other]), _elements(aside[key])):
-            raise ValueError(
-                f"{place}: does not fit: {other} and {key} are one tensor here, and differ there. Nothing was changed."
-            )
-
-
-def _by_parameter(optimizer: ShardOptimizer, aside: Flat) -> dict[int, dict[str, Tensor]]:
-    """This rank's elements of the entries of each parameter, by its id."""
-    return {
-        id(member.parameter): {
-            entry.name: _elements(aside[f"optimizer.state.{member.name}.{entry.name}"]) for entry in unit.kept_entries()
-        }
-        for unit in optimizer.engine.units
-        for member in unit.members
-    }
-
-
 def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
     """A stepper's ranks, with an order of collectives of their own: a save may go on while others train. gloo: it sends Python objects."""
     if stepper.inner.group is None:
@@ -445,33 +357,6 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
     return group is None or not dist.is_initialized() or dist.get_rank(group) == 0
 
 
-def _expected(stepper: FlatStepper, into: Mapping[str, Tensor]) -> set[str]:
-    """Return the names in a checkpoint of this model, transform and policy, over all ranks."""
-    kept = _kept(stepper)
-    names = {key for key in into if key.startswith("model.")}
-    for group in stepper.layout.groups:
-        for placement in group.placements:
-            names |= {f"model.{name}" for name in placement.spec.names}
-            name = placement.spec.name
-            names |= {f"optimizer.state.{name}.{entry.name}" for entry in kept.get(name, [])}
-    return names
-
-
-def _kept(stepper: FlatStepper) -> dict[str, list[Entry]]:
-    """Return the entries of each parameter that is trained, by the parameter's name, over all ranks."""
-    optimizer = stepper.as_optimizer()
-    by_label: dict[str, list[Entry]] = {}
-    for unit in optimizer.engine.units:
-        label = optimizer.param_groups[unit.group]["label"]
-        by_label.setdefault(label, unit.kept_entries())
-    return {
-        placement.spec.name: by_label.get(group.label, [])
-        for group in stepper.layout.groups
-        for placement in group.placements
-        if group.requires_grad and placement.spec.numel
-    }
-
-
 @contextmanager
 def _without_word_of_one_process(group: dist.ProcessGroup | None) -> Iterator[None]:
     """DCP warns that it takes a process without a group for the only one, which it is."""
@@ -493,42 +378,3 @@ def _in_plain_words(what: str, then: str, group: dist.ProcessGroup | None) -> It
         rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])
         where = "" if group is None else f" on rank {rank}"
         raise same_kind(cause, f"{what}{where}: {cause} {then[0].upper()}{then[1:]}.") from cause
-
-
-def _require_same(
-    own: Mapping[str, Tensor], found: Inventory, expected: set[str], group: dist.ProcessGroup | None
-) -> None:
-    """Refuse, on every rank, a checkpoint that holds more, less or something else than what is here."""
-    problems = []
-    for key, value in own.items():
-        there = found.tensors.get(key)
-        if key in found.others:
-            problems.append(f"{key} is no tensor there")
-        elif there is None:
-            problems.append(f"{key} is not there")
-        elif there.shape != tuple(value.shape):
-            problems.append(f"{key} is of shape {there.shape} there, and {tuple(value.shape)} here")
-        elif there.dtype is not value.dtype:
-            problems.append(f"{key} is {there.dtype} there, and {value.dtype} here")
-    known = expected | set(own)
-    elsewhere = [key for key, there in found.tensors.items() if math.prod(there.shape)] + sorted(found.others)
-    problems += [
-        f"{key} is there, and not here"
-        for key in elsewhere
-        if key not in known and key.startswith(("model.", "optimizer.state."))
-    ]
-    if group is not None:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, problems, group=group)
-        problems = list(dict.fromkeys(problem for one in gathered for problem in one))
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(
-            f"{found.folder}: does not fit: {'; '.join(problems[:5])}{more}. It was written for another model, transform or policy; nothing"
-            " is cast, and nothing was changed."
-        )
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    left, right = (x.detach().reshape(-1).view(torch.uint8) for x in (one, other))
-    return torch.equal(left, right)

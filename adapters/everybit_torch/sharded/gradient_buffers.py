@@ -1,7 +1,8 @@
 """The buffers of gradients, which hold sums of this rank's own (partial) first, then sums over all ranks (reduced), and never both.
 
 A buffer knows which of the two it holds. What would add a sum to itself, reduce twice or accumulate into what has been reduced is an
-error and not a wrong gradient. Whether a sum is copied or added is decided here once, by strategy, and not by what happens to alias what:
+error and not a wrong gradient. Whether a gradient is copied or added is an event of the schedule; whether a sum is, is decided here, by
+strategy, and not by what happens to alias what:
 
 ==========================  ==============================  =======================================================
 strategy                    a gradient arrives              a reduction is over
@@ -30,9 +31,9 @@ from everybit_torch.collectives.reduction import (
     reduce_scatter_into,
 )
 from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.scheduling.gradients import Phase
+from everybit_torch.sharded.squares import Squares
 from everybit_torch.sharded.strategies import Sharding
-
-Phase = Literal["empty", "partial", "reduced", "final"]
 
 
 class GradientBuffer:
@@ -74,10 +75,11 @@ class GradientBuffer:
         size = group.padded // inner.size if sharding.grads else group.padded
         self.main = torch.zeros(size, dtype=main, device=device)
         self.phase: Phase = "empty"
-        self.arrived: set[int] = set()  # since the last reduction
-        self.seen: set[int] = set()  # in this backward pass
-        self._expected = len(group.placements)
         self._bucket: Tensor | None = None
+        self._squares: Squares | None = None
+        first, stop = sharding.own_range(group.padded, inner.rank, inner.size, outer.rank, outer.size)
+        slices = list(group.slices(first, stop))
+        self._filled = slices[-1].offset + slices[-1].high - slices[-1].low if slices else 0  # the rest is padding
         self.clear()
 
     @property
@@ -88,20 +90,25 @@ class GradientBuffer:
         return f"the gradients of {first}" + (f" and {others} other parameters" if others else "")
 
     @property
-    def complete(self) -> bool:
-        """Whether the gradient of every parameter that is trained now has arrived in this backward pass."""
-        return len(self.seen) >= self._expected
-
-    @property
     def own(self) -> Tensor:
         """The part of the main gradient that this rank's optimizer steps."""
         main = self._reduced
         return main.view(self.outer.size, -1)[self.outer.rank] if self.sharding.outer == "optim" else main
 
+    @property
+    def without_padding(self) -> Tensor:
+        """The part that this rank's optimizer steps, up to the last element that is a parameter's."""
+        return self.own[: self._filled]
+
+    def sum_of_squares(self) -> Tensor | None:
+        """The sum of squares of :attr:`without_padding`, if it was found when the main gradient was written, and that is as it was."""
+        found = self._squares
+        return found.total if found is not None and found.is_complete_for(self.main) else None
+
     # -- accumulating -----------------------------------------------------------------------------------------------------------
 
-    def add(self, number: int, gradient: Tensor) -> None:
-        """Take in the gradient of the group's parameter ``number``.
+    def accumulate(self, number: int, gradient: Tensor, *, mode: Literal["copy", "add"]) -> None:
+        """Copy or add the gradient of the group's parameter ``number``, to what :meth:`open_bucket` or :meth:`open_main` has allocated.
 
         Raises:
             RuntimeError: The cycle's sums are reduced already.
@@ -111,63 +118,47 @@ class GradientBuffer:
                 f"{self.group.placements[number].spec.name}: a gradient arrived after {self.what} were summed over the ranks; adding to it"
                 " would count it wrongly. Accepted is one backward pass inside microbatch(last=True), and then step() or zero_grad()."
             )
-        placement = self.group.placements[number]
-        if self.sharding.grads:
-            into = self._open_bucket()[placement.start : placement.stop]
-            scale = self.wire.prescale
-        else:
-            self._open_main()
-            into, scale = self.main[placement.start : placement.stop], 1.0
+        if not self.sharding.grads:
             self.phase = "partial"
-        accumulate(into, gradient, mode="add" if number in self.arrived else "copy", scale=scale)
-        self.arrived.add(number)
-        self.seen.add(number)
+        accumulate(self._place(number), gradient, mode=mode, scale=self.wire.prescale if self.sharding.grads else 1.0)
 
-    def begin_pass(self, expected: int | None = None) -> None:
-        """A backward pass begins.
+    def zero(self, number: int) -> None:
+        """Write zeros for the parameter ``number``, of which no gradient arrived."""
+        self._place(number).zero_()
 
-        Args:
-            expected: How many of the group's parameters require a gradient now; None: all.
-        """
-        self.seen = set()
-        self._expected = len(self.group.placements) if expected is None else expected
+    def _place(self, number: int) -> Tensor:
+        placement = self.group.placements[number]
+        return self._partial[placement.start : placement.stop]
 
-    def open(self) -> None:
-        """Make room for what will arrive."""
-        if self.sharding.grads:
-            self._open_bucket()
-        else:
-            self._open_main()
+    @property
+    def _partial(self) -> Tensor:
+        """What gradients are accumulated in."""
+        if not self.sharding.grads:
+            return self.main
+        assert self._bucket is not None
+        return self._bucket
+
+    def open_bucket(self) -> None:
+        """Allocate what gradients arrive in, where main gradients are sharded."""
+        self._bucket = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
+
+    def open_main(self) -> None:
+        """Allocate the main gradient, where its memory is not kept."""
+        storage = self.main.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.main.nbytes)
 
     def close(self) -> None:
-        """Give back what :meth:`open` made, if nothing has arrived."""
-        if not self.arrived:
+        """Free what gradients would have arrived in; none has."""
+        if self.sharding.grads:
             self._bucket = None
-            if self.phase == "empty" and not self._keep:
-                self._free_main()
+        else:
+            self._free_main()
 
     def _free_main(self) -> None:
         if not can_be_freed(self.main):
             self.main = torch.empty_like(self.main)  # the other stays with whoever holds on to it
         self.main.untyped_storage().resize_(0)
-
-    def _open_main(self) -> None:
-        storage = self.main.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.main.nbytes)
-
-    def _open_bucket(self) -> Tensor:
-        if self._bucket is None:
-            self._bucket = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
-        return self._bucket
-
-    def _fill_gaps(self, whole: Tensor) -> None:
-        """Write zeros where no gradient arrived, and in the padding."""
-        for number, placement in enumerate(self.group.placements):
-            if number not in self.arrived:
-                whole[placement.start : placement.stop].zero_()
-        for start, stop in self.group.gaps:
-            whole[start:stop].zero_()
 
     # -- reducing ---------------------------------------------------------------------------------------------------------------
 
@@ -185,18 +176,17 @@ class GradientBuffer:
                 f"{self.what} were summed over the ranks already; accepted next is step() or zero_grad()."
             )
         now = divisor if self.outer.size == 1 else None
-        self._open_main()
+        for start, stop in self.group.gaps:
+            self._partial[start:stop].zero_()
         if self.sharding.grads:
-            partial = self._open_bucket()
-            self._fill_gaps(partial)
             mode: Literal["copy", "add"] = "add" if self.phase == "reduced" else "copy"
+            squares = self._squares = Squares.begin(self.main, self._filled) if now is not None else None
             reduction = reduce_scatter_into(
-                self.main, partial, self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what
-            )
+                self.main, self._partial, self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what,
+                observe=None if squares is None else squares.add,
+            )  # fmt: skip
             self._bucket = None
-            self.arrived = set()
         else:
-            self._fill_gaps(self.main)
             reduction = self._reduce_main(
                 self.main, self.inner, self.wire, now, self.what, scattered=self.sharding.state
             )
@@ -205,6 +195,8 @@ class GradientBuffer:
 
         def finish() -> None:
             install()
+            if self._squares is not None:
+                self._squares.end(self.main)
             if divisor is not None:
                 self.phase = "final"
 
@@ -274,7 +266,6 @@ class GradientBuffer:
     def clear(self) -> None:
         """Forget all gradients, and free their memory unless it is kept."""
         self.phase = "empty"
-        self.arrived, self.seen = set(), set()
-        self._bucket = None
+        self._bucket = self._squares = None
         if not self._keep:
             self._free_main()

@@ -1,44 +1,56 @@
-"""The sum of the squares of this rank's gradients, in float64, for which the host does not wait."""
+"""The norm of the gradients: who else is answered by it, and whether it tells that they are finite."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from everybit_torch.stepping import PIECE
+import everybit as eb
+from everybit.combinators.chain import Chain, NamedChain
+from everybit.transforms.stateless import ClipByGlobalNorm
+from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.shard_optimizer import LabelledTransform
+from everybit_torch.sharded.squares import sums_of_squares
 
-# Elements that are widened at a time on an accelerator: 32 MiB of scratch, and few kernels to launch.
-DEVICE_PIECE = 1 << 22
 
-
-def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements: float64, 0-d, on ``device``.
-
-    Squares are taken and added up in float64: those of float32 numbers always fit there, so that no result has to be looked at and
-    computed again. All pieces are widened in one scratch buffer, which is what :func:`scratch_bytes` says.
+def squares_of(buffers: Sequence[GradientBuffer], device: torch.device, *, as_written: bool) -> Tensor:
+    """The sum of the squares of what this rank steps: float64, 0-d, on ``device``.
 
     Args:
-        gradients: 1-d, of any floating dtypes, on ``device``.
+        buffers: Of gradients, which are final.
         device: Where they are.
+        as_written: Nobody has had the gradients in hand, so that sums which were found when they were written still hold.
     """
+    known = [buffer.sum_of_squares() if as_written else None for buffer in buffers]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    size = _piece_size(device)
-    narrow = [x.numel() for x in gradients if x.dtype is not torch.float64]
-    scratch = torch.empty(min(max(narrow, default=0), size), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        for low in range(0, gradient.numel(), size):
-            part = gradient[low : low + size]
-            wide = part if part.dtype is torch.float64 else scratch[: part.numel()].copy_(part)
-            total += torch.dot(wide, wide)
+    unknown = [buffer.without_padding for buffer, one in zip(buffers, known, strict=True) if one is None]
+    found = iter(sums_of_squares(unknown, device))
+    for one in known:
+        total += next(found) if one is None else one
     return total
 
 
-def scratch_bytes(numel: int, dtype: torch.dtype, device: torch.device) -> int:
-    """What :func:`sum_of_squares` allocates for a gradient of so many elements of a dtype; for several, the most of them."""
-    return 0 if dtype is torch.float64 else min(numel, _piece_size(device)) * torch.float64.itemsize
+def tells_finite(dtype: torch.dtype) -> bool:
+    """Whether the sum of squares of numbers of a dtype is finite exactly if they are. Squares of large float64 numbers are not."""
+    return dtype is not torch.float64
 
 
-def _piece_size(device: torch.device) -> int:
-    return PIECE if device.type in ("cpu", "meta") else DEVICE_PIECE
+def answers_first(labelled: Mapping[str, LabelledTransform]) -> bool:
+    """Whether the sum of the squares of all gradients is the answer to the first reduction of every transform.
+
+    It is where there is one transform for all parameters, and clips by the global norm before it does anything else.
+    """
+    sources = {one.source for one in labelled.values()}
+    return len(sources) == 1 and all(_clips_first(one.transform) for one in labelled.values())
+
+
+def _clips_first(transform: eb.Transform[Any]) -> bool:
+    first = transform
+    if isinstance(transform, Chain):
+        first = next(iter(transform.transforms), transform)
+    elif isinstance(transform, NamedChain):
+        first = next(iter(transform.transforms.values()), transform)
+    return _clips_first(first) if first is not transform else type(transform) is ClipByGlobalNorm

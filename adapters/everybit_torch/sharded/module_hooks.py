@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from everybit_torch.torch_internals.tracing import call_untraced
+
 
 class ModuleHook:
     """A hook on one module that does not keep its owner alive, and does nothing on a copy of the module.
@@ -32,17 +34,12 @@ class ModuleHook:
             return
         owner = self._owner()
         if owner is not None and module is self._module():
-            _untraced(getattr(owner, self._method), self._number, *arguments)
+            # What it does to memory is not for a compiler to order.
+            call_untraced(getattr(owner, self._method), self._number, *arguments)
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         """Leave no hook in copies of the model, whose weights are not sharded."""
         return no_hook, ()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _untraced(function: Callable[..., None], *arguments: Any) -> None:
-    """Compilers leave it alone: what it does to memory is not for them to order."""
-    function(*arguments)
 
 
 def _ignore(*arguments: object) -> None:

@@ -13,12 +13,15 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Layout
+from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.nonfinite import count_nonfinite
-from everybit_torch.sharded.reduction_queue import ReductionQueue
 from everybit_torch.sharded.reports import NanCheck
+from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.weights import MOVED
 from everybit_torch.torch_internals import autograd
@@ -27,15 +30,15 @@ from everybit_torch.torch_internals import autograd
 class Passes:
     """The backward passes since the last step.
 
-    A hook on every parameter puts its gradient into a buffer. What is complete is summed over the ranks in the layout's order, last group
-    first, while the pass goes on.
+    A hook on every parameter tells the schedule that its gradient has arrived, and has the events carried out that follow.
 
     Args:
         layout: Of the model.
         parameters: All of the model's, by name, in the layout's order.
-        gradients: The buffers of those that are trained.
-        sharding: What is shared out.
-        divisor: Of the sums.
+        gradients: The buffers of those that are trained, by the number of their group.
+        schedule: What follows a hook.
+        executor: Carries it out.
+        sharding: What is sharded.
         nan: Whether gradients are looked at when they arrive.
         communicators: The inner and the outer ranks.
         device: Of the model.
@@ -55,47 +58,61 @@ class Passes:
         self,
         layout: Layout,
         parameters: Mapping[str, nn.Parameter],
-        gradients: Sequence[GradientBuffer],
+        gradients: Mapping[int, GradientBuffer],
+        schedule: Schedule,
+        executor: Executor,
         sharding: Sharding,
-        divisor: float,
         nan: NanCheck,
         communicators: tuple[Communicator, Communicator],
         device: torch.device,
         require_ready: Callable[[str], None],
     ) -> None:
-        self._layout, self._gradients, self._sharding = layout, list(gradients), sharding
-        self._divisor, self._nan, self._communicators = divisor, nan, communicators
+        self._layout, self._gradients = layout, dict(gradients)
+        self._schedule, self._executor = schedule, executor
+        self._nan, self._communicators = nan, communicators
         self._require_ready = require_ready
         self._names = list(parameters)
         self._parameters = list(parameters.values())
-        trained = {place.spec.name for buffer in self._gradients for place in buffer.group.placements}
+        groups = [buffer.group for buffer in self._gradients.values()]
+        trained = {place.spec.name for group in groups for place in group.placements}
         self._frozen = [(name, p) for name, p in parameters.items() if name not in trained]
-        self._members = [[parameters[place.spec.name] for place in b.group.placements] for b in self._gradients]
+        self._members = [[parameters[place.spec.name] for place in group.placements] for group in groups]
         self._homes = [
             (name, p, p.data_ptr()) for name, p in parameters.items() if name in trained and not sharding.params
         ]
-        self._queue = ReductionQueue(self._gradients)
         self._gathering: Gathering | None = None
         self.touched = [False] * len(self._names)
         self.nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
         self.in_context = self.in_pass = self.failed = False
         self.number = self.total = 0
         self._others: tuple[Communicator, ...] = ()
-        self._last: bool | None = None
-        self._accumulates = self._arrived = False
         self._owes_pass = self._finishing = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error was not recovered from, or a pass goes on."""
+        in_forward = self._gathering is not None and self._gathering.scheduled.in_forward
+        return self.failed or self.in_pass or in_forward
 
     # -- gradients arrive ------------------------------------------------------------------------------------------------------------
 
-    def watch(self) -> list[Any]:
-        """Have gradients come here from now on; handles of the hooks."""
+    def holds_gradients(self) -> bool:
+        """Whether a buffer holds gradients of this cycle."""
+        phases = [buffer.phase for buffer in self._gradients.values()]
+        return self.in_pass or self._schedule.gradients.any_arrived or any(phase != "empty" for phase in phases)
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Have gradients come here from now on, and passes begin; handles of the hooks."""
         numbers = {name: number for number, name in enumerate(self._names)}
         handles = []
-        for group, buffer in enumerate(self._gradients):
+        for group, buffer in self._gradients.items():
             for place, placement in enumerate(buffer.group.placements):
                 number = numbers[placement.spec.name]
-                hook = self._arrival(buffer, group, place, number)
-                handles.append(self._parameters[number].register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                arrive = self._arrival(group, place, number)
+                handles.append(self._parameters[number].register_post_accumulate_grad_hook(arrive))  # type: ignore[no-untyped-call]
+        if self._schedule.weights is None:
+            hook = ModuleHook(self, "after_forward", model, 0, compiled=False)
+            handles.append(model.register_forward_hook(hook))
         return handles
 
     def attach(self, gathering: Gathering, communicators: Sequence[Communicator]) -> None:
@@ -107,39 +124,37 @@ class Passes:
         """
         self._gathering, self._others = gathering, tuple(communicators)
 
-    def _arrival(self, buffer: GradientBuffer, group: int, place: int, number: int) -> Callable[[Tensor], None]:
+    def _arrival(self, group: int, place: int, number: int) -> Callable[[Tensor], None]:
         # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
-        reference, buffer_reference = weakref.ref(self), weakref.ref(buffer)
+        reference = weakref.ref(self)
 
         @torch.no_grad()  # backward(create_graph=True) runs hooks with gradients enabled
         def arrive(parameter: Tensor) -> None:
-            passes, into = reference(), buffer_reference()
-            if passes is not None and into is not None:
+            passes = reference()
+            if passes is not None:
                 gradient, parameter.grad = parameter.grad, None
                 assert gradient is not None
-                passes._take(gradient.detach(), into, group, place, number)
+                passes._take(gradient.detach(), group, place, number)
 
         return arrive
 
-    def _take(self, gradient: Tensor, buffer: GradientBuffer, group: int, place: int, number: int) -> None:
-        """A parameter's gradient is there: into its buffer with it."""
+    def _take(self, gradient: Tensor, group: int, place: int, number: int) -> None:
+        """A parameter's gradient has arrived."""
         self.begin()
         if gradient.layout is not torch.strided:
             raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
-        unit = buffer.group.unit
         if self._gathering is not None:
+            unit = self._layout.groups[group].unit
             self._require_weights(unit, number)
-            if self._queue.was_sent(group):
+            if self._schedule.gradients.was_sent(group):
                 raise RuntimeError(
                     f"{self._names[number]}: its gradient came after the backward pass had left its unit,"
                     f" {self._layout.units[unit] or 'the model'}, whose gradients have been sent. Accepted are the other strategies."
                 )
         if self._nan == "param":
             self.nonfinite[number] += count_nonfinite(gradient)
-        buffer.add(place, gradient)
-        self.touched[number] = self._arrived = True
-        if buffer.complete:
-            self.advance()
+        self.touched[number] = True
+        self._executor.run(self._schedule.arrive(group, place), gradient)
 
     def _require_weights(self, unit: int, number: int) -> None:
         """Refuse a gradient that was computed while the weights may not have been there.
@@ -148,7 +163,7 @@ class Passes:
             RuntimeError: The message names the parameter.
         """
         assert self._gathering is not None
-        if unit > 0 and unit not in self._gathering.entered:
+        if unit > 0 and unit not in self._gathering.scheduled.entered:
             raise RuntimeError(
                 f"{self._names[number]}: its gradient came before that of what its unit, {self._layout.units[unit]}, returned, so the"
                 " unit's weights may not have been there. Accepted are units that return every tensor that the loss depends on."
@@ -190,15 +205,10 @@ class Passes:
                     " Make a new stepper, and carry the state over with a checkpoint."
                 )
         self.require_in_place()
-        self._queue.begin()
-        self.in_pass, self._arrived = True, False
-        self._accumulates = any(map(_accumulates, self._parameters))
-        for buffer, members in zip(self._gradients, self._members, strict=True):
-            buffer.begin_pass(sum(parameter.requires_grad for parameter in members))
-            if buffer.group.unit == 0:
-                buffer.open()  # of the model's own unit, whose gradients come first and last
-        if self._gathering is not None:
-            self._gathering.begin_backward()
+        self.in_pass = True
+        expected = [sum(parameter.requires_grad for parameter in members) for members in self._members]
+        accumulates = any(map(_accumulates, self._parameters))
+        self._executor.run(self._schedule.begin_pass(expected, accumulates=accumulates))
         autograd.at_the_end_of_the_pass(self._end_autograd)
 
     def require_in_place(self) -> None:
@@ -211,53 +221,24 @@ class Passes:
             if parameter.data_ptr() != address:
                 raise RuntimeError(MOVED.format(name=name))
 
-    @property
-    def _reduces(self) -> bool:
-        """Whether gradients are summed over the ranks in this backward pass."""
-        return self._sharding.grads or self._last is True
-
-    def advance(self) -> None:
-        """Send what is complete, and what will not be, from the layout's last group on: in this order, whatever comes first."""
-        if not (self._accumulates or self._arrived):
-            return  # torch.autograd.grad, after which there is still a backward pass to come
-        while self._reduces and (buffer := self._queue.next) is not None:
-            over = self._gathering is not None and self._gathering.ways.is_over(buffer.group.unit)
-            if not (buffer.complete or over):
-                break
-            self._send_next()
-
-    def _send_next(self) -> None:
-        buffer, closes_unit = self._queue.next, self._queue.closes_unit
-        assert buffer is not None
-        bounded = True
-        if self._gathering is not None:
-            self._gathering.before_reduction(buffer.group.unit)
-            bounded = self._gathering.agreement().bounded
-        self._queue.send_next(self._divisor if self._last else None, bounded=bounded)
-        if self._gathering is not None and closes_unit:
-            self._gathering.release_what_is_over()
-
     def _end_autograd(self) -> None:
         """Autograd is done with everything that it was asked for."""
         if not self.in_pass:
             return
-        if self._arrived:
+        if self._schedule.arrived:
             self._end_pass()
             return
         # torch.autograd.grad, for which this is not the backward pass. (A loss that reaches no parameter: its microbatch takes part.)
         self.in_pass = False
-        for buffer in self._gradients:
-            if not buffer.arrived:
-                buffer.close()
-        if self._gathering is not None:
+        if self._gathering is None:
+            self._executor.run(self._schedule.cancel_pass())
+        else:
             self._gathering.cancel_backward()
 
     def _end_pass(self) -> None:
-        while self._reduces and self._queue.next is not None:
-            self._send_next()
-        self._queue.finish()
+        self._executor.run(self._schedule.end_pass())
         if self._gathering is not None:
-            self._gathering.end_backward()
+            self._gathering.free_all()
         self.in_pass = False
         self.total += 1
         self.number += 1
@@ -281,7 +262,7 @@ class Passes:
             )
         self._require_ready(name)
         passes = self.total
-        self.in_context, self._last = True, last
+        self.in_context, self._schedule.last = True, last
         try:
             yield
         except BaseException as error:
@@ -290,7 +271,7 @@ class Passes:
             self.in_context = False
             self._explain(error)
             raise
-        self.in_context, self._last = False, None
+        self.in_context, self._schedule.last = False, None
 
     def _explain(self, error: BaseException) -> None:
         """Say of an error of autograd's what it is about, if weights that were given back were needed.
@@ -301,9 +282,9 @@ class Passes:
         if self._gathering is None or "storage of size 0" not in str(error):
             return
         units = list(enumerate(self._gathering.units))
-        first, *others = [str(unit) for n, unit in reversed(units) if n and n not in self._gathering.entered] or [
-            "the model"
-        ]
+        first, *others = [
+            str(unit) for n, unit in reversed(units) if n and n not in self._gathering.scheduled.entered
+        ] or ["the model"]
         raise RuntimeError(
             f"{first}: the backward pass needed weights of this unit{f' (or of {others[0]}, ...)' if others else ''} before it came to what"
             " the unit had returned. Accepted are units that return every tensor that the loss depends on, and hide none (in an attribute,"
@@ -312,14 +293,9 @@ class Passes:
 
     def empty_pass(self) -> None:
         """Take part in what other ranks' passes do, where a loss reached no parameter."""
-        if self._gathering is not None:
-            if not self._gathering.forward_over:
-                self._gathering.skip_forward()
-            self._gathering.begin_backward()
-        self._queue.begin()
+        events = self._schedule.empty_pass()
+        self._executor.run(events)
         self.in_pass = True
-        for buffer in self._gradients:
-            buffer.begin_pass()
         self._end_pass()
 
     # -- the end of a cycle ----------------------------------------------------------------------------------------------------------
@@ -327,18 +303,13 @@ class Passes:
     def finish_gradients(self) -> None:
         """Sum over the ranks what was not yet, and divide."""
         self._finishing = True
-        for buffer in reversed(self._gradients):
-            if buffer.phase in ("empty", "partial") and not (self._sharding.grads and buffer.phase == "partial"):
-                self._queue.send(buffer, self._divisor)
-        self._queue.finish()
-        for buffer in reversed(self._gradients):
-            buffer.finalize(self._divisor)
+        phases = [buffer.phase for buffer in self._gradients.values()]
+        self._executor.run(self._schedule.finish_gradients(phases))
         self._finishing = False
 
     def forget(self) -> None:
         """The next cycle begins: nothing has arrived."""
-        for buffer in self._gradients:
-            buffer.clear()
+        self._executor.run(self._schedule.gradients.clear())
         self.touched = [False] * len(self._names)
         self.nonfinite.zero_()
         for parameter in self._parameters:
@@ -350,42 +321,25 @@ class Passes:
         gathering = self._gathering
         with suppress(Exception):  # a rank may be gone; what comes next says so
             owes = self._owes_pass or self.in_pass
-            if gathering is not None and (owes or gathering.unfinished):
+            if gathering is not None and (owes or gathering.scheduled.unfinished):
                 owes = gathering.begin_to_recover() or owes
-            if owes and self._reduces:
+            if owes and self._schedule.reduces:
                 if not self.in_pass:
-                    self._queue.begin()
-                self._take_part()
+                    self._schedule.gradients.begin_reductions()
+                self._executor.run(self._schedule.take_part())
             elif self._finishing:
-                self._drain_reductions()
+                self._executor.run([Event("drain")])
                 self.finish_gradients()
         for communicator in (*self._communicators, *self._others):
             communicator.drain()
-        self._queue.drop()
+        self._executor.drop()
+        self._schedule.gradients.begin_reductions()
         if gathering is not None:
             gathering.recover()
-            gathering.begin_cycle()
+            gathering.scheduled.begin_cycle()
         self.in_pass = self._owes_pass = self._finishing = False
         if not self.in_context:
-            self._last = None
-
-    def _take_part(self) -> None:
-        """Send what is left of this pass, whatever it holds: it is forgotten here, and nobody waits for it elsewhere."""
-        while (buffer := self._queue.next) is not None:
-            if self._gathering is not None:
-                self._gathering.before_reduction(buffer.group.unit)
-            self._drain_reductions()
-            self._queue.send_next(self._divisor if self._last else None, bounded=True)
-            if self._gathering is not None:
-                self._gathering.release_what_is_over()
-        self._queue.finish()
-        if self._gathering is not None:
-            self._gathering.take_part(1)
-
-    def _drain_reductions(self) -> None:
-        """Wait for reductions under way, also for one that an error kept from the queue: its memory is about to be used, and freed."""
-        for communicator in self._communicators:
-            communicator.drain()
+            self._schedule.last = None
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:

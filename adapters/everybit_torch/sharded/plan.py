@@ -1,8 +1,8 @@
 """Predicts memory, to the byte, and traffic from names, shapes and dtypes, before anything is allocated.
 
-Persistent bytes are the sums of what is kept. Transient bytes follow the stepper through a forward pass, a backward pass and a step, as
-it allocates and frees; what a step computes on the way is found by stepping one piece of a buffer. Tensors of one element that come and
-go are left out, and so are activations and the gradients that autograd holds: one parameter's at a time.
+Persistent bytes are the sums of what is kept. Transient bytes, and what is sent, are added up over the events of the schedule that the
+stepper carries out (:mod:`.scheduling.schedule`); what a step computes on the way is found by stepping one piece of a buffer. Tensors of
+one element that come and go are left out, and so are activations and the gradients that autograd holds: one parameter's at a time.
 
 Bytes on the wire are what one rank sends, as a ring sends it. For ``n`` ranks, weights of ``w`` bytes in all, gradients of ``c`` bytes in
 the wire's dtype, and ``k`` microbatches, up to the padding:
@@ -32,15 +32,18 @@ from everybit.policies import short
 from everybit.transform import any_per_tensor
 from everybit_torch.collectives.reduction import chunk_size
 from everybit_torch.probing import is_number
+from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.planning.groups import GroupPlan
-from everybit_torch.sharded.planning.peaks import asked_peak, backward_peak, forward_peak, norm_peak, step_peak
+from everybit_torch.sharded.planning.metering import StepBytes, meter
+from everybit_torch.sharded.planning.peaks import asked_peak, norm_peak, step_peak
 from everybit_torch.sharded.planning.reductions import reduced_numbers
 from everybit_torch.sharded.planning.report import Plan, Ranks
-from everybit_torch.sharded.planning.traffic import agreed_bytes, sent_by_collective
+from everybit_torch.sharded.planning.traffic import agreed_bytes
+from everybit_torch.sharded.scheduling.schedule import Settings, cycle
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
 from everybit_torch.stepping import piece_size
@@ -162,25 +165,28 @@ def plan_layout(
         persistent["bookkeeping"] += sum(map(is_number, numbers)) * torch.float64.itemsize
     if metrics:
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
-    lazy = 0 if keep_gradients else persistent.pop("gradients")
+    if not keep_gradients:
+        del persistent["gradients"]
     order = ("parameters", "main parameters", "compensation", "gradients")
     ordered = {name: persistent[name] for name in order if persistent[name]}
     ordered |= {name: size for name, size in persistent.items() if name not in (*order, "counters", "bookkeeping")}
     ordered |= {name: persistent[name] for name in ("counters", "bookkeeping")}
-    units = [[one for one in groups if one.group.unit == number] for number in range(len(layout.units))]
-    transient = {
-        "forward": forward_peak(units, kind, reshard_after_forward) + (lazy if microbatches > 1 else 0),
-        "backward": backward_peak(units, kind, microbatches, reshard_after_forward, lazy=lazy > 0),
-        "step": max(
-            norm_peak(groups, agreed_bytes(groups), where),
+    answered = answers_first(labelled)
+    step = StepBytes(
+        norm_peak(groups, agreed_bytes(groups), where),
+        max(
             step_peak(groups, labelled, numbered, compile, piece_size(where)),
-            asked_peak(groups, labelled, numbered, where),
-        )
-        + lazy,
-    }
-    wire = sent_by_collective(
-        groups, kind, ranks, microbatches, reshard_after_forward, reduced_numbers(labelled, len(numbered))
+            asked_peak(groups, labelled, numbered, where, answered=answered),
+        ),
+        agreed_bytes(groups),
+        # The norm of the gradient is found once, for the report and for a clip.
+        tuple(reduced_numbers(labelled, len(numbered))[answered:]),
+        where,
     )
+    settings = Settings(kind, reshard_after_forward, keep_gradients)
+    # All microbatches between the first and the last are alike.
+    stages = cycle(layout, settings, min(microbatches, 3))
+    transient, wire = meter(stages, groups, step, microbatches)
     weights: Counter[str] = Counter()
     for one in groups:
         name = "frozen" if one.resolved is None else short(one.resolved.params)

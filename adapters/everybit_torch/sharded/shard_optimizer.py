@@ -107,8 +107,7 @@ class Shard:
     @property
     def without_padding(self) -> Tensor:
         """This rank's slice of the main gradient, without padding: 1-d, in the main dtype."""
-        end = self.slices[-1].offset + self.parameters[-1].numel() if self.slices else 0
-        return self.gradients.own[:end]
+        return self.gradients.without_padding
 
 
 class _ShardGradients:
@@ -314,17 +313,23 @@ class ShardOptimizer(torch_optimizers.Optimizer):
             none = torch.empty_like(parameter.detach(), dtype=dtype)
             parameter.grad = ShardGradient.of(none, self._all_gradients)
 
+    @property
+    def gradients_were_handed_out(self) -> bool:
+        """Whether somebody ever did something with a gradient."""
+        return self._all_gradients.handed_out
+
     def detach_gradients(self) -> None:
         """Set the ``.grad`` of all parameters to None, until the next cycle's gradients are final."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def prepare_shards(self, touched: Callable[[Slice], bool]) -> Callable[[], None]:
+    def prepare_shards(self, touched: Callable[[Slice], bool], known: Sequence[Tensor] = ()) -> Callable[[], None]:
         """Look at everything that a step needs and may refuse, and ask all ranks what it asks of them; nothing is changed yet.
 
         Args:
             touched: Which parameters have a gradient on any rank.
+            known: Answers to the first reductions of every transform.
 
         Returns:
             Steps what this rank has of them.
@@ -343,7 +348,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
             )
         self.engine.follow([self.factory_arguments(group) for group in self.param_groups])
         self.engine.follow_parameters(lambda: [p for group in self.param_groups for p in group["params"]])
-        prepared = self.engine.prepare()
+        prepared = self.engine.prepare(known)
         return lambda: self.engine.step(prepared, metrics=self.metrics_enabled)
 
     # -- what one sees --------------------------------------------------------------------------------------------------------------

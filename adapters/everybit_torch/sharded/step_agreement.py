@@ -16,7 +16,7 @@ from torch import Tensor
 from everybit import barriers
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import free_storage
-from everybit_torch.sharded.gradient_norm import sum_of_squares
+from everybit_torch.sharded.gradient_norm import squares_of, tells_finite
 from everybit_torch.sharded.nonfinite import find_nonfinite, has_nonfinite
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.planning.traffic import AGREED
@@ -30,13 +30,15 @@ class StepAgreement:
 
     Attributes:
         touched: For each parameter, whether any rank has a gradient.
-        norm: Of the gradient: float64, 0-d, on the device.
+        squares: The sum of the squares of the gradient: float64, 0-d, on the device.
+        norm: Its root.
         is_nan: Whether that is NaN; False on a rank that does not look.
         skipped: Whether nothing is to be stepped.
         nonfinite: Whose gradients are not finite, if that was to be found out.
     """
 
     touched: list[bool]
+    squares: Tensor
     norm: Tensor
     is_nan: bool
     skipped: bool
@@ -56,6 +58,7 @@ def agree(
     pass_counts: PassCounts | None,
     *,
     looks: bool,
+    as_written: bool,
 ) -> StepAgreement:
     """Ask all ranks. Every rank has to call it, with final gradients.
 
@@ -75,6 +78,7 @@ def agree(
         pass_counts: Compares the numbers of passes, where each is summed over the ranks: now if all ranks read, else before the next
             step.
         looks: Whether this rank has to know who has gradients. Not if it has one of each parameter that is trained: then some rank has.
+        as_written: Nobody has had this rank's gradients in hand.
 
     Raises:
         RuntimeError: Ranks had different numbers of passes.
@@ -87,20 +91,24 @@ def agree(
     numbers = numbers.to(device, non_blocking=True)
     # Of ranks that hold the same the first one counts.
     if all(one.rank == 0 for one in (inner, outer) if one not in holding):
-        numbers[count] = sum_of_squares([shard.without_padding for shard in shards], device)
-    if nan == "step":
+        numbers[count] = squares_of([shard.gradients for shard in shards], device, as_written=as_written)
+    # An element that is not finite shows in the sum of the squares, but for float64, whose squares may overflow.
+    told = all(tells_finite(shard.gradients.main.dtype) for shard in shards)
+    if nan == "step" and not told:
         numbers[count + 1] = has_nonfinite(shards)
     for communicator in (inner, outer):
         communicator.all_reduce(numbers, "what the gradients are like").wait()
-    norm = barriers.sqrt(numbers[count])
+    squares = numbers[count].clone()
+    norm = barriers.sqrt(squares)
     if pass_counts is not None and nan == "off":
         pass_counts.begin(numbers[count + 2 :], passes)
     read = numbers.tolist() if looks or nan != "off" else None
     free_storage(numbers)
     if read is None:
-        return StepAgreement(list(touched), norm, is_nan=False, skipped=False, nonfinite=())
+        return StepAgreement(list(touched), squares, norm, is_nan=False, skipped=False, nonfinite=())
     *flags, square, bad, _, _ = read
     if pass_counts is not None and nan != "off":
         pass_counts.require_equal(read[count + 2 :], passes)
     found = find_nonfinite(shards, names, nonfinite, inner, outer) if nan == "param" else ()
-    return StepAgreement([flag > 0 for flag in flags], norm, math.isnan(square), bad > 0 or bool(found), found)
+    skipped = bad > 0 or bool(found) or (nan == "step" and told and not math.isfinite(square))
+    return StepAgreement([flag > 0 for flag in flags], squares, norm, math.isnan(square), skipped, found)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,30 +13,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from everybit.dtypes import FloatDType, dtype_name, torch_dtype
+from everybit.dtypes import FloatDType
 from everybit.optimizer import Unsafe
-from everybit.policy import Resolved, resolve
 from everybit_torch.collectives import groups
-from everybit_torch.collectives.communicator import Communicator, GroupAxis, Pending
+from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
-from everybit_torch.collectives.reduction import Wire, divide
-from everybit_torch.sharded.arguments import claim, judge
+from everybit_torch.collectives.reduction import divide
+from everybit_torch.sharded.arguments import Arguments, claim, judge
+from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.fingerprint import require_alike
-from everybit_torch.sharded.gathering import Gathering, Unit, each
-from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.full_parameters import FullParameters
+from everybit_torch.sharded.gathering import Gathering
+from everybit_torch.sharded.gradient_norm import answers_first
+from everybit_torch.sharded.gradient_wires import GradientWires
 from everybit_torch.sharded.guards import Guards
-from everybit_torch.sharded.layout import Group, build
-from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units
-from everybit_torch.sharded.module_hooks import ModuleHook
+from everybit_torch.sharded.layout import build
+from everybit_torch.sharded.model_buffers import ModelBuffers, synchronize_values
+from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.reports import NanCheck, StepReport
-from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
+from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
+from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.step_agreement import StepAgreement, agree
+from everybit_torch.sharded.step_checks import Completeness, require_gathered, require_same_parameters
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
-from everybit_torch.sharded.ways import Comparer
-from everybit_torch.sharded.weights import WeightBuffer
+from everybit_torch.sharded.unit_weights import UnitWeights
+from everybit_torch.torch_internals.optimizers import note_step
 
 
 class FlatStepper:
@@ -113,155 +117,70 @@ class FlatStepper:
         keep_gradients: bool = True,
     ) -> None:
         self.inner, self.outer = communicators(mesh)
+        given = Arguments(
+            transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
+            synchronize, offload, keep_gradients,
+        )  # fmt: skip
         # Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
         try:
-            judged = judge(
-                model, transform, policy, mesh, strategy, outer, units, labels, divisor, nan, offload, seed, unsafe,
-                ranks=(self.inner.size, self.outer.size),
-            )  # fmt: skip
+            judged = judge(model, given, (self.inner.size, self.outer.size))
         except Exception as error:
             require_alike(error, self.inner, self.outer)
             raise
-        described, self.sharding, self.divisor = judged.described, judged.sharding, judged.divisor
-        options = {
-            "divisor": self.divisor,
-            "nan": nan,
-            "seed": seed,
-            "reshard_after_forward": reshard_after_forward,
-            "metrics": metrics,
-            "synchronize": synchronize,
-        }
-        require_alike(
-            [*judged.facts, *((name, repr(value)) for name, value in options.items())], self.inner, self.outer
-        )
-        self.model, self._nan = model, nan
-        self._reshard_after_forward, self._compile = reshard_after_forward, compile
-        self._keep_gradients = keep_gradients
+        require_alike(judged.facts, self.inner, self.outer)
+        self.model, self._given = model, given
+        described, device = judged.described, judged.device
+        self.sharding, self.divisor = judged.sharding, judged.divisor
         self.closed = False
         self.all_ranks = ranks_of(mesh)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: Future[Path] | None = None
-        device = judged.device
         # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
         shards = self.inner.size * self.outer.size
         self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
         self._names = [spec.name for spec in described.specs]
-        self._labelled = described.labelled
         if synchronize:
-            self._synchronize()
-
-        parameters = {spec.name: p for spec, p in zip(described.specs, described.parameters, strict=True)}
-        self.weights: list[WeightBuffer] = []
-        self.gradients: list[GradientBuffer] = []
-        shard_list: list[Shard] = []
-        self._trained: list[Group] = []
-        for group in self.layout.groups:
-            if not group.requires_grad and not self.sharding.params:
-                continue
-            members = [parameters[place.spec.name] for place in group.placements]
-            weights = WeightBuffer(group, members, self.sharding, self.inner, self.outer)
-            self.weights.append(weights)
-            if group.requires_grad:
-                gradients = self._gradient_buffer(group, device)
-                self._trained.append(group)
-                self.gradients.append(gradients)
-                shard_list.append(Shard.of(weights, gradients, *self._own_range(group)))
-        self._shards = shard_list
-        self._trained_names = frozenset(place.spec.name for group in self._trained for place in group.placements)
+            synchronize_values(model, (self.outer, self.inner))
+        parameters = dict(zip(self._names, described.parameters, strict=True))
         self._parameters = list(parameters.items())
+        self.buffers = ModelBuffers(
+            self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device,
+            keep_gradients=keep_gradients,
+        )  # fmt: skip
+        self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
+        self._completeness = Completeness()
+        settings = Settings(self.sharding, reshard_after_forward, keep_gradients)
+        self._schedule = Schedule(self.layout, settings)
+        self._executor = Executor(self.buffers.weights, self.buffers.gradients, self.divisor, (self.inner, self.outer))
+        self._executor.on({"agree": self._agree, "step": self._step_shards})
+        self._agreed: StepAgreement | None = None
+        self._prepared: Callable[[], None] | None = None
         self._passes = Passes(
-            self.layout,
-            parameters,
-            self.gradients,
-            self.sharding,
-            self.divisor,
-            nan,
-            (self.inner, self.outer),
-            device,
-            self._require_ready,
-        )
-        # Where gradients are shared out each backward pass is summed over the ranks, and all of them need as many.
+            self.layout, parameters, self.buffers.gradients, self._schedule, self._executor, self.sharding, nan,
+            (self.inner, self.outer), device, self._require_ready,
+        )  # fmt: skip
+        self._wires = GradientWires(self.buffers, described.labelled, self._passes.holds_gradients)
+        self._trained_names = frozenset(s.spec.name for one in self.gradients for s in one.group.placements)
+        # Where gradients are sharded each backward pass is summed over the ranks, and all of them need as many.
         self._pass_counts = PassCounts(shards, device) if self.sharding.grads else None
-        self.in_full_parameters = False
-        self._incomplete: str | None = None
-        self._wire_after: Callable[[], None] | None = None
-        self._handles: list[Any] = self._passes.watch()
-        self._axis = GroupAxis(self._shard_communicators())
+        self._handles: list[Any] = self._passes.watch(model)
         self._optimizer = ShardOptimizer(
-            self._labelled,
-            shard_list,
-            self._axis,
-            self.step,
-            self.zero_grad,
-            compile=compile,
-            offload=offload,
-            metrics=metrics,
-            seed=seed,
-            unsafe=unsafe,
-        )
+            described.labelled, self.buffers.shards, GroupAxis(self.buffers.sharing), self.step, self.zero_grad,
+            compile=compile, offload=offload, metrics=metrics, seed=seed, unsafe=unsafe,
+        )  # fmt: skip
         self._gathering: Gathering | None = None
         self._guards: Guards | None = None
+        self._full: FullParameters | None = None
         self._made: list[Communicator] = []
         if self.sharding.params:
-            self._gathering = self._make_gathering(described)
+            unit_weights = UnitWeights.of(described.units, self.weights, self._schedule, self.inner, self.outer)
+            self._made = unit_weights.communicators
+            self._executor.on(unit_weights.handlers)
+            self._gathering = Gathering(unit_weights, self._schedule, self._executor, self._passes.begin)
             self._passes.attach(self._gathering, self._made)
             self._guards = Guards(model, self._gathering)
-        else:
-            self._handles.append(
-                model.register_forward_hook(ModuleHook(self._passes, "after_forward", model, 0, compiled=False))
-            )
+            self._full = FullParameters(self._gathering, self.weights)
         claim(model, self)
-
-    # -- making it -----------------------------------------------------------------------------------------------------------------
-
-    def _make_gathering(self, described: ModelLayout) -> Gathering:
-        unit_weights: list[list[WeightBuffer]] = [[] for _ in described.units]
-        for weights in self.weights:
-            unit_weights[weights.group.unit].append(weights)
-        gathers = self.inner.clone()
-        hosts = self.inner.for_host_memory(), self.outer.for_host_memory()
-        self._made = [gathers, *hosts]
-        return Gathering(
-            [
-                Unit(name, module, buffers)
-                for (name, module), buffers in zip(described.units, unit_weights, strict=True)
-            ],
-            gathers,
-            Comparer(*hosts),
-            reshard_after_forward=self._reshard_after_forward,
-            on_backward=self._passes.begin,
-            on_unit=self._passes.advance,
-        )
-
-    def _synchronize(self) -> None:
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            for communicator in (self.outer, self.inner):
-                values = tensor.detach()
-                whole = values if values.is_contiguous() else values.contiguous()
-                communicator.broadcast(whole, name)
-                if whole is not values:
-                    values.copy_(whole)
-
-    def _gradient_buffer(self, group: Group, device: torch.device) -> GradientBuffer:
-        resolved = self._resolved(group)
-        main = torch_dtype(resolved.grads_main)
-        wires = Wire.pair(resolved, self.inner.size, self.outer.size)
-        return GradientBuffer(
-            group, self.sharding, self.inner, self.outer, main, *wires, device, keep=self._keep_gradients
-        )
-
-    def _resolved(self, group: Group) -> Resolved:
-        return resolve(self._labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
-
-    def _own_range(self, group: Group) -> tuple[int, int]:
-        """The part of a group's buffer that this rank steps."""
-        return self.sharding.own_range(group.padded, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size)
-
-    def _shard_communicators(self) -> tuple[Communicator, ...]:
-        """Over which ranks the parts of one gradient lie; copies are counted once."""
-        if not self.sharding.state:
-            return ()
-        return (self.inner, self.outer) if self.sharding.outer == "optim" else (self.inner,)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 
@@ -331,10 +250,7 @@ class FlatStepper:
         Raises:
             RuntimeError: They do not; see :meth:`mark_incomplete`.
         """
-        if self._incomplete is not None:
-            raise RuntimeError(
-                f"{name}: {self._incomplete}; accepted is load_sharded(stepper, path), on every rank, which makes the state whole."
-            )
+        self._completeness.require(name)
 
     def mark_incomplete(self, reason: str) -> None:
         """Weights and state do not belong together from here on: nothing but :meth:`loaded` goes on.
@@ -342,7 +258,7 @@ class FlatStepper:
         Args:
             reason: What happened, as the beginning of a message.
         """
-        self._incomplete = reason
+        self._completeness.mark_incomplete(reason)
 
     def require_equal_passes(self, name: str) -> None:
         """Refuse to go on from a step for which ranks had different numbers of backward passes. Every rank has to call it.
@@ -372,30 +288,34 @@ class FlatStepper:
             raise RuntimeError("step: inside a microbatch or a backward pass; accepted is after it.")
         self._require_ready("step")
         self._passes.require_in_place()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
+        note_step(self._optimizer)
         self._passes.failed = True
         self.require_equal_passes("step")
-        self._keep_what_was_written()
+        if self._full is not None:
+            self._full.keep()
         self._passes.finish_gradients()
         self._optimizer.attach_gradients()
         if loss_scale != 1.0:
             for buffer in self.gradients:
                 divide(buffer.own, loss_scale)
-        agreed = self._agree()
+        self._executor.run(self._schedule.agree())
+        agreed, self._agreed = self._agreed, None
+        assert agreed is not None
         by_name = dict(zip(self._names, agreed.touched, strict=True))
         untouched = tuple(name for name, here in by_name.items() if not here and name in self._trained_names)
-        self._require_sense(untouched, is_nan=agreed.is_nan)
+        require_same_parameters(self.model, self._parameters, untouched)
+        if self._given.nan == "off":
+            require_gathered(self._idle, is_nan=agreed.is_nan)
         if not agreed.skipped and len(untouched) < len(self._trained_names):
-            step_shards = self._optimizer.prepare_shards(lambda s: by_name[s.placement.spec.name])
+            known = [agreed.squares] if answers_first(self._wires.labelled) else []
+            self._prepared = self._optimizer.prepare_shards(lambda s: by_name[s.placement.spec.name], known)
             self.mark_incomplete("a step ended in an error after weights had been changed")
-            step_shards()
-            self._hand_out()
-        if self._gathering is not None:
-            self._gathering.release_all()
-            self._gathering.begin_cycle()
-            if self.in_full_parameters:
-                self._gather_again()
-        self._incomplete = None
+            self._executor.run(self._schedule.update())
+        if self._gathering is not None and self._full is not None:
+            self._gathering.free_all()
+            self._gathering.scheduled.begin_cycle()
+            self._full.renew()
+        self._completeness.mark_complete()
         self._forget()
         return StepReport(agreed.norm, agreed.skipped, agreed.nonfinite, untouched)
 
@@ -417,69 +337,34 @@ class FlatStepper:
 
         After an error, on every rank: whatever it interrupted, the next cycle begins as if there had been none.
         """
-        if self._passes.failed or self._passes.in_pass or (self._gathering is not None and self._gathering.in_forward):
+        if self._passes.interrupted:
             self._passes.recover()
         self._forget()
 
     def _forget(self) -> None:
         self._passes.forget()
         self._optimizer.detach_gradients()
-        if self._wire_after is not None:
-            self._wire_after()
+        self._wires.begin_cycle()
         self._passes.failed = False
 
-    def _require_sense(self, untouched: tuple[str, ...], *, is_nan: bool) -> None:
-        """Refuse a step that would train nothing, or on nothing.
+    @property
+    def _idle(self) -> list[str]:
+        return [] if self._gathering is None else self._gathering.idle
 
-        Raises:
-            RuntimeError: The model has other parameters than those laid out; or weights were used that had not been gathered.
-        """
-        if untouched:
-            there = dict(self.model.named_parameters())
-            ours = dict(self._parameters)
-            if replaced := [name for name in untouched if there.get(name) is not ours[name]]:
-                raise RuntimeError(
-                    f"{', '.join(replaced[:3])}: not the model's parameters any more; it has others (load_state_dict(assign=True)?)."
-                    " Make a stepper after such a change."
-                )
-        if self._nan == "off" and is_nan and (idle := self._units_without_pass()):
-            raise RuntimeError(
-                f"the gradient is NaN, and {', '.join(map(repr, idle[:3]))} had no forward pass of its own in this cycle: weights are NaN"
-                " while sharded. Call units, and the model, as modules."
-            )
+    def _step_shards(self, _event: Event) -> None:
+        step, self._prepared = self._prepared, None
+        assert step is not None
+        step()
 
-    def _units_without_pass(self) -> list[str]:
-        """Units that are trained, gathered when they compute, and did not in this cycle."""
-        if self._gathering is None:
-            return []
-        units = enumerate(self._gathering.units)
-        return [str(one) for n, one in units if one.trained and n not in self._gathering.ran]
-
-    def _agree(self) -> StepAgreement:
+    def _agree(self, _event: Event) -> None:
         trained = (
             here for name, here in zip(self._names, self._passes.touched, strict=True) if name in self._trained_names
         )
-        return agree(
-            self._names,
-            self._passes.touched,
-            self._passes.number,
-            self._passes.nonfinite,
-            self._shards,
-            self._nan,
-            self.inner,
-            self.outer,
-            self._shard_communicators(),
-            self._pass_counts,
-            looks=not all(trained) or bool(self._units_without_pass()),
-        )
-
-    def _hand_out(self, *, trained_only: bool = True) -> None:
-        changed = [weights for weights in self.weights if weights.group.requires_grad or not trained_only]
-        pending: list[Pending] = [weights.start_spread() for weights in changed]
-        for one in pending:
-            one.wait()
-        for weights in changed:
-            weights.stepped()
+        self._agreed = agree(
+            self._names, self._passes.touched, self._passes.number, self._passes.nonfinite, self.buffers.shards, self._given.nan,
+            self.inner, self.outer, self.buffers.sharing, self._pass_counts, looks=not all(trained) or bool(self._idle),
+            as_written=not self._optimizer.gradients_were_handed_out,
+        )  # fmt: skip
 
     # -- what one sees ---------------------------------------------------------------------------------------------------------------
 
@@ -496,19 +381,14 @@ class FlatStepper:
         Args:
             microbatches: In a step.
         """
+        given = self._given
         return plan_layout(
-            self.layout,
-            self._labelled,
-            self.sharding,
+            self.layout, self._wires.labelled, self.sharding,
             Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank),
-            microbatches=microbatches,
-            reshard_after_forward=self._reshard_after_forward,
-            compile=self._compile,
-            keep_gradients=self._keep_gradients,
-            device=self._passes.nonfinite.device,
-            metrics=self._optimizer.metrics_enabled,
+            microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
+            keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(),
-        )
+        )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:
         """Send gradients in another dtype from now on. What they are accumulated in stays: buffers are laid out.
@@ -521,19 +401,7 @@ class FlatStepper:
             ValueError: No dtype.
             RuntimeError: Gradients of this cycle have been put into a buffer for sending, or were sent already.
         """
-        if self._passes.in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
-            raise RuntimeError(
-                "set_grad_comm: there are gradients of this cycle, which are sent in one dtype; accepted before the first backward pass"
-                " after step() or zero_grad()."
-            )
-        changed = {}
-        for label, one in self._labelled.items():
-            grads = replace(one.policy.grads, comm=dtype, reduce=reduce or one.policy.grads.reduce)
-            changed[label] = replace(one, policy=replace(one.policy, grads=grads))
-        self._labelled = changed
-        for buffer in self.gradients:
-            resolved = self._resolved(buffer.group)
-            buffer.wire, buffer.outer_wire = Wire.pair(resolved, self.inner.size, self.outer.size)
+        self._wires.change(dtype, reduce)
 
     @contextmanager
     def grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> Iterator[None]:
@@ -541,23 +409,8 @@ class FlatStepper:
 
         A cycle has one wire: where the context ends in the middle of one, what was before comes back with the next cycle.
         """
-        before = [(buffer.wire, buffer.outer_wire) for buffer in self.gradients]
-        labelled = self._labelled
-        self.set_grad_comm(dtype, reduce)
-        pending = self._wire_after
-
-        def restore() -> None:
-            self._labelled, self._wire_after = labelled, None
-            for buffer, wires in zip(self.gradients, before, strict=True):
-                buffer.wire, buffer.outer_wire = wires
-
-        try:
+        with self._wires.changed(dtype, reduce):
             yield
-        finally:
-            if self._passes.in_pass or any(b.phase != "empty" or b.arrived for b in self.gradients):
-                self._wire_after = pending or restore
-            else:
-                restore()
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
@@ -570,29 +423,13 @@ class FlatStepper:
         """
         if self._passes.in_pass:
             raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
-        if self._gathering is None or self.in_full_parameters:
+        with nullcontext() if self._full is None else self._full.show():
             yield self.model
-            return
-        with self._gathering.everything():
-            self.in_full_parameters = True
-            try:
-                yield self.model
-            finally:
-                try:
-                    self._keep_what_was_written()
-                finally:
-                    self.in_full_parameters = False
 
-    def _keep_what_was_written(self) -> None:
-        """Inside ``full_parameters()``: this rank's shards are what the model's tensors are now."""
-        if self.in_full_parameters:
-            each([weights.keep_what_was_written for weights in self.weights])
-
-    def _gather_again(self) -> None:
-        """Inside ``full_parameters()``: the model's tensors are what the shards are now."""
-        assert self._gathering is not None
-        for one in [weights.gather_again(self._gathering.communicator) for weights in self.weights]:
-            one.wait()
+    @property
+    def in_full_parameters(self) -> bool:
+        """Whether all weights are shown, inside :meth:`full_parameters`."""
+        return self._full is not None and self._full.shown
 
     def own_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict()``, where tensors of sharded parameters have no values. For checkpoints, which know."""
@@ -641,14 +478,14 @@ class FlatStepper:
         """
         if self._passes.failed or self._passes.in_pass:
             self._passes.recover()
-        if self._incomplete is None:
+        if self._completeness.is_complete:
             self.mark_incomplete("loading a checkpoint ended in an error")
-        self._hand_out(trained_only=False)
+        self._executor.run(self._schedule.hand_out(list(self.buffers.weights)))
         if self._gathering is not None:
-            self._gathering.release_all()
+            self._gathering.free_all()
         if self._pass_counts is not None:
             self._pass_counts.forget()
-        self._incomplete = None
+        self._completeness.mark_complete()
         self._forget()
 
     def __repr__(self) -> str:
@@ -657,6 +494,6 @@ class FlatStepper:
             f"FlatStepper(strategy={self.sharding.strategy!r} over {self.inner.size}{outer}, {len(self.layout.units)} units,"
             f" {self.layout.numel} elements and {self.layout.padding} of padding)"
         ]
-        for label, one in self._labelled.items():
+        for label, one in self._wires.labelled.items():
             lines.append(f"  {label or 'all parameters'}: {one.transform!r}; {one.policy!r}")
         return "\n".join(lines)

@@ -39,6 +39,11 @@ class Optimizer(torch.optim.Optimizer):
         unmarked(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
 
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note that an optimizer has stepped, though its ``step`` was not called: torch's schedulers ask for it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def unmarked(method: F) -> F:
     """``method`` without the mark that keeps Dynamo from tracing it; itself, if Dynamo is imported or it has none."""
     marked = getattr(method, "__globals__", {}).get("__name__") == _MARKS

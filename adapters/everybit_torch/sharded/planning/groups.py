@@ -16,6 +16,7 @@ from everybit_torch.collectives.reduction import Wire
 from everybit_torch.sharded.layout import Group, ParameterSpec
 from everybit_torch.sharded.planning.report import Ranks
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
+from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -104,6 +105,12 @@ class GroupPlan:
         """Elements of the main gradient that this rank steps, up to the last one that is a parameter's."""
         slices = list(self.group.slices(self.low, self.high))
         return slices[-1].offset + slices[-1].high - slices[-1].low if slices else 0
+
+    def squares_as_written(self, device: torch.device) -> int | None:
+        """Bytes in which squares are added up while the main gradient is written; None where they are found in the step."""
+        if self.resolved is None or not self.kind.grads or self.ranks.outer > 1 or device.type not in ("cpu", "meta"):
+            return None
+        return scratch_bytes(self.stepped, self.main, device)
 
     def runs(self, labelled: Mapping[str, LabelledTransform]) -> list[int]:
         """Elements of each run that is stepped."""

@@ -1,8 +1,9 @@
-"""The peak of transient bytes, found by following the stepper through a forward pass, a backward pass and a step."""
+"""The temporary bytes of a step: of finding the norm, and of the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,149 +12,16 @@ from torch import Tensor
 import everybit as eb
 from everybit.transform import any_per_tensor
 from everybit_torch import reductions
-from everybit_torch.collectives.reduction import accumulate_bytes, install_bytes
 from everybit_torch.sharded.allocations import AllocationCounter
-from everybit_torch.sharded.gradient_norm import scratch_bytes
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import no_members, reduced_numbers, totals_of, unit_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
-from everybit_torch.sharded.strategies import Sharding
+from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.stepping import PIECE, step_in_place
 
 SMALLEST = 64
 """Transient tensors of fewer bytes are not counted."""
-
-
-class _Meter:
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-
-    def add(self, nbytes: int) -> int:
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        return nbytes
-
-    def briefly(self, nbytes: int) -> None:
-        self.add(nbytes)
-        self.live -= nbytes
-
-
-def forward_peak(units: list[list[GroupPlan]], kind: Sharding, reshard: bool) -> int:
-    """The model's own unit, the one that computes and the next; or all, if they are kept."""
-    if not kind.params:
-        return 0
-    sizes = [sum(one.weights for one in unit) for unit in units]
-    if not reshard:
-        return sum(sizes)
-    pairs = [sum(sizes[number : number + 2]) for number in range(1, len(sizes))]
-    return sizes[0] + max(pairs, default=0)
-
-
-def backward_peak(units: list[list[GroupPlan]], kind: Sharding, microbatches: int, reshard: bool, *, lazy: bool) -> int:
-    """Follows the last backward pass of a step, from the last unit to the model's own."""
-    meter = _Meter()
-    opens = lazy and microbatches == 1  # main gradients are not there yet
-    if lazy and not opens:
-        meter.add(sum(one.main_bytes for unit in units for one in unit))
-    sizes = [sum(one.weights for one in unit) for unit in units]
-    trained = [[one for one in unit if one.resolved is not None] for unit in units]
-    if kind.params:
-        meter.add(sizes[0] if reshard else sum(sizes))
-    buckets = {id(one): meter.add(one.bucket) for one in trained[0] if kind.grads}
-    if opens and not kind.grads:
-        meter.add(sum(one.main_bytes for one in trained[0]))
-    in_flight: list[tuple[GroupPlan, int]] = []
-
-    def finish() -> None:
-        for one, sent in in_flight:
-            # What was received is added up; natively that is where what was sent is.
-            needed = one.received or sent
-            meter.live -= sent + one.received - needed
-            meter.briefly(_install_bytes(one))
-            meter.live -= needed
-            if one.ranks.outer > 1:
-                meter.briefly(_outer_bytes(one))
-        in_flight.clear()
-
-    for number in range(len(units) - 1, -1, -1):
-        if kind.params and 0 < number < len(units) - 1:
-            meter.live -= sizes[number + 1]  # which the pass has left
-        if kind.params and reshard and number > 0:
-            meter.add(sizes[number] if number == len(units) - 1 else 0)
-            meter.add(sizes[number - 1] if number > 1 else 0)
-        if kind.grads and number > 0:
-            buckets |= {id(one): meter.add(one.bucket) for one in trained[number]}
-        if opens and not kind.grads and number > 0:
-            meter.add(sum(one.main_bytes for one in trained[number]))
-        for one in trained[number]:
-            largest = max(placement.spec.numel for placement in one.group.placements)
-            into = one.wire.dtype if kind.grads else one.main
-            adds = not kind.grads and microbatches > 1
-            meter.briefly(
-                accumulate_bytes(
-                    largest,
-                    into,
-                    one.group.dtype,
-                    adds=adds,
-                    scale=one.wire.prescale if kind.grads else 1.0,
-                    chunk=one.chunk,
-                )
-            )
-        for one in reversed(trained[number]):
-            finish()
-            if opens and kind.grads:
-                meter.add(one.main_bytes)
-            sent = buckets.pop(id(one), 0)
-            if not kind.grads and one.wire.dtype is not one.main:
-                sent = meter.add(one.bucket)
-                meter.briefly(
-                    accumulate_bytes(
-                        one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale, chunk=one.chunk
-                    )
-                )
-            meter.add(one.received)
-            in_flight.append((one, sent))
-    finish()
-    return meter.peak
-
-
-def _install_bytes(one: GroupPlan) -> int:
-    whole = not one.kind.state
-    numel = one.group.padded // (1 if whole and not one.wire.exact else one.ranks.inner)
-    same = one.wire.dtype is one.main and not one.kind.grads
-    divides = one.ranks.outer == 1
-    parts = one.ranks.inner if one.wire.exact else 1
-    return install_bytes(
-        numel,
-        one.main,
-        parts,
-        in_place=same and not one.wire.exact,
-        divides=divides,
-        scale=1 / one.wire.prescale,
-        chunk=one.chunk,
-    )
-
-
-def _outer_bytes(one: GroupPlan) -> int:
-    wire, outer = one.outer_wire, one.ranks.outer
-    reduced = one.group.padded // (one.ranks.inner if one.kind.state else 1)
-    scattered = one.kind.outer == "optim"
-    sent = reduced * wire.dtype.itemsize
-    cast = sent if wire.dtype is not one.main else 0
-    received = sent if wire.exact else 0
-    numel = reduced // outer if scattered or wire.exact else reduced
-    parts = outer if wire.exact else 1
-    scratch = install_bytes(
-        numel,
-        one.main,
-        parts,
-        in_place=not cast and not wire.exact,
-        divides=True,
-        scale=1 / wire.prescale,
-        chunk=one.chunk,
-    )
-    return cast + received + scratch
 
 
 Numbers = Mapping[ParameterSpec, int]
@@ -173,12 +41,20 @@ def step_peak(
 
 
 def asked_peak(
-    groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], numbers: Numbers, device: torch.device
+    groups: list[GroupPlan],
+    labelled: Mapping[str, LabelledTransform],
+    numbers: Numbers,
+    device: torch.device,
+    *,
+    answered: int,
 ) -> int:
-    """Return the peak temporary bytes of what a transform that reduces is asked for, a chunk at a time, over all runs."""
+    """Return the peak temporary bytes of what a transform that reduces is asked for, a chunk at a time, over all runs.
+
+    The first ``answered`` of its reductions are answered by the norm that the report is made with.
+    """
     reducing = [one for one in groups if one.resolved is not None and labelled[one.group.label].transform.reduces]
     chunk = reductions.PIECE if device.type in ("cpu", "meta") else reductions.DEVICE_PIECE
-    return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, _ask_one)
+    return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered))
 
 
 Run = Callable[[eb.Optimizer[Any], Tensor, Tensor, eb.Members], int]
@@ -215,6 +91,7 @@ def _peak_of_pieces(
 def norm_peak(groups: list[GroupPlan], agreed: int, device: torch.device) -> int:
     """What finding the norm of the gradient takes: the ``agreed`` bytes on which ranks agree, and what gradients are widened in."""
     trained = [one for one in groups if one.resolved is not None and one.counts]
+    trained = [one for one in trained if one.squares_as_written(device) is None]
     scratch = max((scratch_bytes(one.stepped, one.main, device) for one in trained), default=0)
     return sum(size for size in (agreed, scratch) if size >= SMALLEST)
 
@@ -242,11 +119,10 @@ def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, me
     return peak
 
 
-def _ask_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members) -> int:
-    unit = unit_of(optimizer, tensor, members)
-    reads = reductions.Reads()
-    reductions.find_totals([reductions.Part(optimizer, unit, gradient)], eb.Local, reads)
+def _ask_one(answered: int, optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members) -> int:
+    part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient), reductions.Reads()
+    known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        reductions.find_totals([reductions.Part(optimizer, unit, gradient)], eb.Local, reads)
+        reductions.find_totals([part], eb.Local, reads, known)
     peak: int = counter.peak
     return peak

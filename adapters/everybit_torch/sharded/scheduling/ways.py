@@ -1,4 +1,4 @@
-"""Records a rank's way through the units: which units its backward pass may still reach, and whether other ranks' ways are the same.
+"""Records a rank's way through the units, and which units its backward pass may still reach.
 
 Reductions and gatherings have one order, the layout's, whatever way a rank takes (decision 0017). What a way decides is *when* a rank can
 take its turn: a reduction of gradients that will not come any more need not wait for the end of the pass, and a reduction may be waited for
@@ -13,16 +13,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from everybit_torch.collectives.communicator import Communicator, Pending
-from everybit_torch.torch_internals.autograd import recorded_nodes, saved_tensors_hooks
+from typing import NamedTuple
 
 UseKey = tuple[int, int]
 
@@ -93,11 +85,11 @@ class Ways:
 
     # -- forward ------------------------------------------------------------------------------------------------------------------
 
-    def ran(self, unit: int, *, differentiable: bool) -> UseKey:
-        """A unit's forward pass has ended. Returns what names this use."""
+    def ran(self, unit: int, *, differentiable: bool, checkpoint: int = 0) -> UseKey:
+        """A unit's forward pass has ended, in the checkpoint of this number; 0 for none. Returns what names this use."""
         if self._over:
             self.forget()
-        self._uses.append(_Use(unit, differentiable, _checkpoint(differentiable)))
+        self._uses.append(_Use(unit, differentiable, checkpoint))
         self._left.append(len(self._uses) - 1)
         self._left_of[unit] += 1
         return self._cycle, len(self._uses) - 1
@@ -186,98 +178,3 @@ class Ways:
         self._cycle += 1
         self._keep(())
         self.current = None
-
-
-def _checkpoint(differentiable: bool) -> int:
-    """A number for the checkpoint that is being recorded; 0 for none."""
-    if not differentiable:
-        # A reentrant one, or no_grad(). Nothing is recorded in it, so that autograd's count of what it records stands still.
-        return -1 - recorded_nodes()
-    hooks = saved_tensors_hooks()
-    return id(hooks[0]) if hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "") else 0
-
-
-Turn = Literal["forward", "again", "backward"]
-
-_TURNS: dict[Turn, str] = {
-    "forward": "begins another forward pass",
-    "again": "needs the weights of a unit that it has used in this forward pass already",
-    "backward": "begins its backward pass",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The properties that the ways of all ranks have in common.
-
-    Attributes:
-        alike: All ranks' units ran in the same order.
-        in_order: On every rank units ran once each, in the layout's order; they may have left out different ones.
-    """
-
-    alike: bool
-    in_order: bool
-
-    @property
-    def bounded(self) -> bool:
-        """Whether a rank may wait for a reduction inside the backward pass without keeping another from joining it."""
-        return self.alike or self.in_order
-
-
-class Comparison:
-    """A comparison that is under way."""
-
-    def __init__(self, turn: Turn, message: Tensor, pending: Pending) -> None:
-        self._turn, self._message, self._pending = turn, message, pending
-        self._result: Agreement | None = None
-
-    def result(self) -> Agreement:
-        """Wait for it.
-
-        Raises:
-            RuntimeError: Another rank is about to do something else.
-        """
-        if self._result is None:
-            self._pending.wait()
-            most, least, digest, other_digest, disordered = self._message.tolist()
-            alike, in_order = digest == -other_digest, not disordered
-            turns = list(_TURNS)
-            if most != -least or (turns[most] != "backward" and not alike):
-                mine = turns.index(self._turn)
-                other = turns[most if mine != most else -least]
-                raise RuntimeError(
-                    f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank"
-                    f" {_TURNS[other] if other != self._turn else 'does so for another unit'}. Between two backward passes all ranks run"
-                    " the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every rank."
-                )
-            self._result = Agreement(alike, in_order)
-        return self._result
-
-
-class Comparer:
-    """Compares what ranks are about to do, by one small all-reduce in the host's memory.
-
-    Args:
-        inner: The inner ranks; for tensors in the host's memory.
-        outer: The outer ranks, likewise.
-    """
-
-    def __init__(self, inner: Communicator, outer: Communicator) -> None:
-        self._inner, self._outer = inner, outer
-
-    def start(self, turn: Turn, digest: int, *, in_order: bool = True) -> Comparison:
-        """Begin to compare. Every rank has to call it.
-
-        Args:
-            turn: What this rank is about to do.
-            digest: Of what has to be the same, below 2**62.
-            in_order: See :class:`Agreement`.
-        """
-        number = list(_TURNS).index(turn)
-        message = torch.tensor([number, -number, digest, -digest, int(not in_order)], dtype=torch.int64)
-        pending = self._inner.all_reduce(message, "the order of units", dist.ReduceOp.MAX)
-        if self._outer.size > 1:
-            # Now, not when the result is wanted: a rank that waits for it has to have done its part.
-            pending.wait()
-            pending = self._outer.all_reduce(message, "the order of units", dist.ReduceOp.MAX)
-        return Comparison(turn, message, pending)

@@ -1,0 +1,108 @@
+"""The flat buffers of a model: weights, gradients and this rank's shards of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from everybit.dtypes import dtype_name, torch_dtype
+from everybit.policy import resolve
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.reduction import Wire
+from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.layout import Group, Layout
+from everybit_torch.sharded.shard_optimizer import LabelledTransform, Shard
+from everybit_torch.sharded.strategies import Sharding
+from everybit_torch.sharded.weights import WeightBuffer
+
+
+class ModelBuffers:
+    """The buffers that a layout describes, with the model's values in them.
+
+    Args:
+        layout: Of the model.
+        parameters: The model's, by name. They become pieces of the buffers.
+        labelled: How each label's are stored.
+        sharding: What is sharded.
+        inner: The ranks that buffers are sharded over.
+        outer: The ranks that hold copies of the same shards.
+        device: Where everything lies.
+        keep_gradients: Keep the memory of main gradients from one cycle to the next.
+
+    Attributes:
+        weights: By the number of the group in the layout. Without frozen groups, unless parameters are sharded.
+        gradients: By the number of the group; of those that are trained.
+        shards: This rank's, of the groups that are trained.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, nn.Parameter],
+        labelled: Mapping[str, LabelledTransform],
+        sharding: Sharding,
+        inner: Communicator,
+        outer: Communicator,
+        device: torch.device,
+        *,
+        keep_gradients: bool,
+    ) -> None:
+        self.sharding, self.inner, self.outer = sharding, inner, outer
+        self.weights: dict[int, WeightBuffer] = {}
+        self.gradients: dict[int, GradientBuffer] = {}
+        self.shards: list[Shard] = []
+        for number, group in enumerate(layout.groups):
+            if not group.requires_grad and not sharding.params:
+                continue
+            members = [parameters[place.spec.name] for place in group.placements]
+            weights = self.weights[number] = WeightBuffer(group, members, sharding, inner, outer)
+            if group.requires_grad:
+                main, wires = self._stored(group, labelled)
+                gradients = self.gradients[number] = GradientBuffer(
+                    group, sharding, inner, outer, main, *wires, device, keep=keep_gradients
+                )
+                self.shards.append(Shard.of(weights, gradients, *self.own_range(group)))
+
+    def own_range(self, group: Group) -> tuple[int, int]:
+        """The part of a group's buffer that this rank steps."""
+        return self.sharding.own_range(group.padded, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size)
+
+    @property
+    def sharing(self) -> tuple[Communicator, ...]:
+        """The communicators over which the parts of one gradient lie; copies are counted once."""
+        if not self.sharding.state:
+            return ()
+        return (self.inner, self.outer) if self.sharding.outer == "optim" else (self.inner,)
+
+    def send_as(self, labelled: Mapping[str, LabelledTransform]) -> None:
+        """Send gradients as these policies say; what they are accumulated in stays."""
+        for buffer in self.gradients.values():
+            _, (buffer.wire, buffer.outer_wire) = self._stored(buffer.group, labelled)
+
+    @property
+    def wires(self) -> list[tuple[Wire, Wire]]:
+        """How gradients are sent, buffer by buffer; may be set."""
+        return [(buffer.wire, buffer.outer_wire) for buffer in self.gradients.values()]
+
+    @wires.setter
+    def wires(self, wires: Sequence[tuple[Wire, Wire]]) -> None:
+        for buffer, (wire, outer_wire) in zip(self.gradients.values(), wires, strict=True):
+            buffer.wire, buffer.outer_wire = wire, outer_wire
+
+    def _stored(self, group: Group, labelled: Mapping[str, LabelledTransform]) -> tuple[torch.dtype, tuple[Wire, Wire]]:
+        """The dtype of a group's main gradient, and how it is sent."""
+        resolved = resolve(labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
+        return torch_dtype(resolved.grads_main), Wire.pair(resolved, self.inner.size, self.outer.size)
+
+
+def synchronize_values(model: nn.Module, communicators: Sequence[Communicator]) -> None:
+    """Copy the first rank's parameters and buffers to all ranks."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for communicator in communicators:
+            values = tensor.detach()
+            whole = values if values.is_contiguous() else values.contiguous()
+            communicator.broadcast(whole, name)
+            if whole is not values:
+                values.copy_(whole)

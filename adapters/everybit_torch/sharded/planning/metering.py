@@ -1,0 +1,243 @@
+"""Adds up the bytes of a schedule's events: what is allocated on the way, and what is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from everybit_torch.collectives.reduction import accumulate_bytes, install_bytes
+from everybit_torch.sharded.planning.groups import GroupPlan
+from everybit_torch.sharded.planning.traffic import (
+    compared_bytes,
+    sent_by_exchange,
+    sent_by_reduction,
+    sent_by_sum,
+)
+from everybit_torch.sharded.scheduling.events import Event, Kind
+from everybit_torch.sharded.scheduling.schedule import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """The bytes of the parts of a step that are no events of a group.
+
+    Attributes:
+        agree: Temporary bytes of what ranks agree on.
+        step: Temporary bytes of the optimizer.
+        agreed: Bytes of the numbers in which ranks agree.
+        reductions: How many float64 numbers each reduction has that the transforms ask for.
+        device: Where it is taken.
+    """
+
+    agree: int
+    step: int
+    agreed: int
+    reductions: tuple[int, ...]
+    device: torch.device
+
+
+class Meter:
+    """What a rank has allocated, beside what persists, and what it has sent, after each event.
+
+    Args:
+        groups: Of the layout, on this rank.
+        step: Bytes of a step.
+
+    Attributes:
+        live: Bytes that are allocated now.
+        peak: The most that were, since this was last set.
+        sent: Bytes that were sent, by collective.
+    """
+
+    def __init__(self, groups: Sequence[GroupPlan], step: StepBytes) -> None:
+        self._groups, self._step = list(groups), step
+        self.live = self.peak = 0
+        self.sent: Counter[str] = Counter()
+        self._units: dict[int, list[GroupPlan]] = {}
+        for group in groups:
+            self._units.setdefault(group.group.unit, []).append(group)
+        self._buckets: Counter[int] = Counter()
+        self._mains: Counter[int] = Counter()
+        self._in_flight: list[tuple[GroupPlan, int, bool]] = []
+        self._handlers: dict[Kind, Callable[[Event], None]] = {
+            "gather": self._gather,
+            "free": self._free,
+            "compare backward": lambda _: self._send(compared_bytes(self._ranks)),
+            "open bucket": lambda event: self._open(self._buckets, event.number, self._groups[event.number].bucket),
+            "open main": lambda event: self._open(self._mains, event.number, self._groups[event.number].main_bytes),
+            "copy": self._accumulate,
+            "add": self._accumulate,
+            "close": self._clear,
+            "clear": self._clear,
+            "reduce": self._reduce,
+            "reduce last": self._reduce,
+            "finish": self._finish,
+            "agree": self._agree,
+            "step": self._take_step,
+            "spread": self._spread,
+        }
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        return self._groups[0].ranks.inner, self._groups[0].ranks.outer
+
+    def follow(self, events: Sequence[Event]) -> None:
+        """Take note of events. Those that neither allocate nor send anything are passed over."""
+        for event in events:
+            handler = self._handlers.get(event.kind)
+            if handler is not None:
+                handler(event)
+
+    def _add(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _briefly(self, nbytes: int) -> None:
+        self.peak = max(self.peak, self.live + nbytes)
+
+    def _send(self, sent: Counter[str]) -> None:
+        self.sent.update(sent)
+
+    # -- weights ----------------------------------------------------------------------------------------------------------------------
+
+    def _gather(self, event: Event) -> None:
+        for one in self._units.get(event.number, []):
+            self._add(one.weights)
+            self._send(sent_by_exchange("all_gather", one.weights, one.ranks.inner))
+
+    def _free(self, event: Event) -> None:
+        self.live -= sum(one.weights for one in self._units.get(event.number, []))
+
+    def _spread(self, event: Event) -> None:
+        one = self._groups[event.number]
+        if one.kind.outer == "optim":
+            self._send(sent_by_exchange("all_gather", one.weights // one.ranks.inner, one.ranks.outer))
+        else:
+            self._send(sent_by_exchange("all_gather", one.weights, one.ranks.inner))
+
+    # -- gradients --------------------------------------------------------------------------------------------------------------------
+
+    def _open(self, opened: Counter[int], number: int, nbytes: int) -> None:
+        self._add(nbytes)
+        opened[number] = nbytes
+
+    def _clear(self, event: Event) -> None:
+        self.live -= self._buckets.pop(event.number, 0) + self._mains.pop(event.number, 0)
+
+    def _accumulate(self, event: Event) -> None:
+        one = self._groups[event.number]
+        self._briefly(
+            accumulate_bytes(
+                one.group.placements[event.place].spec.numel,
+                one.wire.dtype if one.kind.grads else one.main,
+                one.group.dtype,
+                adds=event.kind == "add",
+                scale=one.wire.prescale if one.kind.grads else 1.0,
+                chunk=one.chunk,
+            )
+        )
+
+    def _reduce(self, event: Event) -> None:
+        one, last = self._groups[event.number], event.kind == "reduce last"
+        sent = self._buckets.pop(event.number, 0)
+        if not one.kind.grads and one.wire.dtype is not one.main:
+            sent = one.bucket
+            self._add(sent)
+            self._briefly(
+                accumulate_bytes(
+                    one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale, chunk=one.chunk
+                )
+            )
+        self._add(one.received)
+        self._in_flight.append((one, sent, last))
+        self._send(sent_by_reduction(one, last=last))
+
+    def _finish(self, _event: Event) -> None:
+        for one, sent, last in self._in_flight:
+            # What was received is added up; natively that is where what was sent is.
+            needed = one.received or sent
+            self.live -= sent + one.received - needed
+            squares = one.squares_as_written(self._step.device) if last else None
+            self._briefly(_install_bytes(one, last=last) + (squares or 0))
+            self.live -= needed
+            if last and one.ranks.outer > 1:
+                self._briefly(_outer_bytes(one))
+        self._in_flight.clear()
+
+    # -- a step -----------------------------------------------------------------------------------------------------------------------
+
+    def _agree(self, _event: Event) -> None:
+        self._briefly(self._step.agree)
+        for size in self._ranks:
+            self._send(sent_by_sum(self._step.agreed, size))
+
+    def _take_step(self, _event: Event) -> None:
+        self._briefly(self._step.step)
+        kind, (inner, outer) = self._groups[0].kind, self._ranks
+        if kind.state:
+            for size in (inner, outer) if kind.outer == "optim" else (inner,):
+                for numbers in self._step.reductions:
+                    self._send(sent_by_sum(numbers * torch.float64.itemsize, size))
+
+
+def meter(
+    stages: Sequence[Stage], groups: Sequence[GroupPlan], step: StepBytes, microbatches: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the most bytes that a cycle allocates beside what persists, by stage, and the bytes that it sends, by collective.
+
+    Args:
+        stages: Of a cycle. If they have fewer microbatches than ``microbatches``, the second stands for all that are left out.
+        groups: Of the layout, on one rank.
+        step: Bytes of a step.
+        microbatches: In a step.
+    """
+    peaks = dict.fromkeys(("forward", "backward", "step"), 0)
+    sent: Counter[str] = Counter()
+    left_out = microbatches - 1 - stages[-1].microbatch
+    one = Meter(groups, step)
+    for stage in stages:
+        one.peak, one.sent = one.live, Counter()
+        one.follow(stage.events)
+        peaks[stage.name] = max(peaks[stage.name], one.peak)
+        times = 1 + left_out if stage.microbatch == 1 and stage.name != "step" else 1
+        sent.update({name: times * nbytes for name, nbytes in one.sent.items()})
+    return peaks, {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+def _install_bytes(one: GroupPlan, *, last: bool) -> int:
+    whole = not one.kind.state
+    numel = one.group.padded // (1 if whole and not one.wire.exact else one.ranks.inner)
+    same = one.wire.dtype is one.main and not one.kind.grads
+    return install_bytes(
+        numel,
+        one.main,
+        one.ranks.inner if one.wire.exact else 1,
+        in_place=same and not one.wire.exact,
+        divides=last and one.ranks.outer == 1,
+        scale=1 / one.wire.prescale,
+        chunk=one.chunk,
+    )
+
+
+def _outer_bytes(one: GroupPlan) -> int:
+    wire, outer = one.outer_wire, one.ranks.outer
+    reduced = one.group.padded // (one.ranks.inner if one.kind.state else 1)
+    scattered = one.kind.outer == "optim"
+    sent = reduced * wire.dtype.itemsize
+    cast = sent if wire.dtype is not one.main else 0
+    received = sent if wire.exact else 0
+    numel = reduced // outer if scattered or wire.exact else reduced
+    parts = outer if wire.exact else 1
+    scratch = install_bytes(
+        numel,
+        one.main,
+        parts,
+        in_place=not cast and not wire.exact,
+        divides=True,
+        scale=1 / wire.prescale,
+        chunk=one.chunk,
+    )
+    return cast + received + scratch

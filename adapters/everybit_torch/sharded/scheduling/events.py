@@ -1,0 +1,53 @@
+"""The events of a cycle."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    # Weights, of a unit: start to gather them; wait until they are gathered, and show them to the model; free them.
+    "gather",
+    "wait",
+    "free",
+    # Comparisons between the ranks: two of forward passes, two of backward passes.
+    "compare forward",
+    "compare again",
+    "compare backward",
+    "require compared",
+    "require alike",
+    # Gradients, of a group: allocate the bucket for sending, or the main gradient; a parameter's gradient arrives, and is copied or added;
+    # zeros for a parameter without one; free what nothing arrived in; start to reduce; divide; forget.
+    "open bucket",
+    "open main",
+    "copy",
+    "add",
+    "zero",
+    "close",
+    "reduce",
+    "reduce last",
+    "finalize",
+    "clear",
+    # Reductions under way: wait for all of them; take up those that are over; wait for the communication, whatever becomes of the sums.
+    "finish",
+    "poll",
+    "drain",
+    # A step: what all ranks have to know alike; the optimizer; hand out a group's weights; wait until they are there.
+    "agree",
+    "step",
+    "spread",
+    "stepped",
+]
+
+
+class Event(NamedTuple):
+    """One thing that happens in a cycle.
+
+    Attributes:
+        kind: What happens.
+        number: The number of the unit or of the layout's group that it happens to; for a comparison, what is compared.
+        place: The number of the parameter in its group.
+    """
+
+    kind: Kind
+    number: int = 0
+    place: int = 0

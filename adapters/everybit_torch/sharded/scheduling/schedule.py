@@ -1,0 +1,271 @@
+"""The schedule of a stepper: the events that follow each signal; and the cycle of a model whose units run once each, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from everybit_torch.sharded.layout import Layout
+from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.gradients import GradientSchedule, Phase, TrainedGroup
+from everybit_torch.sharded.scheduling.ways import Nesting, UseKey
+from everybit_torch.sharded.scheduling.weights import WeightSchedule
+from everybit_torch.sharded.strategies import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a schedule follows from, beside the layout.
+
+    Attributes:
+        sharding: What is sharded.
+        reshard_after_forward: Whether a unit's weights are freed after its forward pass, where they are sharded.
+        keep_gradients: Whether main gradients are kept from one step to the next.
+    """
+
+    sharding: Sharding
+    reshard_after_forward: bool = True
+    keep_gradients: bool = True
+
+
+class Schedule:
+    """Answers each signal with the events that follow it. An event counts when the next one is asked for.
+
+    Args:
+        layout: Of the model.
+        settings: See there.
+
+    Attributes:
+        bounded: Tells whether a rank may wait for a reduction inside a backward pass, which depends on the ways of all ranks (see
+            :mod:`.ways`). Asked where parameters are sharded.
+        weights: Of units; None where parameters are not sharded.
+        gradients: Of groups.
+        last: Whether the backward pass that goes on, or comes next, is the last of its cycle; None if nobody has said.
+        accumulates: Whether the pass that goes on accumulates a parameter's gradient, as far as its graph tells.
+        arrived: Whether one has arrived.
+    """
+
+    def __init__(self, layout: Layout, settings: Settings) -> None:
+        self._settings = settings
+        self.bounded: Callable[[], bool] = lambda: True
+        self.trained = [
+            TrainedGroup(number, group.unit, len(group.placements))
+            for number, group in enumerate(layout.groups)
+            if group.requires_grad
+        ]
+        sharding = settings.sharding
+        self.gradients = GradientSchedule(self.trained, sharded=sharding.grads, kept=settings.keep_gradients)
+        self.weights = (
+            WeightSchedule(layout.units, reshard_after_forward=settings.reshard_after_forward)
+            if sharding.params
+            else None
+        )
+        self.last: bool | None = None
+        self.accumulates = self.arrived = False
+
+    # -- one backward pass ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are summed over the ranks in this backward pass."""
+        return self._settings.sharding.grads or self.last is True
+
+    def begin_pass(self, expected: Sequence[int], *, accumulates: bool = True) -> Iterator[Event]:
+        """A backward pass begins; see :meth:`.gradients.GradientSchedule.begin_pass`."""
+        self.accumulates, self.arrived = accumulates, False
+        yield from self.gradients.begin_pass(expected)
+        if self.weights is not None:
+            yield from self.weights.begin_backward()
+
+    def come_to(self, number: int, use: UseKey, *, recording: bool = False) -> Iterator[Event]:
+        """The backward pass comes to what a use of a unit returned; parameters are sharded."""
+        assert self.weights is not None
+        self.weights.enter(number, use, recording=recording)
+        if number > 0:
+            yield from self.advance()
+            yield from self.weights.free_what_is_over()
+            yield from self.weights.take_part(number)
+        yield from self.weights.need(number)
+
+    def run_again(self, number: int, *, recording: bool) -> Iterator[Event]:
+        """A checkpoint runs a unit again inside the backward pass; parameters are sharded."""
+        assert self.weights is not None
+        if self.weights.run_again(number, recording=recording):
+            yield from self.advance()
+            yield from self.weights.free_what_is_over()
+        yield from self.weights.take_part(number + 1)
+        yield from self.weights.need(number)
+
+    def arrive(self, number: int, place: int) -> Iterator[Event]:
+        """The gradient of a parameter arrives: the one at a place of a group."""
+        yield from self.gradients.arrive(number, place)
+        self.arrived = True
+        if self.gradients.is_complete(number):
+            yield from self.advance()
+
+    def advance(self) -> Iterator[Event]:
+        """Reduce what is complete, and what will not be, from the layout's last group on: in this order, whatever comes first."""
+        if not (self.accumulates or self.arrived):
+            return  # torch.autograd.grad, after which there is still a backward pass to come
+        while self.reduces and (group := self.gradients.next) is not None:
+            over = self.weights is not None and self.weights.ways.is_over(group.unit)
+            if not (over or self.gradients.is_complete(group.number)):
+                break
+            yield from self._reduce_next(group.unit)
+
+    def _reduce_next(self, unit: int) -> Iterator[Event]:
+        closes_unit, bounded = self.gradients.closes_unit, True
+        if self.weights is not None:
+            yield from self.weights.before_reduction(unit)
+            bounded = self.bounded()
+        yield from self.gradients.reduce_next(last=self.last is True, bounded=bounded)
+        if self.weights is not None and closes_unit:
+            yield from self.weights.free_what_is_over()
+
+    def end_pass(self) -> Iterator[Event]:
+        """Autograd is done: reduce the rest."""
+        while self.reduces and (group := self.gradients.next) is not None:
+            yield from self._reduce_next(group.unit)
+        yield Event("finish")
+        if self.weights is not None:
+            yield from self.weights.end_backward()
+
+    def cancel_pass(self) -> Iterator[Event]:
+        """The pass was that of ``torch.autograd.grad``: no parameter has a gradient of it."""
+        yield from self.gradients.cancel_pass()
+        if self.weights is not None:
+            yield from self.weights.cancel_backward()
+
+    def empty_pass(self) -> Iterator[Event]:
+        """Take part in what other ranks' passes do, up to their end, where a loss reached no parameter."""
+        if self.weights is not None:
+            if not self.weights.forward_over:
+                yield from self.weights.skip_forward()
+            yield from self.weights.begin_backward()
+        yield from self.gradients.begin_pass()
+
+    def take_part(self) -> Iterator[Event]:
+        """Reduce what is left of a pass that an error ended, whatever it holds: it is forgotten here, and nobody waits for it elsewhere."""
+        while (group := self.gradients.next) is not None:
+            if self.weights is not None:
+                yield from self.weights.before_reduction(group.unit)
+            yield Event("drain")
+            yield from self.gradients.reduce_next(last=self.last is True, bounded=True)
+            if self.weights is not None:
+                yield from self.weights.free_what_is_over()
+        yield Event("finish")
+        if self.weights is not None:
+            yield from self.weights.take_part(1)
+
+    # -- a step -----------------------------------------------------------------------------------------------------------------------
+
+    def finish_gradients(self, phases: Sequence[Phase]) -> Iterator[Event]:
+        """The cycle's gradients are to be final; see :meth:`.gradients.GradientSchedule.finish_cycle`."""
+        yield from self.gradients.finish_cycle(phases)
+
+    def agree(self) -> Iterator[Event]:
+        """Ranks agree on a step, with final gradients."""
+        yield Event("agree")
+
+    def update(self) -> Iterator[Event]:
+        """Step, and hand out the weights."""
+        yield Event("step")
+        yield from self.hand_out([group.number for group in self.trained])
+
+    def hand_out(self, groups: Sequence[int]) -> Iterator[Event]:
+        """Hand out weights of these groups, which have changed, to the ranks that keep copies."""
+        sharding = self._settings.sharding
+        if sharding.outer == "optim" or (sharding.state and not sharding.params):
+            for number in groups:
+                yield Event("spread", number)
+        for number in groups:
+            yield Event("stepped", number)
+
+
+# -- the cycle that is planned --------------------------------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """A part of a cycle, with the events in it.
+
+    Attributes:
+        name: ``"forward"``, ``"backward"`` or ``"step"``.
+        microbatch: The number of the microbatch; of a step, of the last one.
+        events: In order.
+    """
+
+    name: Literal["forward", "backward", "step"]
+    microbatch: int
+    events: list[Event]
+
+
+def cycle(layout: Layout, settings: Settings, microbatches: int = 1) -> list[Stage]:
+    """The events of a cycle in which every unit runs once in each microbatch, in the layout's order, and every gradient arrives.
+
+    Of each of a unit's groups one gradient arrives when the backward pass comes to what the unit returned, and the others when it has left
+    the units that lie in it.
+
+    Args:
+        layout: Of the model.
+        settings: See there.
+        microbatches: Backward passes in the cycle, each inside ``microbatch()``.
+    """
+    schedule = Schedule(layout, settings)
+    if schedule.weights is not None:
+        schedule.weights.free_all()
+    stages: list[Stage] = []
+    for number in range(microbatches):
+        schedule.last = number == microbatches - 1
+        uses: dict[int, UseKey] = {}
+        stages.append(Stage("forward", number, list(_forward(schedule, layout.units, uses))))
+        stages.append(Stage("backward", number, list(_backward(schedule, layout.units, uses))))
+    phases: list[Phase] = ["final" for _ in schedule.trained]
+    step = [*schedule.finish_gradients(phases), *schedule.agree(), *schedule.update(), *schedule.gradients.clear()]
+    stages.append(Stage("step", microbatches - 1, step))
+    return stages
+
+
+def _in_order(units: Sequence[str]) -> Iterator[tuple[int, bool]]:
+    """The units, as their forward passes begin (True) and end (False)."""
+    nesting = Nesting(units)
+    running: list[int] = []
+    for unit in range(len(units)):
+        while len(running) > 1 and not nesting.is_inside(unit, running[-1]):
+            yield running.pop(), False
+        yield unit, True
+        running.append(unit)
+    while running:
+        yield running.pop(), False
+
+
+def _forward(schedule: Schedule, units: Sequence[str], uses: dict[int, UseKey]) -> Iterator[Event]:
+    if schedule.weights is None:
+        return
+    for unit, begins in _in_order(units):
+        if begins:
+            yield from schedule.weights.before_forward(unit, recording=True)
+        else:
+            yield from schedule.weights.after_forward(unit, recording=True)
+            uses[unit] = schedule.weights.is_used(unit, differentiable=True, checkpoint=0)
+
+
+def _backward(schedule: Schedule, units: Sequence[str], uses: Mapping[int, UseKey]) -> Iterator[Event]:
+    groups: list[list[TrainedGroup]] = [[] for _ in units]
+    for group in reversed(schedule.trained):
+        groups[group.unit].append(group)
+    yield from schedule.begin_pass([group.members for group in schedule.trained])
+    for unit, begins in reversed(list(_in_order(units))):
+        if not begins:
+            # One of each group first: all are open before one is complete, and reduced.
+            if schedule.weights is not None:
+                yield from schedule.come_to(unit, uses[unit])
+            for group in groups[unit]:
+                yield from schedule.arrive(group.number, group.members - 1)
+        else:
+            for group in groups[unit]:
+                for place in reversed(range(group.members - 1)):
+                    yield from schedule.arrive(group.number, place)
+    yield from schedule.end_pass()
+    if schedule.weights is not None:
+        yield from schedule.weights.free_all()

@@ -1,0 +1,292 @@
+"""When each unit's weights are gathered and freed, where parameters are sharded too.
+
+Units are gathered in the layout's order, forwards, and backwards in the reverse: one ahead of the one that computes. They are freed as soon
+as they have computed: after the forward pass, and in the backward pass when it has left them for good. The order is that of the layout on
+every rank, also on one that leaves out units, runs them in another order, or has no pass at all: it takes part in gathering what comes
+before. So what one rank holds longer than another depends on its own way through the units (see :mod:`.ways`), and what is sent does not.
+
+Two things all ranks have to do alike: run as many forward passes between two backward passes, and use a unit equally often in each,
+because it is gathered again for every further use. That is compared before it is done, and refused by name.
+
+The model itself, the first unit, keeps what is in no other unit from its forward pass to the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.ways import Nesting, UseKey, Ways
+
+
+class WeightSchedule:
+    """The events of weights. What a method yields has to be carried out one by one: an event counts when the next one is asked for.
+
+    Args:
+        units: Names, in the layout's order, the model first.
+        reshard_after_forward: Free units after the forward pass, to gather them again for the backward pass. False: keep them.
+
+    Attributes:
+        gathered: Units that are gathered, or being gathered.
+        held: Nothing is freed.
+        in_forward: Whether the model's forward pass is going on, or has failed.
+        in_backward: Whether a backward pass is going on.
+        forward_over: Whether the model's forward pass has ended in this microbatch.
+        entered: Units that the backward pass has come to by their outputs, whose weights it may read.
+        ran: Units that had a forward pass in this cycle.
+        ways: How units were used.
+    """
+
+    def __init__(self, units: Sequence[str], *, reshard_after_forward: bool) -> None:
+        self._count, self.reshard_after_forward = len(units), reshard_after_forward
+        self.ways = Ways(Nesting(units))
+        self.gathered = set(range(len(units)))
+        self.entered: set[int] = set()
+        self.ran: set[int] = set()
+        self.held = self.in_forward = self.in_backward = self.forward_over = False
+        # Whether the model's forward pass that is going on, or none, is for a backward pass.
+        self._records = False
+        self._graph_pending = self._graph_created = False
+        self._forwards = self._next_forward = 0
+        self._next_backward = len(units) - 1
+        self._running_again: set[int] = set()
+
+    # -- all units ----------------------------------------------------------------------------------------------------------------
+
+    def gather_all(self) -> Iterator[Event]:
+        """Gather the weights of all units at once."""
+        for number in range(self._count):
+            yield from self._gather(number)
+        for number in range(self._count):
+            yield Event("wait", number)
+
+    def free_all(self) -> list[Event]:
+        """Free everything, and begin anew: after a step all weights are others. The events count at once."""
+        self._graph_pending = False
+        self._forwards = 0
+        self._begin_at_the_first()
+        if self.held:
+            return []
+        freed, self.gathered = sorted(self.gathered), set()
+        return [Event("free", number) for number in freed]
+
+    def stop_holding(self, *, held: bool) -> list[Event]:
+        """Free everything after it was held, if it was not before; a graph that waits for its backward pass still does."""
+        self.held = held
+        pending, forwards = self._graph_pending, self._forwards
+        events = self.free_all()
+        self._graph_pending, self._forwards = pending, forwards
+        return events
+
+    def begin_cycle(self) -> None:
+        """Begin a new cycle after a step, and forget the ways of the last one."""
+        self.ran = set()
+        self.ways.forget()
+
+    def _begin_at_the_first(self) -> None:
+        self._next_forward, self._next_backward = 0, self._count - 1
+
+    # -- forward ------------------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, number: int, *, recording: bool) -> Iterator[Event]:
+        """A unit's forward pass begins, out of a backward pass; ``recording`` if autograd records it."""
+        self.ran.add(number)
+        if number == 0:
+            yield from self._begin_model(recording=recording)
+        self._forwards = max(self._forwards, 1)
+        while self._next_forward <= min(number + 1, self._count - 1):
+            yield from self._gather(self._next_forward)
+            self._next_forward += 1
+        yield from self.need(number)
+
+    def _begin_model(self, *, recording: bool) -> Iterator[Event]:
+        """The model's own forward pass begins; if it is not the first since the last backward pass, on all ranks or on none."""
+        self.in_forward, self._records = True, recording
+        if self._forwards and not self.held:
+            yield from self._free_units()
+            yield Event("compare forward", zlib.crc32(bytes(n in self.gathered for n in range(self._count))))
+        self._forwards += 1
+        self._begin_at_the_first()
+
+    def after_forward(self, number: int, *, recording: bool) -> Iterator[Event]:
+        """A unit's forward pass has ended, out of a backward pass."""
+        if number == 0:
+            yield from self._end_forward(recording=recording)
+        elif self.reshard_after_forward or not (recording or self._records):
+            yield from self._free(number)
+
+    def is_used(self, number: int, *, differentiable: bool, checkpoint: int) -> UseKey:
+        """A unit's forward pass has returned something; ``differentiable`` if a backward pass may come to it. Returns the use."""
+        self._graph_pending = self._graph_pending or differentiable
+        return self.ways.ran(number, differentiable=differentiable, checkpoint=checkpoint)
+
+    @property
+    def records(self) -> bool:
+        """Whether the forward pass that is going on is for a backward pass, whatever a part of it records."""
+        return self._records
+
+    def _end_forward(self, *, recording: bool) -> Iterator[Event]:
+        """The model's forward pass is over: take part in gathering the rest, and free what is not needed until the backward pass."""
+        yield from self._gather_the_rest(recording=recording)
+        self.in_forward = self._records = False
+        if recording:
+            self.forward_over = True
+        if self.reshard_after_forward or not recording:
+            yield from self._free_units()
+        if not recording and not self._graph_pending:
+            yield from self._free(0)
+
+    def _gather_the_rest(self, *, recording: bool) -> Iterator[Event]:
+        while self._next_forward < self._count:
+            number = self._next_forward
+            yield from self._gather(number)
+            self._next_forward += 1
+            if number > 1 and (self.reshard_after_forward or not recording):
+                yield from self._free(number - 1)
+
+    def skip_forward(self) -> Iterator[Event]:
+        """Take part in the forward pass of ranks that have one, where this one has not, or has not finished it."""
+        self._forwards = max(self._forwards, 1)
+        yield from self._end_forward(recording=True)
+
+    # -- backward -----------------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> Iterator[Event]:
+        """A backward pass begins: compare the way that this rank took with the other ranks'."""
+        if not self.forward_over:
+            yield from self._gather_the_rest(recording=True)
+        yield from self._free_for_backward()
+        self.ways.begin_backward()
+        self._graph_created = False
+        yield Event("compare backward", self.ways.digest)
+
+    def _free_for_backward(self) -> Iterator[Event]:
+        """All ranks gather every unit in the backward pass, so none keeps one from before."""
+        if self.reshard_after_forward:
+            yield from self._free_units()
+
+    def enter(self, number: int, use: UseKey, *, recording: bool) -> None:
+        """The backward pass has come to what a use of a unit returned; ``recording`` if autograd records the backward pass."""
+        self.in_backward = True
+        self._graph_created = self._graph_created or recording
+        self.entered.add(number)
+        self.ways.came_to(number, use)
+
+    def run_again(self, number: int, *, recording: bool) -> bool:
+        """A checkpoint runs a unit again inside the backward pass; return whether the pass has come to a use of it by that."""
+        comes = recording and self.ways.may_run_again(number)
+        if comes:
+            self._running_again.add(number)
+            self.ways.runs_again(number)
+        return comes and number > 0
+
+    def has_run_again(self, number: int, *, recording: bool) -> bool:
+        """That forward pass has ended; return whether the unit is to be followed to its backward pass."""
+        if not (recording and number in self._running_again):
+            return False
+        self._running_again.discard(number)
+        return True
+
+    def free_what_is_over(self) -> Iterator[Event]:
+        """Free what the backward pass has left, or will never come to."""
+        for number in sorted(self.gathered - {0}, reverse=True):
+            if self.ways.is_over(number):
+                yield from self._free(number)
+
+    def take_part(self, number: int) -> Iterator[Event]:
+        """Gather all units down to the one before ``number``: what a rank does as its backward pass comes to that unit."""
+        while self.reshard_after_forward and self._next_backward >= max(number - 1, 1):
+            yield from self._gather(self._next_backward)
+            self._next_backward -= 1
+            if self._next_backward >= max(number - 1, 1):
+                yield from self.free_what_is_over()
+
+    def before_reduction(self, number: int) -> Iterator[Event]:
+        """Join the gathers up to this unit before its gradients are sent, so that no other rank waits for this one."""
+        yield from self.take_part(self.ways.lowest_beside(number))
+
+    def end_backward(self) -> Iterator[Event]:
+        """Take part in gathering what other ranks may have needed. Everything is to be freed then, by :meth:`free_all`."""
+        yield from self.take_part(1)
+        yield Event("require compared")
+        self.end_pass()
+        self.forward_over = False
+        self.ways.end_backward()
+
+    def cancel_backward(self) -> Iterator[Event]:
+        """The pass computed gradients that no parameter receives (``torch.autograd.grad``): there is still one to come."""
+        yield from self.take_part(1)
+        yield Event("require compared")
+        self.end_pass()
+        if self.reshard_after_forward or self.graph_without_weights:
+            yield from self._free_units()
+        self._next_backward = self._count - 1
+
+    @property
+    def graph_without_weights(self) -> bool:
+        """Whether the backward pass recorded a graph of its own, which needs weights at times that nothing tells."""
+        return self._graph_created and not self.held
+
+    def end_pass(self) -> None:
+        """The backward pass is over, or was given up."""
+        self.in_backward = False
+        self.entered, self._running_again = set(), set()
+
+    # -- after an error -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a pass of the model began and did not end."""
+        return self.in_forward or self.in_backward
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a forward pass that no backward pass follows began and did not end."""
+        return self.in_forward and not self._records
+
+    def rejoin(self) -> Iterator[Event]:
+        """Continue this rank's gathers after an error, without computing, up to where a backward pass is compared."""
+        evaluating = self.evaluating
+        if not self.forward_over:
+            yield from self._gather_the_rest(recording=not evaluating)
+        if evaluating and not self.in_backward:
+            return
+        if not self.in_backward:
+            yield from self._free_for_backward()
+        self.ways.forget()
+        self.ways.begin_backward()
+
+    def recover(self) -> None:
+        """The pass was given up, and all gathers are over; unless units are held, nothing is gathered."""
+        self.end_pass()
+        self.in_forward = self.forward_over = self._records = False
+        self.ways.forget()
+        if not self.held:
+            self.gathered = set()
+
+    # -- one unit -------------------------------------------------------------------------------------------------------------------
+
+    def need(self, number: int) -> Iterator[Event]:
+        """A unit is about to compute.
+
+        Where its turn is over, and it was freed, it is gathered once more if all ranks do so.
+        """
+        if number > 0 and number not in self.gathered:
+            yield Event("require alike" if self.in_backward else "compare again", number)
+        yield from self._gather(number)
+        yield Event("wait", number)
+
+    def _gather(self, number: int) -> Iterator[Event]:
+        if number not in self.gathered:
+            yield Event("gather", number)
+            self.gathered.add(number)
+
+    def _free(self, number: int) -> Iterator[Event]:
+        if number in self.gathered and not self.held:
+            yield Event("free", number)
+            self.gathered.discard(number)
+
+    def _free_units(self) -> Iterator[Event]:
+        for number in sorted(self.gathered - {0}):
+            yield from self._free(number)

@@ -1,0 +1,85 @@
+"""What a stepper refuses to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+class Completeness:
+    """Whether weights and state belong together."""
+
+    def __init__(self) -> None:
+        self._incomplete: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether they do."""
+        return self._incomplete is None
+
+    def mark_incomplete(self, reason: str) -> None:
+        """They do not from here on: nothing but loading goes on.
+
+        Args:
+            reason: What happened, as the beginning of a message.
+        """
+        self._incomplete = reason
+
+    def mark_complete(self) -> None:
+        """They do from here on."""
+        self._incomplete = None
+
+    def require(self, name: str) -> None:
+        """Refuse what uses both.
+
+        Args:
+            name: Of what is refused.
+
+        Raises:
+            RuntimeError: They do not belong together.
+        """
+        if self._incomplete is not None:
+            raise RuntimeError(
+                f"{name}: {self._incomplete}; accepted is load_sharded(stepper, path), on every rank, which makes the state whole."
+            )
+
+
+def require_same_parameters(
+    model: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]], untouched: Sequence[str]
+) -> None:
+    """Refuse a step that would train nothing, because the model has other parameters than those laid out.
+
+    Args:
+        model: The model.
+        parameters: Those laid out, by name.
+        untouched: Names of those without a gradient.
+
+    Raises:
+        RuntimeError: It has.
+    """
+    if not untouched:
+        return
+    there, ours = dict(model.named_parameters()), dict(parameters)
+    if replaced := [name for name in untouched if there.get(name) is not ours[name]]:
+        raise RuntimeError(
+            f"{', '.join(replaced[:3])}: not the model's parameters any more; it has others (load_state_dict(assign=True)?)."
+            " Make a stepper after such a change."
+        )
+
+
+def require_gathered(idle: Sequence[str], *, is_nan: bool) -> None:
+    """Refuse a step on weights that had not been gathered.
+
+    Args:
+        idle: Units without a forward pass.
+        is_nan: Whether the gradient is NaN.
+
+    Raises:
+        RuntimeError: It is, and there are some.
+    """
+    if is_nan and idle:
+        raise RuntimeError(
+            f"the gradient is NaN, and {', '.join(map(repr, idle[:3]))} had no forward pass of its own in this cycle: weights are NaN"
+            " while sharded. Call units, and the model, as modules."
+        )

@@ -1,0 +1,203 @@
+"""A step reads the gradients once for all that it has to know of them before it steps: the norm, a clip's norm, whether they are finite."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import everybit as eb
+from everybit_torch.sharded.reports import NanCheck
+from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import STRATEGIES, Strategy
+from tests.support.programs import Block, data, network
+from tests.support.ranks import run
+
+ADAMW = eb.adamw(1e-2)
+CLIP = eb.clip_by_global_norm(0.1)
+# How often gradients are read for each: once before the step, for the report; once in each run of the uncompiled transform, for each of its
+# clips, though it is given the answer; and it is run before the step once for each answer that is not the report's.
+TRANSFORMS: dict[str, tuple[Any, int]] = {
+    "no clip": (ADAMW, 1),
+    "clip": (eb.chain(CLIP, ADAMW), 1 + 1),
+    "clip in a chain in a chain": (eb.chain(eb.chain(CLIP, eb.scale(2.0)), ADAMW), 1 + 1),
+    "named": (eb.named_chain({"clip": CLIP, "adamw": ADAMW}), 1 + 1),
+    "two clips": (eb.chain(CLIP, eb.clip_by_global_norm(0.05), ADAMW), 1 + 2 + 2),
+    "scaled before": (eb.chain(eb.scale(2.0), CLIP, ADAMW), 1 + 1 + 1),
+}
+READING = ("dot", "linalg_vector_norm", "isfinite", "norm")
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements of which numbers are found, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in READING and args[0].ndim:
+            self.elements[name] += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def elements_read(strategy: Strategy, nan: NanCheck, low: bool) -> list[tuple[str, dict[str, float]]]:
+    """Elements read by a second step for each element of this rank's gradient that it counts, by operation."""
+    dtype = torch.bfloat16 if low else torch.float32
+    found = []
+    for name, (transform, _) in TRANSFORMS.items():
+        model = network(dtype)
+        policy = eb.policies.LEAN_BF16 if low else None
+        stepper = FlatStepper(model, transform, strategy=strategy, units=[Block], nan=nan, policy=policy)
+        reads = Reads()
+        for step in range(2):
+            with stepper.microbatch(last=True):
+                model(data(step, dist.get_rank(), 0, dtype)).float().square().mean().backward()
+            reads.elements.clear()
+            with reads:
+                stepper.step()
+        own = sum(p.numel() for group in stepper.as_optimizer().param_groups for p in group["params"])
+        found.append((name, {op: count / own for op, count in reads.elements.items()}))
+        stepper.close()
+    return found
+
+
+@pytest.mark.parametrize("nan", ["off", "step"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_gradients_are_read_once_for_the_report_the_clip_and_the_check(strategy: Strategy, nan: NanCheck) -> None:
+    """A clip at another place than the first finds the norm of something else."""
+    for low in (False, True):
+        for found in run(2, elements_read, strategy, nan, low):
+            # Where each main gradient is written when it has been reduced, the squares are added up on the way.
+            before = 1 if strategy == "optim" else 0
+            assert found == [
+                (name, {"dot": times - 1 + before} if times - 1 + before else {})
+                for name, (_, times) in TRANSFORMS.items()
+            ]
+
+
+def clipped(strategy: Strategy) -> list[tuple[float, float]]:
+    """Norms of the steps that a clip left, by its weights' change, and of the report."""
+    found = []
+    model = network(torch.float64)
+    stepper = FlatStepper(model, eb.chain(CLIP, eb.scale_by_learning_rate(1.0)), strategy=strategy, units=[Block])
+    for step in range(3):
+        with stepper.full_parameters():
+            before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+        with stepper.microbatch(last=True):
+            model(100 * data(step, dist.get_rank(), 0, torch.float64)).square().mean().backward()
+        norm = float(stepper.step().grad_norm)
+        with stepper.full_parameters():
+            after = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        found.append((float((after - before).norm()), norm))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_clip_scales_by_the_norm_over_all_ranks(strategy: Strategy) -> None:
+    first, second = run(2, clipped, strategy)
+    assert first == second
+    for moved, norm in first:
+        assert norm > 0.1
+        # Weights of about 1 move by steps of 0.1 and below: each of about 200 is rounded to 2**-53.
+        assert moved == pytest.approx(0.1, abs=200 * 2.0**-53)
+
+
+SMALL, LARGE = 1e-30, 3e38
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "skipped"),
+    [
+        (torch.float32, LARGE, False),
+        (torch.bfloat16, LARGE, False),
+        (torch.float64, 1e200, False),  # whose square is not finite
+        (torch.float32, torch.inf, True),
+        (torch.bfloat16, -torch.inf, True),
+        (torch.float64, torch.inf, True),
+        (torch.float32, torch.nan, True),
+        (torch.float64, torch.nan, True),
+        (torch.float32, SMALL, False),
+    ],
+    ids=str,
+)
+def test_a_step_is_skipped_exactly_for_gradients_that_are_not_finite(
+    dtype: torch.dtype, value: float, skipped: bool
+) -> None:
+    model = nn.Linear(3, 1, bias=False).to(dtype)
+    policy = eb.policies.LEAN_BF16 if dtype is torch.bfloat16 else None
+    stepper = FlatStepper(model, eb.sgd(0.0), policy=policy, nan="step")
+    with stepper.microbatch(last=True):
+        model(torch.tensor([1.0, value, 1.0], dtype=dtype)).sum().backward()
+    assert stepper.step().skipped is skipped
+
+
+def handed_out(strategy: Strategy, change: str) -> tuple[float, float]:
+    """The norm that a step reports after somebody has changed the gradients, and the norm of what was stepped."""
+    model = nn.Linear(70001, 3, bias=False)  # more than a chunk on each of two ranks, and some padding
+    stepper = FlatStepper(model, eb.sgd(0.0), strategy=strategy)
+
+    def cycle() -> None:
+        with stepper.microbatch(last=True):
+            model(torch.ones(1, 70001) * (1 + dist.get_rank())).sum().backward()
+
+    cycle()
+    parameters = [p for group in stepper.as_optimizer().param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if change == "in place":
+        torch._foreach_mul_(gradients, 2.0)
+    elif change == "past autograd":
+        for gradient in gradients:
+            gradient.data.mul_(2.0)
+    elif change == "numpy":
+        for gradient in gradients:
+            gradient.numpy()[:] *= 2
+    elif change == "kept":
+        views = [gradient.numpy() for gradient in gradients]
+        stepper.step()
+        cycle()
+        for view in views:
+            view *= 2
+    elif change == "clipped":
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    report = stepper.step(loss_scale=0.5 if change == "loss scale" else 1.0)
+    return float(report.grad_norm), 1.5 * (70001 * 3) ** 0.5
+
+
+@pytest.mark.parametrize("change", ["nothing", "in place", "past autograd", "numpy", "kept", "clipped", "loss scale"])
+def test_the_norm_is_that_of_the_gradients_as_they_are_stepped(change: str) -> None:
+    """Whoever has had them in hand may have written to them, which not even autograd has to know of."""
+    for strategy in STRATEGIES:
+        for norm, whole in run(2, handed_out, strategy, change):
+            expected = {"nothing": whole, "clipped": 1.0}.get(change, 2 * whole)
+            # float32 gradients are rounded once when they are scaled.
+            assert norm == pytest.approx(expected, rel=2.0**-20), strategy
+
+
+def test_squares_added_up_on_the_way_have_the_bits_of_those_found_afterwards() -> None:
+    for found in run(2, both_ways):
+        assert found
+
+
+def both_ways() -> bool:
+    equal = []
+    for size in (5, 1 << 16, (1 << 17) + 3):
+        model = nn.Linear(size, 1, bias=False)
+        norms = []
+        for look in (False, True):
+            stepper = FlatStepper(model, eb.sgd(0.0), strategy="optim_grads")
+            x = torch.randn(1, size, generator=torch.Generator().manual_seed(dist.get_rank()))
+            with stepper.microbatch(last=True):
+                model(x).sum().backward()
+            if look:
+                assert [p.grad.sum() for g in stepper.as_optimizer().param_groups for p in g["params"]]
+            norms.append(stepper.step().grad_norm)
+            stepper.close()
+        equal.append(torch.equal(*norms))
+    return all(equal)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from torch import Tensor
 
-import everybit as eb
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part
 
@@ -78,7 +77,7 @@ class Over(NamedTuple):
         counts: Whether this process is the one that contributes a parameter's elements, of those that hold the same.
     """
 
-    axis: eb.Axis
+    axis: GroupAxis
     counts: Callable[[Tensor], bool]
 
 

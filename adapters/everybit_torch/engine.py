@@ -23,6 +23,7 @@ from everybit_torch.following import follow, require_followable
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.groups import Group, Optimizers
+from everybit_torch.host_counts import Due
 from everybit_torch.joining import Joining
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, Reads, find_totals
@@ -42,11 +43,13 @@ class PreparedStep:
         work: All units, with their members' gradients: all or none.
         gathered: By id of a unit whose transform reduces, its gradient.
         totals: By source, the totals of its reductions.
+        due: By id of a unit, which periodic work is due; see :meth:`Engine.step_unit`.
     """
 
     work: list[tuple[Unit, Grads]]
     gathered: dict[int, Gathered]
     totals: dict[str, list[Tensor]]
+    due: dict[int, Due]
 
     @property
     def has_gradients(self) -> bool:
@@ -236,8 +239,13 @@ class Engine:
         gathered = {
             id(unit): unit.gathered(cast(list[Tensor], grads)) for unit, grads in reducing if _have_gradients(grads)
         }
-        totals = self._find_totals([unit for unit, _ in reducing], gathered, known)
-        return PreparedStep(work, gathered, totals)
+        due = {
+            id(unit): found
+            for unit, grads in work
+            if _have_gradients(grads) and (found := self.groups[unit.group].due(unit))
+        }
+        totals = self._find_totals([unit for unit, _ in reducing], gathered, due, known)
+        return PreparedStep(work, gathered, totals, due)
 
     def split_by_gradients(self, units: Sequence[Unit]) -> list[tuple[Unit, Grads]]:
         """Some of the units with their members' gradients, cut where members with a gradient meet such without.
@@ -280,13 +288,14 @@ class Engine:
         return work
 
     def _find_totals(
-        self, reducing: list[Unit], gathered: Mapping[int, Gathered], known: Sequence[Tensor]
+        self, reducing: list[Unit], gathered: Mapping[int, Gathered], due: dict[int, Due], known: Sequence[Tensor]
     ) -> dict[str, list[Tensor]]:
         """Find the totals of the transforms' reductions over all units and processes, by source, in the order of the groups.
 
         Args:
             reducing: The units whose transform reduces.
             gathered: By id of the unit, the gradients of those that have some.
+            due: By id of those, which periodic work is due; settled here for units whose transform reduces.
             known: The first of the totals of every transform.
         """
         if not reducing:
@@ -295,13 +304,34 @@ class Engine:
         if over is None and not gathered:
             return {}
         self.describe(reducing)
+        self._settle_answers(reducing, gathered, due, alone=over is None or over.axis.is_alone)
         parts: dict[str, list[Part]] = {}
         for unit in reducing:
             counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
-            part = Part(self.optimizer_of(unit), unit, gathered.get(id(unit)), counted)
+            part = Part(self.optimizer_of(unit), unit, gathered.get(id(unit)), counted, due.get(id(unit), ()))
             parts.setdefault(self.groups[unit.group].source, []).append(part)
         axis = eb.Local if over is None else over.axis
         return {source: find_totals(members, axis, self.reads, known) for source, members in parts.items()}
+
+    def _settle_answers(
+        self, reducing: list[Unit], gathered: Mapping[int, Gathered], due: dict[int, Due], *, alone: bool
+    ) -> None:
+        """Let all units and processes answer alike where it depends on the answer which reductions a transform asks for.
+
+        Units may have different counts, and nobody knows those of other processes. Where the answers may differ the device decides.
+        """
+        by_source: dict[str, list[Unit]] = {}
+        for unit in reducing if due else ():
+            by_source.setdefault(self.groups[unit.group].source, []).append(unit)
+        for units in by_source.values():
+            stepped = [unit for unit in units if id(unit) in gathered]
+            answers = {due.get(id(unit), ()) for unit in stepped}
+            if alone and len(answers) == 1:
+                # Those without gradients too: one of them may be asked for all.
+                due.update(dict.fromkeys(map(id, units), *answers))
+            elif any(self.reads.asks_in_periodic_work(self.optimizer_of(unit), unit) for unit in stepped):
+                for unit in stepped:
+                    due.pop(id(unit), None)
 
     def step(self, prepared: PreparedStep, *, metrics: bool = False) -> None:
         """Carry a step out.
@@ -315,7 +345,8 @@ class Engine:
         self._joining.stepped([unit for unit, grads in prepared.work if _have_gradients(grads)])
         for unit, grads in prepared.work:
             totals = prepared.totals.get(self.groups[unit.group].source, ()) if prepared.totals else ()
-            measured = self.step_unit(unit, grads, totals, prepared.gathered.pop(id(unit), None), metrics=metrics)
+            gathered, due = prepared.gathered.pop(id(unit), None), prepared.due.get(id(unit), ())
+            measured = self.step_unit(unit, grads, totals, gathered, metrics=metrics, due=due)
             counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
             if measured is not None and counted:
                 total = measured if total is None else added(total, measured)
@@ -336,8 +367,18 @@ class Engine:
         gathered: Gathered | None = None,
         *,
         metrics: bool = False,
+        due: Due | None = None,
     ) -> Metrics | None:
-        """Step a unit whose members have gradients, all or none."""
+        """Step a unit whose members have gradients, all or none.
+
+        Args:
+            unit: The unit.
+            grads: Its members' gradients.
+            totals: Of the transform's reductions.
+            gathered: The gradients, if they were gathered already.
+            metrics: Measure it.
+            due: Which periodic work is due, as it was when the totals were found. None: for a unit that is stepped by itself.
+        """
         if not _have_gradients(grads):
             return None
         group = self.groups[unit.group]
@@ -345,9 +386,11 @@ class Engine:
         if totals and not group.optimizer_of(unit).transform.reduces:
             totals = ()
         compile = group.compiles(unit)
+        answers = group.due(unit) if due is None else due
+        steps = unit.host_count.known(unit.state.step)
 
         def step(part: Unit, grad: Tensor) -> Metrics | None:
-            return group.step(part, grad, compile=compile, metrics=metrics, totals=totals)
+            return group.step(part, grad, compile=compile, metrics=metrics, totals=totals, due=answers)
 
         if self._copies is not None:
             measured = step_in_pieces(unit, grad, self._copies.pieces(unit), step)
@@ -355,6 +398,8 @@ class Engine:
             measured = step_in_pieces(unit, grad, unit.pieces(0, stops=grad.stops()), step)
         else:
             measured = step(unit, grad)
+        if steps is not None:
+            unit.host_count.note(unit.state.step, steps + 1)
         if unit.flat:
             # Autograd does not see that writing to the buffer changes the parameters; a graph that needs the old values must not run.
             torch.autograd.graph.increment_version(unit.parameters)

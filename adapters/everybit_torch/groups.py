@@ -15,19 +15,24 @@ from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe, with_policy
 from everybit.parts import needs_whole_tensors
 from everybit.policy import AnyPolicy
+from everybit.transform import periods
 from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import can_compile, has_compiler
+from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.stepping import Compile, step_in_place, step_unit
 from everybit_torch.units import Unit, map_state
-from everybit_torch.variants import Inputs, Variants
+from everybit_torch.variants import LIMIT, Inputs, Variants
 
 Optimizers = dict[torch.dtype, eb.Optimizer[Any]]
 """A group's optimizers, by dtype of the parameters."""
+
+MOST_PERIODS = LIMIT.bit_length() - 1
+"""Periods of which the host answers in compiled code, so that a step has no more variants than :data:`LIMIT` for its answers."""
 
 
 class Group:
@@ -72,6 +77,7 @@ class Group:
         self._owner, self._seed, self._unsafe, self.compile = owner, seed, unsafe, compile
         self._only_flat = only_flat
         self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
+        self._is_periodic = False
         self._variants = self._no_variants()
         self._numbers: dict[torch.device, Tensor] = {}
 
@@ -106,6 +112,7 @@ class Group:
         """Step with other hyperparameters from here on; the caller has migrated the state to them before."""
         self.optimizers = optimizers
         self.arguments = arguments
+        self._is_periodic = any(periods(one.transform) for one in optimizers.values())
         self._variants.follow()
         for device in list(self._numbers):
             self._fill(device)
@@ -192,18 +199,37 @@ class Group:
         worth_it = self.elements.get(unit.tensor.dtype, 0) >= stepping.WORTH_COMPILING
         return worth_it and has_compiler(unit.tensor.device)
 
+    def due(self, unit: Unit) -> Due:
+        """Say which periodic work is due in the next step of a unit, as the host counts them.
+
+        Compiled code is made for each answer, so there the host answers of the longest periods, and the device decides of shorter ones.
+        """
+        steps = unit.host_count.read(unit.state.step) if self._is_periodic else None
+        if steps is None:
+            return ()
+        found = self.optimizer_of(unit).due(steps + 1)
+        return found[-MOST_PERIODS:] if self.compiles(unit) else found
+
     def step(
-        self, unit: Unit, grad: Tensor, *, compile: bool, metrics: bool, totals: Sequence[Tensor] = ()
+        self,
+        unit: Unit,
+        grad: Tensor,
+        *,
+        compile: bool,
+        metrics: bool,
+        totals: Sequence[Tensor] = (),
+        due: Due = (),
     ) -> Metrics | None:
         """Step a unit in place; ``grad`` is in the shape of its tensor.
 
-        ``totals`` answer the transform's reductions, in order; see :mod:`everybit_torch.reductions`.
+        ``totals`` answer the transform's reductions, in order; see :mod:`everybit_torch.reductions`. They were found for the work that is
+        ``due``.
         """
         tensor = unit.tensor
         optimizer = self.optimizer_of(unit)
 
         def uncompiled() -> Metrics | None:
-            return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals)
+            return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals, due=due)
 
         # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
         # elements after the last multiple of it (CppScheduling.try_loop_split).
@@ -212,7 +238,7 @@ class Group:
             return uncompiled()
         policy, first = self.policies[tensor.dtype], unit.first_tensor
         inputs = Inputs(
-            [tensor], [grad], unit.state, first, list(totals), members_of(unit), policy, metrics, unit.decision
+            [tensor], [grad], unit.state, first, list(totals), members_of(unit), policy, metrics, unit.decision, due
         )
         if tensor.ndim != 1 and not needs_whole_tensors(optimizer.transform):
             inputs = _as_vectors(inputs)

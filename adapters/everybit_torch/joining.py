@@ -18,6 +18,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.entries import fields
 from everybit.optimizer import OptimizerState
+from everybit_torch.host_counts import HostCount
 from everybit_torch.units import map_state
 
 
@@ -27,10 +28,12 @@ class Cuttable(Protocol):
     Attributes:
         state: The optimizer's state, changed in place.
         first_tensor: The global index of its first element, 0-d.
+        host_count: What the host knows of ``state.step``.
     """
 
     state: OptimizerState[Any]
     first_tensor: Tensor
+    host_count: HostCount
 
     @property
     def members(self) -> Sequence[Any]:
@@ -160,6 +163,7 @@ class Joining(Generic[U]):
             return None
         for into, value in zip(_counts(joined.state), _counts(left.state), strict=True):
             into.copy_(value)
+        joined.host_count.note(joined.state.step, left.host_count.known(left.state.step))
         self._parts[id(joined)] = _Part(joined, one.whole, one.low, other.high, one.steps)
         return joined
 

@@ -10,7 +10,7 @@ the first phase decodes only those slots which the pending reduction is computed
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,13 +23,17 @@ from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
+from everybit.transform import periods
 from everybit_torch.gradients import Gathered, MemberGradients
+from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of, no_members_of
 from everybit_torch.units import Unit, map_state
 
 # Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
 PIECE = 1 << 20
 DEVICE_PIECE = 1 << 24
+
+P = TypeVar("P")
 
 WEIGHTS = "params"
 """The name of the weights among the inputs of a reduction; the others go by the names of their slots."""
@@ -43,12 +47,14 @@ class Part(NamedTuple):
         unit: The unit.
         grad: In the shape of its tensor; None if it contributes nothing, and only takes part in the reductions.
         counted: Whether this process is the one that contributes its elements.
+        due: Which periodic work is due for it; see :meth:`Reads.asks_in_periodic_work`.
     """
 
     optimizer: eb.Optimizer[Any]
     unit: Unit
     grad: Gathered | None
     counted: bool = True
+    due: Due = ()
 
 
 class Source(NamedTuple):
@@ -65,26 +71,45 @@ class Source(NamedTuple):
 
 
 class Reads:
-    """What a transform computes each of its reductions from; found once for each optimizer and reduction.
+    """What a transform computes each of its reductions from; found once for each optimizer, reduction, and answer to which work is due.
 
     It is found by running the transform on tensors without elements, and recording which tensors are computed from which.
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[eb.Optimizer[Any], int, Source]] = []
+        self._known: list[tuple[eb.Optimizer[Any], Due, int, Source]] = []
+        self._asking: list[tuple[eb.Optimizer[Any], bool]] = []
 
-    def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Source:
+    def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor], due: Due = ()) -> Source:
         """Return the source of the pending reduction, which comes after those that ``totals`` answer."""
-        for known, asked, source in self._known:
-            if known is optimizer and asked == len(totals):
+        for known, answer, asked, source in self._known:
+            if known is optimizer and answer == due and asked == len(totals):
                 return source
-        source = self._find(optimizer, unit, totals)
+        source = self._find(optimizer, unit, totals, due)
         # Optimizers are made anew when hyperparameters change; the present ones stay.
-        self._known = [*self._known[-15:], (optimizer, len(totals), source)]
+        self._known = [*self._known[-63:], (optimizer, due, len(totals), source)]
         return source
 
+    def asks_in_periodic_work(self, optimizer: eb.Optimizer[Any], unit: Unit) -> bool:
+        """Whether a transform may ask for reductions inside of periodic work, so that what it asks for depends on which is due.
+
+        It does not if it asks for as many reductions where nothing is decided, which does all work, as where everything is due, and
+        as where nothing is. A transform that must see whole tensors is not asked, and may.
+        """
+        for known, asks in self._asking:
+            if known is optimizer:
+                return asks
+        all_periods = periods(optimizer.transform)
+        answers: list[Due] = [(), *(tuple((period, due) for period in all_periods) for due in (True, False))]
+        asks = bool(all_periods) and (
+            needs_whole_tensors(optimizer.transform)
+            or len({_count_reductions(optimizer, unit, answer) for answer in answers}) > 1
+        )
+        self._asking = [*self._asking[-15:], (optimizer, asks)]
+        return asks
+
     @staticmethod
-    def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Source:
+    def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor], due: Due) -> Source:
         tensor, held = _without_elements(unit)
         params, state = optimizer.decode([tensor], held)
         grads = [torch.empty_like(x) for x in params]
@@ -94,6 +119,7 @@ class Reads:
             first_element=unit.first,
             members=none,
             seed=optimizer.seed,
+            due=due,
         ).at(state.step + 1)
         numbers = [value for _, value in hyperparameters(optimizer.transform) if isinstance(value, Tensor)]
         following = _Origins(
@@ -210,12 +236,12 @@ def _partial_results(
     part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads
 ) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
-    optimizer, unit, _, counted = part
+    optimizer, unit, _, counted, due = part
     if unit.tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
         chunks: Iterable[tuple[Any, Unit]] = [(..., unit)]
         names = None
     else:
-        source = reads.of(optimizer, unit, totals)
+        source = reads.of(optimizer, unit, totals, due)
         wide = torch_dtype(optimizer.formats([unit.tensor])[0].policy.compute)
         # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
         if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
@@ -225,7 +251,7 @@ def _partial_results(
         chunks, names = unit.pieces(size, lambda x: x), source.names
     for where, chunk in chunks:
         axis = ReplayAxis(totals, counted=counted)
-        ctx = eb.Context(first_element=chunk.first, axis=axis, members=members_of(chunk))
+        ctx = eb.Context(first_element=chunk.first, axis=axis, members=members_of(chunk), due=due)
         pending = _ask(optimizer, chunk.tensor, grad[where], chunk.state, ctx, names)
         if pending is None:
             return
@@ -238,11 +264,41 @@ def _squares(grad: Gathered) -> Tensor:
 
 def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionError | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
-    tensor, state = _without_elements(part.unit)
+    return _ask_without_elements(part.optimizer, part.unit, ReplayAxis(totals), part.due)
+
+
+def _ask_without_elements(
+    optimizer: eb.Optimizer[Any], unit: Unit, axis: eb.Axis, due: Due
+) -> NeedsReductionError | None:
+    tensor, state = _without_elements(unit)
     none = torch.empty_like(tensor, dtype=torch.float32)
-    ctx = eb.Context(first_element=part.unit.first, axis=ReplayAxis(totals), members=no_members_of(part.unit))
+    ctx = eb.Context(first_element=unit.first, axis=axis, members=no_members_of(unit), due=due)
     # Where there are no elements nothing has to be decoded.
-    return _ask(part.optimizer, tensor, none, state, ctx, frozenset())
+    return _ask(optimizer, tensor, none, state, ctx, frozenset())
+
+
+class _CountingAxis:
+    """The axis of a single process, which counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        self.asked += 1
+        return value
+
+    def max(self, value: Tensor) -> Tensor:
+        self.asked += 1
+        return value
+
+    def owned(self, tree: P) -> P:
+        return tree
+
+
+def _count_reductions(optimizer: eb.Optimizer[Any], unit: Unit, due: Due) -> int:
+    axis = _CountingAxis()
+    _ask_without_elements(optimizer, unit, axis, due)
+    return axis.asked
 
 
 def _ask(

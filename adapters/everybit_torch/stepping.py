@@ -14,6 +14,7 @@ from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.replay import ReplayAxis
 from everybit_torch.gradients import Gathered
+from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
 from everybit_torch.units import Unit, write
 
@@ -71,9 +72,10 @@ def step_in_place(
     metrics: bool,
     totals: Sequence[Tensor] = (),
     members: tuple[eb.Members, ...] | None = None,
+    due: Due = (),
 ) -> Metrics | None:
     """The pure step, and its results written over what went in; compiled, the writes become in-place stores."""
-    ctx = eb.Context(first_element=first, members=members)
+    ctx = eb.Context(first_element=first, members=members, due=due)
     # Who measures adds up what is measured of the parts.
     trace = optimizer.step_traced(tensors, grads, state, replace(ctx, axis=ReplayAxis(totals)) if totals else ctx)
     measured = measure(optimizer, trace, ctx) if metrics else None
@@ -82,7 +84,13 @@ def step_in_place(
 
 
 def step_unit(
-    optimizer: eb.Optimizer[Any], unit: Unit, grad: Gathered, *, metrics: bool, totals: Sequence[Tensor] = ()
+    optimizer: eb.Optimizer[Any],
+    unit: Unit,
+    grad: Gathered,
+    *,
+    metrics: bool,
+    totals: Sequence[Tensor] = (),
+    due: Due = (),
 ) -> Metrics | None:
     """Step a unit: a long buffer piece by piece, so that temporaries stay in the cache."""
 
@@ -96,6 +104,7 @@ def step_unit(
             metrics=metrics,
             totals=totals,
             members=members_of(part),
+            due=due,
         )
 
     elements = piece_size(unit.tensor.device)

@@ -25,6 +25,7 @@ from everybit.policy import Resolved
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, like, local
 from everybit_torch.gradients import Gathered, MemberGradients, UnitGradients, gather, gathered_at_once, piece
+from everybit_torch.host_counts import HostCount
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -71,6 +72,7 @@ class Unit:
         table: The table by which they are numbered.
         block: The least number of elements at whose multiples a flat unit may be cut.
         first_tensor: ``first``, int64, 0-d, on the device.
+        host_count: What the host knows of ``state.step``.
     """
 
     group: int
@@ -87,6 +89,7 @@ class Unit:
     block: int = field(init=False)
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
+    host_count: HostCount = field(init=False, default_factory=HostCount)
     _places: Places = field(init=False)
     _shapes: list[torch.Size] = field(init=False)
     _sharded: bool = field(init=False)
@@ -178,7 +181,7 @@ class Unit:
         for low, high in pairwise(edges):
             members = self.members[low:high]
             start, stop = members[0].start, members[-1].stop
-            yield Unit(
+            part = Unit(
                 self.group,
                 self.tensor[start:stop],
                 [Member(m.name, m.parameter, m.start - start, m.stop - start) for m in members],
@@ -189,6 +192,8 @@ class Unit:
                 decision=self.decision,
                 stored=self.stored,
             )
+            part.host_count.note(part.state.step, self.host_count.known(self.state.step))
+            yield part
 
     def pieces(
         self,
@@ -304,6 +309,10 @@ def map_state(
 def write(into: object, values: object) -> None:
     """Copy the tensors of one tree over those of another."""
     for old, new in zip(eb.tree.leaves(into), eb.tree.leaves(values), strict=True):
+        if not old.ndim and old.is_floating_point() and torch.compiler.is_compiling():
+            # Dynamo (torch 2.13) makes a number of a 0-d float64 input, and when it traces anew without one it takes a write for unused
+            # (OutputGraph.remove_tensorify_specialized_graphargs). It sees no number in a view.
+            old, new = old.view(1), new.reshape(1)
         old.copy_(new)
 
 

@@ -26,16 +26,17 @@ from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import cause, compile_step, let_length_vary, reached_limit
 from everybit_torch.direct_calls import DirectCalls, is_settled
+from everybit_torch.host_counts import Due
 from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
 
 _LOGGER = logging.getLogger("everybit_torch")
 
 LIMIT = 8
-"""Variants of one step that differ in constants."""
+"""Variants of one step that differ in constants, or in the answers to which periodic work is due."""
 
 Body = Callable[..., Metrics | None]
-# What tells apart the steps of a group: dtype of the parameters, whether it is measured, what masks and labels said.
-_Place = tuple[torch.dtype, bool, Decision | None]
+# What tells apart the steps of a group: dtype of the parameters, whether it is measured, what masks and labels said, which work is due.
+_Place = tuple[torch.dtype, bool, Decision | None, Due]
 # What tells variants apart: the constants of the code, and which arguments are numbers.
 _Key = tuple[dict[str, Any], tuple[str, ...]]
 Shape = tuple[torch.Size, tuple[int, ...]]
@@ -55,6 +56,7 @@ class Inputs:
         policy: How all of it is stored: the param group's, for parameters of this dtype.
         metrics: Whether the step is measured.
         decision: The results of the optimizer's masks and labels for the parameters.
+        due: Which periodic work is due, as far as the host says it.
     """
 
     tensors: list[Tensor]
@@ -66,6 +68,7 @@ class Inputs:
     policy: AnyPolicy
     metrics: bool
     decision: Decision | None
+    due: Due = ()
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the parameters."""
@@ -188,7 +191,7 @@ class Variants:
 
     def _choose(self, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
         """The variant for these inputs; None if there are too many."""
-        place = (inputs.dtype(), inputs.metrics, inputs.decision)
+        place = (inputs.dtype(), inputs.metrics, inputs.decision, inputs.due)
         if place not in self._chosen:
             site = self._sites.setdefault(place, _Site())
             self._chosen[place] = self._find(site, inputs, arguments)
@@ -223,13 +226,15 @@ class Variants:
                 ([*inputs.tensors], [*inputs.grads], inputs.state, inputs.first, inputs.totals, inputs.members)
             )
             optimizer = applied(eb.Optimizer(transform, inputs.policy, self._seed), inputs.decision)
-            return self._body(optimizer, *like[:4], metrics=inputs.metrics, totals=like[4], members=like[5])
+            return self._body(
+                optimizer, *like[:4], metrics=inputs.metrics, totals=like[4], members=like[5], due=inputs.due
+            )
 
         return step
 
     def _compile(self, variant: _Variant, constants: dict[str, Any], places: dict[str, int], inputs: Inputs) -> Body:
         factory, seed, body = self._factory, self._seed, self._body
-        policy, metrics, decision = inputs.policy, inputs.metrics, inputs.decision
+        policy, metrics, decision, due = inputs.policy, inputs.metrics, inputs.decision, inputs.due
 
         def step(
             tensors: list[Tensor],
@@ -244,7 +249,9 @@ class Variants:
             # One tensor for all numbers: of each 0-d input torch makes a symbol first, and traces everything again without.
             data = {name: numbers[place] for name, place in places.items()}
             optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)
-            return body(optimizer, tensors, grads, state, first, metrics=metrics, totals=totals, members=members)
+            return body(
+                optimizer, tensors, grads, state, first, metrics=metrics, totals=totals, members=members, due=due
+            )
 
         def began() -> None:
             variant.began = True

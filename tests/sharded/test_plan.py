@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit.context import ALONE
 from everybit_torch.sharded.plan import Plan, plan
 from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
@@ -24,7 +25,7 @@ from everybit_torch.stepping import piece_size
 from tests.support.allocations import counting
 from tests.support.programs import Block, Pair, on_a_mesh
 from tests.support.ranks import run
-from tests.support.transforms import lamb, rms_clipped
+from tests.support.transforms import ScaleByOldMagnitudes, lamb, old_norm, rms_clipped
 
 BF16_WIRE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
 KAHAN = eb.policies.KAHAN_BF16
@@ -57,9 +58,9 @@ class Nested(Model):
 
 def measured(
     strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
-    outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True, nested: bool = False,
+    outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True, nested: bool = False, steps: int = 2,
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
-    """The plan; and of the second step: what persists, the peaks by phase on top of it, and what was sent."""
+    """The plan; and of the steps from the second on: what persists, the most by phase on top of it, and what was sent in the last."""
     torch.manual_seed(0)
     model = (Nested() if nested else Model()).to(torch.bfloat16 if low else torch.float32)
     with counting() as counter:
@@ -79,7 +80,7 @@ def measured(
             communicators[id(stepper._gathering.communicator)] = stepper._gathering.communicator
         peaks = dict.fromkeys(("forward", "backward", "step"), 0)
         persistent = forward = backward = 0
-        for step in range(2):
+        for step in range(steps):
             for communicator in communicators.values():
                 communicator.sent.clear()
             for number in range(microbatches):
@@ -94,12 +95,9 @@ def measured(
                 del loss
             counter.peak = counter.live
             stepper.step()
-            if step == 1:
-                peaks = {
-                    "forward": forward - persistent,
-                    "backward": backward - persistent,
-                    "step": counter.peak - persistent,
-                }
+            if step:
+                reached = {"forward": forward, "backward": backward, "step": counter.peak}
+                peaks = {name: max(peaks[name], peak - persistent) for name, peak in reached.items()}
             persistent = counter.live
         sent: dict[str, int] = {}
         for communicator in communicators.values():
@@ -150,6 +148,31 @@ def test_plan_and_measurement_agree_to_the_byte(size: int, strategy: Strategy, c
         assert predicted.persistent_bytes == persistent
         assert predicted.transient == peaks
         assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LongWork(ScaleByOldMagnitudes):
+    """Its work takes more memory than the rest of a step."""
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = ALONE) -> tuple[Any, Any]:
+        def work() -> Any:
+            return eb.tree.map(lambda u: (u.double().abs() * 2.0 + u.double()).to(u.dtype), updates)
+
+        size = ctx.every(self.period, work, lambda: state.size)
+        return eb.tree.elementwise(lambda u, s: u / (s.abs() + 1), updates, size), dataclasses.replace(state, size=size)
+
+
+@pytest.mark.parametrize("transform", ["long work", "reductions in the work"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_step_with_the_most_work_is_planned_where_work_is_not_due_at_every_step(size: int, transform: str) -> None:
+    """Of the steps two to four the last one is due. Where ranks reduce in the work, all steps do both."""
+    chosen = eb.chain(LongWork(3), eb.sgd(1e-3)) if transform == "long work" else old_norm(1e-3)
+    for strategy in ("no_shard", "optim_grads"):
+        arguments = (strategy, None, False, 1, chosen, True, "no_shard", None, True, False, 4)
+        for predicted, persistent, peaks, sent in run(size, measured, *arguments):
+            assert predicted.persistent_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])

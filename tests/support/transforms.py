@@ -169,6 +169,70 @@ class ScaleByOldMagnitudes:
         return eb.tree.elementwise(lambda u, s: u / (s + 1), updates, size), ScaleState(size)
 
 
+WORK: list[int] = []
+"""Of each run of periodic work that is counted, the elements that it was given, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountedWork:
+    """As :class:`ScaleByOldMagnitudes`; each run of its work is noted in :data:`WORK`, where it is not compiled."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
+    period: int = 3
+
+    def decays(self) -> tuple[eb.SlotDecay, ...]:
+        return (eb.SlotDecay("size", 0.0),)
+
+    def periods(self) -> tuple[int, ...]:
+        return (self.period,)
+
+    def init(self, params: P) -> ScaleState[P]:
+        return ScaleState(eb.tree.zeros_like(params))
+
+    def update(self, updates: P, state: ScaleState[Any], params: P, ctx: eb.Context = ALONE) -> tuple[P, ScaleState[P]]:
+        def work() -> Any:
+            if not torch.compiler.is_compiling():
+                WORK.extend(x.numel() for x in eb.tree.leaves(updates))
+            return eb.tree.map(torch.abs, updates)
+
+        size = ctx.every(self.period, work, lambda: state.size)
+        return eb.tree.elementwise(lambda u, s: u / (s + 1), updates, size), ScaleState(size)
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class OldNormState:
+    """``norm`` of all updates, of some steps ago: 0-d, float64, the same for all parameters that are stepped equally often."""
+
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByOldNorm:
+    """Divide by one more than the norm of all updates, which is asked for every few steps only, in the work itself."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = True
+    period: int = 3
+
+    def periods(self) -> tuple[int, ...]:
+        return (self.period,)
+
+    def init(self, params: P) -> OldNormState:
+        leaves = eb.tree.leaves(params)
+        return OldNormState(torch.zeros((), dtype=torch.float64, device=leaves[0].device if leaves else None))
+
+    def update(self, updates: P, state: OldNormState, params: P, ctx: eb.Context = ALONE) -> tuple[P, OldNormState]:
+        def work() -> Tensor:
+            if not torch.compiler.is_compiling():
+                WORK.extend(x.numel() for x in eb.tree.leaves(updates))
+            return ctx.axis.sum(eb.tree.sum_of_squares(ctx.axis.owned(updates))).sqrt()
+
+        norm = ctx.every(self.period, work, lambda: state.norm)
+        return eb.tree.elementwise(lambda u: u / (norm + 1).to(u.dtype), updates), OldNormState(norm)
+
+
 @eb.state
 @dataclass(frozen=True, slots=True)
 class FactoredState(Generic[P]):
@@ -261,6 +325,27 @@ def averaged(learning_rate: Any) -> eb.Transform[Any]:
 def periodic(learning_rate: Any) -> eb.Transform[Any]:
     """Work at the steps 1, 4, 7."""
     return eb.chain(ScaleByOldMagnitudes(3), eb.trace(0.9), eb.scale_by_learning_rate(learning_rate))
+
+
+def counted(learning_rate: Any, period: int = 3, momentum: float = 0.9) -> eb.Transform[Any]:
+    """Work at the steps 1, 4, 7, each run of which is noted; without momentum in fewer slots."""
+    rest = [eb.trace(momentum)] if momentum else []
+    return eb.chain(CountedWork(period), *rest, eb.scale_by_learning_rate(learning_rate))
+
+
+def counted_and_clipped(learning_rate: Any, period: int = 3) -> eb.Transform[Any]:
+    """Reductions at every step, before and after the work, which asks for none."""
+    return eb.chain(
+        eb.clip_by_global_norm(2.0),
+        CountedWork(period),
+        eb.clip_by_global_norm(0.5),
+        eb.scale_by_learning_rate(learning_rate),
+    )
+
+
+def old_norm(learning_rate: Any, period: int = 3) -> eb.Transform[Any]:
+    """A reduction in the work, and one after it at every step."""
+    return eb.chain(ScaleByOldNorm(period), eb.clip_by_global_norm(0.5), eb.scale_by_learning_rate(learning_rate))
 
 
 def masked_noise(learning_rate: Any) -> eb.Transform[Any]:

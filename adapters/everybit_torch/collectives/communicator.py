@@ -227,6 +227,11 @@ class GroupAxis:
     def __init__(self, communicators: tuple[Communicator, ...]) -> None:
         self._communicators = communicators
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return all(communicator.size == 1 for communicator in self._communicators)
+
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks."""
         return self._reduce(value, dist.ReduceOp.SUM)
@@ -240,7 +245,7 @@ class GroupAxis:
         return tree
 
     def _reduce(self, value: Tensor, op: Op) -> Tensor:
-        if all(communicator.size == 1 for communicator in self._communicators):
+        if self.is_alone:
             return value
         total = value.clone()
         if total.dtype is torch.bool:

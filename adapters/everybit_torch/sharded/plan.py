@@ -1,7 +1,8 @@
 """Predicts memory, to the byte, and traffic from names, shapes and dtypes, before anything is allocated.
 
 Persistent bytes are the sums of what is kept. Transient bytes, and what is sent, are added up over the events of the schedule that the
-stepper carries out (:mod:`.scheduling.schedule`); what a step computes on the way is found by stepping one piece of a buffer. Tensors of
+stepper carries out (:mod:`.scheduling.schedule`); what a step computes on the way is found by stepping one piece of a buffer. Of a
+transform with work that is not due at every step (``ctx.every``) the step is counted that takes the most, and sends the most. Tensors of
 one element that come and go are left out, and so are activations and the gradients that autograd holds: one parameter's at a time.
 
 Bytes on the wire are what one rank sends, as a ring sends it. For ``n`` ranks, weights of ``w`` bytes in all, gradients of ``c`` bytes in
@@ -180,7 +181,7 @@ def plan_layout(
         ),
         agreed_bytes(groups),
         # The norm of the gradient is found once, for the report and for a clip.
-        tuple(reduced_numbers(labelled, len(numbered))[answered:]),
+        tuple(reduced_numbers(labelled, len(numbered), alone=groups[0].alone)[answered:]),
         where,
     )
     settings = Settings(kind, reshard_after_forward, keep_gradients)

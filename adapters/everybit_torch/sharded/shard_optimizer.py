@@ -14,6 +14,7 @@ from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
 from everybit.policy import Policy
 from everybit_torch.arguments import as_python
+from everybit_torch.collectives.communicator import GroupAxis
 from everybit_torch.compiling import can_compile
 from everybit_torch.dtensors import Over
 from everybit_torch.engine import Engine
@@ -142,7 +143,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self,
         labelled: Mapping[str, LabelledTransform],
         shards: Sequence[Shard],
-        axis: eb.Axis,
+        axis: GroupAxis,
         step: Callable[[], StepReport],
         clear: Callable[[], None],
         *,

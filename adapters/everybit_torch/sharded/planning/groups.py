@@ -101,6 +101,11 @@ class GroupPlan:
         return inner and (self.kind.outer == "optim" or self.ranks.outer_rank == 0)
 
     @property
+    def alone(self) -> bool:
+        """Whether no other rank has a part of what this one steps, so that reductions go over this rank only."""
+        return not self.kind.state or (self.ranks.inner == 1 and (self.kind.outer != "optim" or self.ranks.outer == 1))
+
+    @property
     def stepped(self) -> int:
         """Elements of the main gradient that this rank steps, up to the last one that is a parameter's."""
         slices = list(self.group.slices(self.low, self.high))

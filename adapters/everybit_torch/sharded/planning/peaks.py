@@ -12,10 +12,11 @@ from torch import Tensor
 import everybit as eb
 from everybit.transform import any_per_tensor
 from everybit_torch import reductions
+from everybit_torch.host_counts import Due
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.planning.groups import GroupPlan
-from everybit_torch.sharded.planning.reductions import no_members, reduced_numbers, totals_of, unit_of
+from everybit_torch.sharded.planning.reductions import answers_of, no_members, reduced_numbers, totals_of, unit_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.stepping import PIECE, step_in_place
@@ -31,11 +32,12 @@ Numbers = Mapping[ParameterSpec, int]
 def step_peak(
     groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], numbers: Numbers, compile: bool, piece: int
 ) -> int:
-    """Return the peak temporary bytes of stepping one piece, over all runs."""
+    """Return the peak temporary bytes of stepping one piece, over all runs and all answers to which periodic work is due."""
     if compile:
         return 0
     # All totals are there while one piece is stepped.
-    sizes = [count * torch.float64.itemsize for count in reduced_numbers(labelled, len(numbers))]
+    counts = reduced_numbers(labelled, len(numbers), alone=groups[0].alone)
+    sizes = [count * torch.float64.itemsize for count in counts]
     totals = sum(size for size in sizes if size >= SMALLEST)
     return totals + _peak_of_pieces(groups, labelled, numbers, piece, PIECE, _step_one)
 
@@ -57,7 +59,7 @@ def asked_peak(
     return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered))
 
 
-Run = Callable[[eb.Optimizer[Any], Tensor, Tensor, eb.Members], int]
+Run = Callable[[eb.Optimizer[Any], Tensor, Tensor, eb.Members, Due], int]
 
 
 def _peak_of_pieces(
@@ -107,20 +109,23 @@ def _piece_bytes(
         return _piece_bytes(one, label, members, known, largest, run) * size // known
     optimizer = eb.Optimizer(label.transform, label.policy)
     tensor, gradient = torch.zeros(size, dtype=one.group.dtype), torch.zeros(size, dtype=one.main)
-    return run(optimizer, tensor, gradient, members)
+    answers = answers_of(optimizer, members.sizes, alone=one.alone)
+    return max(run(optimizer, tensor, gradient, members, due) for due in answers)
 
 
-def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members) -> int:
-    state, totals = optimizer.init([tensor]), totals_of(optimizer, members.sizes)
+def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members, due: Due) -> int:
+    state, totals = optimizer.init([tensor]), totals_of(optimizer, members.sizes, due)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         here = (members.cut(0, len(tensor)) if len(tensor) < members.edges[-1] else members,)
-        step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False, totals=totals, members=here)
+        step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False, totals=totals, members=here, due=due)
     peak: int = counter.peak
     return peak
 
 
-def _ask_one(answered: int, optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members) -> int:
-    part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient), reductions.Reads()
+def _ask_one(
+    answered: int, optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members, due: Due
+) -> int:
+    part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient, due=due), reductions.Reads()
     known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         reductions.find_totals([part], eb.Local, reads, known)

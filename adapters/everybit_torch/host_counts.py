@@ -46,7 +46,8 @@ class HostCount:
         """The value of a count, for which the host waits if it does not know it; None where it cannot be known."""
         if torch.compiler.is_compiling() or (count.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._captured = True
-        if self._captured or count.is_meta:
+        # Inference tensors have no versions.
+        if self._captured or count.is_meta or count.is_inference():
             return None
         value = self.known(count)
         if value is None:

@@ -5,6 +5,9 @@ run on every chunk until it asks for a reduction whose total is not known yet: t
 passes is the chunk's *partial result*. The partial results are reduced over all chunks and processes, and the transform is run again with
 the total, once more for each further reduction. In the second phase it is stepped with all totals. No tree of all parameters is made, and
 the first phase decodes only those slots which the pending reduction is computed from.
+
+Of transforms of this library it is known after their first step which reductions they ask for, since that never changes: they are run no
+more for reductions that need no run, such as the norm of the gradients, nor to hear that they ask for nothing further.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import everybit as eb
-from everybit.barriers import sum_of_squares
+from everybit.barriers import scratch_for, sum_of_squares
+from everybit.combinators.chain import Chain, NamedChain
 from everybit.dtypes import torch_dtype
 from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
-from everybit.parts import needs_whole_tensors
+from everybit.parts import map_parts, needs_whole_tensors, transforms_in
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
+from everybit.transform import periods
+from everybit_torch.direct_calls import is_settled
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.members import members_of, no_members_of
 from everybit_torch.units import Unit, map_state
@@ -58,29 +64,52 @@ class Source(NamedTuple):
         names: Of slots, and maybe :data:`WEIGHTS`.
         gradient_norm: Whether the partial result is the sum of the squares of the gradients as they came: that needs no run of the
             transform, and no wider copy of the gradients.
+        pending: Whether there is such a reduction: False if the transform asked for no more than was answered.
     """
 
     names: frozenset[str]
     gradient_norm: bool
+    pending: bool
+
+
+class _Kind(NamedTuple):
+    """What is asked of a transform at every step: whether its reductions are the same ones, and whether it must see whole tensors."""
+
+    fixed: bool
+    whole: bool
 
 
 class Reads:
-    """What a transform computes each of its reductions from; found once for each optimizer and reduction.
+    """What a transform computes each of its reductions from; found once for each reduction.
 
     It is found by running the transform on tensors without elements, and recording which tensors are computed from which.
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[eb.Optimizer[Any], int, Source]] = []
+        self._kinds: list[tuple[eb.Optimizer[Any], _Kind]] = []
+        # By optimizer, and by what its reductions depend on, each with the number of reductions before.
+        self._known: list[tuple[eb.Optimizer[Any], eb.Transform[Any] | None, int, Source]] = []
+
+    def kind(self, optimizer: eb.Optimizer[Any]) -> _Kind:
+        """Return what the steps of an optimizer have in common."""
+        for known, kind in self._kinds:
+            if known is optimizer:
+                return kind
+        kind = _Kind(has_fixed_reductions(optimizer.transform), needs_whole_tensors(optimizer.transform))
+        self._kinds = [*self._kinds[-15:], (optimizer, kind)]
+        return kind
 
     def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor]) -> Source:
         """Return the source of the pending reduction, which comes after those that ``totals`` answer."""
-        for known, asked, source in self._known:
+        for known, _, asked, source in self._known:
             if known is optimizer and asked == len(totals):
                 return source
-        source = self._find(optimizer, unit, totals)
         # Optimizers are made anew when hyperparameters change; the present ones stay.
-        self._known = [*self._known[-15:], (optimizer, len(totals), source)]
+        leading = _leading(optimizer.transform)
+        settled = leading if is_settled(leading) else None
+        alike = (one for _, like, asked, one in self._known if asked == len(totals) and settled and like == settled)
+        source = next(alike, None) or self._find(optimizer, unit, totals)
+        self._known = [*self._known[-15:], (optimizer, settled, len(totals), source)]
         return source
 
     @staticmethod
@@ -112,8 +141,29 @@ class Reads:
         except NeedsReductionError as pending:
             squared = following.squared.get(id(pending.value))
             is_norm = pending.kind == "sum" and any(squared is grad for grad in grads)
-            return Source(following.of(pending.value), is_norm)
-        return Source(frozenset(), gradient_norm=False)
+            return Source(following.of(pending.value), is_norm, pending=True)
+        return Source(frozenset(), gradient_norm=False, pending=False)
+
+
+def has_fixed_reductions(transform: eb.Transform[Any]) -> bool:
+    """Whether a transform asks for the same reductions at every step: those of this library do, and one that does not reduce.
+
+    One of a user's own may ask for what its hyperparameters, its state or a total say.
+    """
+    reducing = (one for one in transforms_in(transform) if one.reduces)
+    return not periods(transform) and all(
+        type(one).__module__.partition(".")[0] in ("everybit", "everybit_torch") for one in reducing
+    )
+
+
+def _leading(transform: Any) -> Any:
+    """The part of a transform on which its reductions depend: of chains, what comes up to the last that reduces."""
+    if not isinstance(transform, (Chain, NamedChain)):
+        return map_parts(_leading, transform)
+    parts = list(transform.transforms if isinstance(transform, Chain) else transform.transforms.values())
+    while parts and not parts[-1].reduces:
+        parts.pop()
+    return Chain((*parts[:-1], *map(_leading, parts[-1:])))
 
 
 class _Origins(TorchFunctionMode):
@@ -196,8 +246,8 @@ def _all_partial_results(
     """
     if not parts[0].optimizer.transform.reduces:
         return
-    if not needs_whole_tensors(parts[0].optimizer.transform):
-        pending = _pending_reduction(parts[0], totals)
+    if not reads.kind(parts[0].optimizer).whole:
+        pending = _pending_reduction(parts[0], totals, reads)
         if pending is None:
             return
         yield pending
@@ -211,7 +261,7 @@ def _partial_results(
 ) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted = part
-    if unit.tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
+    if unit.tensor.ndim != 1 or reads.kind(optimizer).whole:
         chunks: Iterable[tuple[Any, Unit]] = [(..., unit)]
         names = None
     else:
@@ -233,11 +283,19 @@ def _partial_results(
 
 
 def _squares(grad: Gathered) -> Tensor:
-    return grad.sum_of_squares() if isinstance(grad, MemberGradients) else sum_of_squares(grad)
+    if isinstance(grad, MemberGradients):
+        return grad.sum_of_squares()
+    return sum_of_squares(grad, scratch_for([grad]))
 
 
-def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionError | None:
+def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> NeedsReductionError | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
+    if reads.kind(part.optimizer).fixed:
+        source = reads.of(part.optimizer, part.unit, totals)
+        if not source.pending:
+            return None
+        if source.gradient_norm:
+            return NeedsReductionError("sum", torch.zeros((), dtype=torch.float64, device=part.unit.tensor.device))
     tensor, state = _without_elements(part.unit)
     none = torch.empty_like(tensor, dtype=torch.float32)
     ctx = eb.Context(first_element=part.unit.first, axis=ReplayAxis(totals), members=no_members_of(part.unit))

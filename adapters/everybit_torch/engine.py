@@ -17,6 +17,7 @@ import everybit as eb
 from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
 from everybit_torch import byte_account, full_precision
+from everybit_torch.asking import Reads
 from everybit_torch.dtensors import Over, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
@@ -26,7 +27,7 @@ from everybit_torch.groups import Group, Optimizers
 from everybit_torch.host_counts import Due
 from everybit_torch.joining import Joining
 from everybit_torch.members import ParameterTable
-from everybit_torch.reductions import Part, Reads, find_totals
+from everybit_torch.reductions import Part, find_totals
 from everybit_torch.stepping import StateCopies, step_in_pieces
 from everybit_torch.units import Unit, init_state, write
 
@@ -329,7 +330,7 @@ class Engine:
             if alone and len(answers) == 1:
                 # Those without gradients too: one of them may be asked for all.
                 due.update(dict.fromkeys(map(id, units), *answers))
-            elif any(self.reads.asks_in_periodic_work(self.optimizer_of(unit), unit) for unit in stepped):
+            elif any(self.reads.promises(self.optimizer_of(unit), unit).in_periodic_work for unit in stepped):
                 for unit in stepped:
                     due.pop(id(unit), None)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-import everybit as eb
+from everybit import barriers
 from everybit_torch.torch_internals.tensors import flatten, version
 
 
@@ -277,8 +277,10 @@ class MemberGradients:
             yield end
 
     def sum_of_squares(self) -> Tensor:
-        """The sum of the squares of all elements: 0-d, float64."""
-        return eb.tree.sum_of_squares(self._grads)
+        """The sum of the squares of all elements: 0-d, float64, with the bits of ``tree.sum_of_squares``."""
+        scratch = barriers.scratch_for(self._grads)
+        sums = [barriers.sum_of_squares(grad, scratch) for grad in self._grads]
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 Gathered = Tensor | MemberGradients

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import everybit as eb
 from everybit.entries import STEP, WEIGHTS, Field
 from everybit.entries import fields as named_fields
 from everybit.optimizer import OptimizerState
-from everybit.parts import is_transform
+from everybit.parts import fields_of, is_transform
 from everybit_torch.units import Unit, init_state
 
 _INDEX = re.compile(r"\[\d+\]")
@@ -44,7 +44,7 @@ class Migration:
 def skeleton(transform: Any) -> Any:
     """Return what determines how a transform nests its state: the types of its parts, and their arguments that are not numbers."""
     if is_transform(transform):
-        return type(transform), tuple(skeleton(getattr(transform, field.name)) for field in fields(transform))
+        return type(transform), tuple(skeleton(getattr(transform, field.name)) for field in fields_of(transform))
     if isinstance(transform, Mapping):
         return tuple((key, skeleton(value)) for key, value in transform.items())
     if isinstance(transform, (tuple, list)):

@@ -4,39 +4,35 @@ A transform that reduces works element by element (or tensor by tensor) except f
 run on every chunk until it asks for a reduction whose total is not known yet: that is the *pending reduction*, and the value that it
 passes is the chunk's *partial result*. The partial results are reduced over all chunks and processes, and the transform is run again with
 the total, once more for each further reduction. In the second phase it is stepped with all totals. No tree of all parameters is made, and
-the first phase decodes only those slots which the pending reduction is computed from.
+the first phase decodes only those slots which the pending reduction is computed from (:mod:`everybit_torch.asking`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import everybit as eb
-from everybit.barriers import sum_of_squares
+from everybit.barriers import scratch_for, sum_of_squares
 from everybit.dtypes import torch_dtype
-from everybit.hyperparameters import hyperparameters
-from everybit.optimizer import OptimizerState
-from everybit.parts import needs_whole_tensors
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
-from everybit.transform import periods
+from everybit_torch.asking import Reads, ask, ask_without_elements
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.host_counts import Due
-from everybit_torch.members import members_of, no_members_of
-from everybit_torch.units import Unit, map_state
+from everybit_torch.members import members_of
+from everybit_torch.units import Unit
 
 # Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
 PIECE = 1 << 20
 DEVICE_PIECE = 1 << 24
 
-P = TypeVar("P")
 
-WEIGHTS = "params"
-"""The name of the weights among the inputs of a reduction; the others go by the names of their slots."""
+def piece_size(device: torch.device) -> int:
+    """Elements of which a partial result is computed at a time on a device."""
+    return PIECE if device.type in ("cpu", "meta") else DEVICE_PIECE
 
 
 class Part(NamedTuple):
@@ -47,7 +43,7 @@ class Part(NamedTuple):
         unit: The unit.
         grad: In the shape of its tensor; None if it contributes nothing, and only takes part in the reductions.
         counted: Whether this process is the one that contributes its elements.
-        due: Which periodic work is due for it; see :meth:`Reads.asks_in_periodic_work`.
+        due: Which periodic work is due for it; see ``Engine.step_unit``.
     """
 
     optimizer: eb.Optimizer[Any]
@@ -55,120 +51,6 @@ class Part(NamedTuple):
     grad: Gathered | None
     counted: bool = True
     due: Due = ()
-
-
-class Source(NamedTuple):
-    """What a transform computes a reduction from.
-
-    Attributes:
-        names: Of slots, and maybe :data:`WEIGHTS`.
-        gradient_norm: Whether the partial result is the sum of the squares of the gradients as they came: that needs no run of the
-            transform, and no wider copy of the gradients.
-    """
-
-    names: frozenset[str]
-    gradient_norm: bool
-
-
-class Reads:
-    """What a transform computes each of its reductions from; found once for each optimizer, reduction, and answer to which work is due.
-
-    It is found by running the transform on tensors without elements, and recording which tensors are computed from which.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[tuple[eb.Optimizer[Any], Due, int, Source]] = []
-        self._asking: list[tuple[eb.Optimizer[Any], bool]] = []
-
-    def of(self, optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor], due: Due = ()) -> Source:
-        """Return the source of the pending reduction, which comes after those that ``totals`` answer."""
-        for known, answer, asked, source in self._known:
-            if known is optimizer and answer == due and asked == len(totals):
-                return source
-        source = self._find(optimizer, unit, totals, due)
-        # Optimizers are made anew when hyperparameters change; the present ones stay.
-        self._known = [*self._known[-63:], (optimizer, due, len(totals), source)]
-        return source
-
-    def asks_in_periodic_work(self, optimizer: eb.Optimizer[Any], unit: Unit) -> bool:
-        """Whether a transform may ask for reductions inside of periodic work, so that what it asks for depends on which is due.
-
-        It does not if it asks for as many reductions where nothing is decided, which does all work, as where everything is due, and
-        as where nothing is. A transform that must see whole tensors is not asked, and may.
-        """
-        for known, asks in self._asking:
-            if known is optimizer:
-                return asks
-        all_periods = periods(optimizer.transform)
-        answers: list[Due] = [(), *(tuple((period, due) for period in all_periods) for due in (True, False))]
-        asks = bool(all_periods) and (
-            needs_whole_tensors(optimizer.transform)
-            or len({_count_reductions(optimizer, unit, answer) for answer in answers}) > 1
-        )
-        self._asking = [*self._asking[-15:], (optimizer, asks)]
-        return asks
-
-    @staticmethod
-    def _find(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor], due: Due) -> Source:
-        tensor, held = _without_elements(unit)
-        params, state = optimizer.decode([tensor], held)
-        grads = [torch.empty_like(x) for x in params]
-        none = no_members_of(unit)
-        ctx = eb.Context(
-            axis=ReplayAxis(totals),
-            first_element=unit.first,
-            members=none,
-            seed=optimizer.seed,
-            due=due,
-        ).at(state.step + 1)
-        numbers = [value for _, value in hyperparameters(optimizer.transform) if isinstance(value, Tensor)]
-        following = _Origins(
-            {id(x): frozenset() for x in (*totals, *numbers, *eb.tree.leaves((state, none)), *grads, ctx.step)}
-        )
-
-        def note(name: str, slot: Any) -> Any:
-            following.origins.update({id(x): frozenset({name}) for x in eb.tree.leaves(slot)})
-            return slot
-
-        eb.tree.map_slots(note, state.inner)
-        following.origins.update({id(x): frozenset({WEIGHTS}) for x in eb.tree.leaves(params)})
-        try:
-            with following:
-                optimizer.transform.update(grads, state.inner, params, ctx)
-        except NeedsReductionError as pending:
-            squared = following.squared.get(id(pending.value))
-            is_norm = pending.kind == "sum" and any(squared is grad for grad in grads)
-            return Source(following.of(pending.value), is_norm)
-        return Source(frozenset(), gradient_norm=False)
-
-
-class _Origins(TorchFunctionMode):
-    """Records which tensors are computed from which, by id.
-
-    A tensor that comes from elsewhere may have been computed from anything.
-    """
-
-    def __init__(self, origins: dict[int, frozenset[str]]) -> None:
-        super().__init__()
-        self.origins = origins
-        self.squared: dict[int, Tensor] = {}  # by id of a sum of squares, what was squared
-        self._held: list[Any] = []  # so that no id comes twice
-
-    def of(self, tensor: Tensor) -> frozenset[str]:
-        known = self.origins.get(id(tensor))
-        return frozenset().union(*self.origins.values()) if known is None else known
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = [x for x in eb.tree.leaves([args, kwargs or {}]) if isinstance(x, Tensor)]
-        names: frozenset[str] = frozenset().union(*map(self.of, given))
-        if func is sum_of_squares:
-            self.squared[id(made)] = given[0]
-        for x in eb.tree.leaves([made]):
-            if isinstance(x, Tensor):
-                self.origins[id(x)] = names | self.origins.get(id(x), frozenset())
-                self._held.append(x)
-        return made
 
 
 def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads, known: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -222,8 +104,8 @@ def _all_partial_results(
     """
     if not parts[0].optimizer.transform.reduces:
         return
-    if not needs_whole_tensors(parts[0].optimizer.transform):
-        pending = _pending_reduction(parts[0], totals)
+    if not reads.promises(parts[0].optimizer, parts[0].unit).whole:
+        pending = _pending_reduction(parts[0], totals, reads)
         if pending is None:
             return
         yield pending
@@ -237,7 +119,7 @@ def _partial_results(
 ) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted, due = part
-    if unit.tensor.ndim != 1 or needs_whole_tensors(optimizer.transform):
+    if unit.tensor.ndim != 1 or reads.promises(optimizer, unit).whole:
         chunks: Iterable[tuple[Any, Unit]] = [(..., unit)]
         names = None
     else:
@@ -247,76 +129,29 @@ def _partial_results(
         if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
             yield NeedsReductionError("sum", _squares(grad) if counted else grad[:0].double().sum())
             return
-        size = PIECE if unit.tensor.device.type in ("cpu", "meta") else DEVICE_PIECE
-        chunks, names = unit.pieces(size, lambda x: x), source.names
+        chunks, names = unit.pieces(piece_size(unit.tensor.device), lambda x: x), source.names
     for where, chunk in chunks:
         axis = ReplayAxis(totals, counted=counted)
         ctx = eb.Context(first_element=chunk.first, axis=axis, members=members_of(chunk), due=due)
-        pending = _ask(optimizer, chunk.tensor, grad[where], chunk.state, ctx, names)
+        pending = ask(optimizer, chunk.tensor, grad[where], chunk.state, ctx, names)
         if pending is None:
             return
         yield pending
 
 
 def _squares(grad: Gathered) -> Tensor:
-    return grad.sum_of_squares() if isinstance(grad, MemberGradients) else sum_of_squares(grad)
+    if isinstance(grad, MemberGradients):
+        return grad.sum_of_squares()
+    return sum_of_squares(grad, scratch_for([grad]))
 
 
-def _pending_reduction(part: Part, totals: Sequence[Tensor]) -> NeedsReductionError | None:
+def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> NeedsReductionError | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
-    return _ask_without_elements(part.optimizer, part.unit, ReplayAxis(totals), part.due)
-
-
-def _ask_without_elements(
-    optimizer: eb.Optimizer[Any], unit: Unit, axis: eb.Axis, due: Due
-) -> NeedsReductionError | None:
-    tensor, state = _without_elements(unit)
-    none = torch.empty_like(tensor, dtype=torch.float32)
-    ctx = eb.Context(first_element=unit.first, axis=axis, members=no_members_of(unit), due=due)
-    # Where there are no elements nothing has to be decoded.
-    return _ask(optimizer, tensor, none, state, ctx, frozenset())
-
-
-class _CountingAxis:
-    """The axis of a single process, which counts what it is asked."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def sum(self, value: Tensor) -> Tensor:
-        self.asked += 1
-        return value
-
-    def max(self, value: Tensor) -> Tensor:
-        self.asked += 1
-        return value
-
-    def owned(self, tree: P) -> P:
-        return tree
-
-
-def _count_reductions(optimizer: eb.Optimizer[Any], unit: Unit, due: Due) -> int:
-    axis = _CountingAxis()
-    _ask_without_elements(optimizer, unit, axis, due)
-    return axis.asked
-
-
-def _ask(
-    optimizer: eb.Optimizer[Any],
-    tensor: Tensor,
-    grad: Tensor,
-    state: OptimizerState[Any],
-    ctx: eb.Context,
-    names: frozenset[str] | None,
-) -> NeedsReductionError | None:
-    try:
-        optimizer.ask([tensor], [grad], state, ctx, reads=names)
-    except NeedsReductionError as pending:
-        pending.__traceback__ = None  # its frames hold what was computed on the way
-        return pending
-    return None
-
-
-def _without_elements(unit: Unit) -> tuple[Tensor, OptimizerState[Any]]:
-    state = map_state(unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
-    return unit.tensor.reshape(-1)[:0], state
+    optimizer, unit, _, _, due = part
+    if reads.promises(optimizer, unit).fixed:
+        source = reads.of(optimizer, unit, totals, due)
+        if not source.pending:
+            return None
+        if source.gradient_norm:
+            return NeedsReductionError("sum", torch.zeros((), dtype=torch.float64, device=unit.tensor.device))
+    return ask_without_elements(optimizer, unit, ReplayAxis(totals), due)

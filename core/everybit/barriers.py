@@ -8,7 +8,7 @@ expressions, except for :func:`sqrt`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,18 +34,31 @@ def sum(x: Tensor) -> Tensor:
     return _sum(x) if torch.compiler.is_compiling() else x.sum()
 
 
-def sum_of_squares(x: Tensor) -> Tensor:
+def sum_of_squares(x: Tensor, scratch: Tensor | None = None) -> Tensor:
     """The sum of the squares of all elements, 0-d, float64; in compiled code added up in eager's order.
 
     Squares are taken and added up in float64, so that parts of a tensor add up to the whole but for a float64's last bits: the norm of
     shards is the norm. Elements are widened a chunk at a time: there is no copy of a long tensor.
 
     A ``TorchFunctionMode`` sees it as one function, and can tell by it of which tensor a norm is asked.
+
+    Args:
+        x: Of any shape and floating dtype.
+        scratch: Memory of :func:`scratch_for`, in which elements are widened, rather than in new memory for each chunk. It is
+            overwritten: for callers that ask neither for a derivative nor for a vmap.
     """
     if not torch.compiler.is_compiling() and has_torch_function_unary(x):
         answer: Tensor = handle_torch_function(sum_of_squares, (x,), x)
         return answer
-    return _sum_of_squares(x) if torch.compiler.is_compiling() else _squares(x)
+    return _sum_of_squares(x) if torch.compiler.is_compiling() else _squares(x, scratch)
+
+
+def scratch_for(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Memory in which :func:`sum_of_squares` widens elements of these tensors, on one device; None if all are float64."""
+    narrow = [x for x in tensors if x.dtype is not torch.float64]
+    if not narrow:
+        return None
+    return narrow[0].new_empty(min(max(map(Tensor.numel, narrow)), _chunk(narrow[0])), dtype=torch.float64)
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -84,12 +97,19 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     return _squares(x)
 
 
-def _squares(x: Tensor) -> Tensor:
-    size = CHUNK if x.device.type in ("cpu", "meta") else DEVICE_CHUNK
+def _squares(x: Tensor, scratch: Tensor | None = None) -> Tensor:
+    size = _chunk(x)
     flat = x.reshape(-1)
-    wide = (flat[start : start + size].double() for start in range(0, max(len(flat), 1), size))
-    sums = [torch.dot(chunk, chunk) for chunk in wide]
+    sums = []
+    for start in range(0, max(len(flat), 1), size):
+        part = flat[start : start + size]
+        wide = part.double() if scratch is None or part.dtype is torch.float64 else scratch[: len(part)].copy_(part)
+        sums.append(torch.dot(wide, wide))
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _chunk(x: Tensor) -> int:
+    return CHUNK if x.device.type in ("cpu", "meta") else DEVICE_CHUNK
 
 
 @torch.library.custom_op("everybit::sqrt", mutates_args=())

@@ -7,13 +7,13 @@ compiled step reads it, and a scheduler may change it. A field that accepts numb
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
 
-from everybit.parts import holds_transforms, transforms_in
+from everybit.parts import fields_of, holds_transforms, transforms_in
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def numbers_only(transform: object) -> list[str]:
     return [
         f"{type(node).__name__}.{field.name}"
         for node in transforms_in(transform)
-        for field in fields(node)
+        for field in fields_of(node)
         if type(getattr(node, field.name)) is float and field.name not in accepting(type(node))
     ]
 
@@ -58,7 +58,7 @@ def _map(function: Callable[[str, Any], Any], node: Any) -> Any:
         return {key: _map(function, part) for key, part in node.items()}
     known = accepting(type(node))
     changed = {}
-    for field in fields(node):
+    for field in fields_of(node):
         value = getattr(node, field.name)
         if field.init and field.name in known and _is_number(value):
             changed[field.name] = function(field.name, value)
@@ -83,8 +83,8 @@ def _annotated_with_tensors(cls: Any) -> frozenset[str]:
     except NameError:
         # Annotations inside of a function cannot be resolved; their names can be read.
         words = ("Hyperparameter", "Scalar", "Tensor")
-        return frozenset(field.name for field in fields(cls) if any(word in str(field.type) for word in words))
-    return frozenset(field.name for field in fields(cls) if _has_tensor(hints[field.name]))
+        return frozenset(field.name for field in fields_of(cls) if any(word in str(field.type) for word in words))
+    return frozenset(field.name for field in fields_of(cls) if _has_tensor(hints[field.name]))
 
 
 def _has_tensor(hint: Any) -> bool:

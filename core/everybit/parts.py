@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import Field, fields, is_dataclass, replace
 from typing import Any
 
 from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.masked import Masked, Partition
 
 
+def fields_of(value: Any) -> tuple[Field[Any], ...]:
+    """The fields of a dataclass or of an instance of one; none of a transform that is written as another class."""
+    return fields(value) if is_dataclass(value) else ()
+
+
 def is_transform(value: object) -> bool:
     """Whether a value is a transform, and not the class of one."""
-    return (
-        is_dataclass(value) and not isinstance(value, type) and all(hasattr(value, name) for name in ("init", "update"))
-    )
+    return not isinstance(value, type) and all(hasattr(value, name) for name in ("init", "update"))
 
 
 def transforms_in(value: Any) -> Iterator[Any]:
-    """A transform and all inside it, in order, in fields, tuples, lists and mappings."""
+    """A transform and all inside it, in order, in fields, tuples, lists and mappings. Of one that is no dataclass no parts are known."""
     if isinstance(value, (tuple, list)):
         if not hasattr(value, "_fields"):
             for part in value:
@@ -28,7 +31,7 @@ def transforms_in(value: Any) -> Iterator[Any]:
             yield from transforms_in(part)
     elif is_transform(value):
         yield value
-        for field in fields(value):
+        for field in fields_of(value):
             yield from transforms_in(getattr(value, field.name))
 
 
@@ -43,7 +46,7 @@ def holds_transforms(value: Any) -> bool:
 
 def map_parts(function: Callable[[Any], Any], node: Any) -> Any:
     """A transform with ``function`` of each of the transforms directly inside it, in order: in fields, tuples, lists and mappings."""
-    held = {field.name: getattr(node, field.name) for field in fields(node) if field.init}
+    held = {field.name: getattr(node, field.name) for field in fields_of(node) if field.init}
     changed = {name: _map(function, value) for name, value in held.items() if holds_transforms(value)}
     return replace(node, **changed) if changed else node
 

@@ -125,20 +125,62 @@ def test_a_generator_that_has_changed_is_left_alone(missing: str, monkeypatch: p
         assert [torch_cpp.CppVecOverrides.to_dtype, list(torch_cpp.VECTORIZABLE_DTYPES)] == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is left to find out")
-def test_vectors_are_believed_where_torch_would_find_them() -> None:
-    """torch's own answer takes seconds for each extension; ours is the same list."""
+def forget_vectors() -> None:
+    """Forget which vector instructions were found, by torch and by us."""
     isa: Any = import_module("torch._inductor.cpu_vec_isa")
     torch_compiler.trust_in_vectors.cache_clear()
-    believed = torch_compiler.trust_in_vectors()
-    lists = []
-    for patch in ({"cpp.vec_isa_ok": None}, believed):
-        isa.valid_vec_isa_list.cache_clear()
-        with inductor_config.patch(patch):
-            lists.append([str(one) for one in isa.valid_vec_isa_list()])
     isa.valid_vec_isa_list.cache_clear()
-    assert lists[0] == lists[1]
-    assert lists[0]
+    for one in isa.supported_vec_isa_list:
+        for method in ("__bool__", "is_avx512_bf16_supported"):
+            for owner in type(one).__mro__:
+                getattr(vars(owner).get(method), "cache_clear", lambda: None)()
+        vars(one).pop("_is_avx512_bf16_supported", None)
+
+
+def vectors() -> list[tuple[str, str]]:
+    """The vector instructions that torch uses, best first, with their flags."""
+    isa: Any = import_module("torch._inductor.cpu_vec_isa")
+    return [(str(one), one.build_arch_flags()) for one in isa.valid_vec_isa_list()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is left to find out")
+def test_vectors_are_believed_where_torch_would_find_them() -> None:
+    """torch's own answer takes seconds; ours is the same list, with the same flags."""
+    forget_vectors()
+    with inductor_config.patch({"cpp.vec_isa_ok": None}):
+        expected = vectors()
+    forget_vectors()
+    believed = torch_compiler.trust_in_vectors()
+    with inductor_config.patch(believed):
+        assert vectors() == expected
+    assert expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is left to find out")
+def test_no_program_is_compiled_to_try_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    isa: Any = import_module("torch._inductor.cpu_vec_isa")
+    tried: list[str] = []
+
+    def check_build(self: Any, code: str) -> bool:
+        tried.append(str(self))
+        return True
+
+    monkeypatch.setattr(isa.VecISA, "check_build", check_build)
+    forget_vectors()
+    with inductor_config.patch(torch_compiler.trust_in_vectors()):
+        assert vectors()
+    assert tried == []
+    assert isa.VecISA.check_build is check_build
+    forget_vectors()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is left to find out")
+def test_a_torch_that_tries_vectors_otherwise_finds_them_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    isa: Any = import_module("torch._inductor.cpu_vec_isa")
+    forget_vectors()
+    monkeypatch.delattr(isa.VecISA, "check_build")
+    assert torch_compiler.trust_in_vectors() == {}
+    forget_vectors()
 
 
 def test_vectors_are_not_believed_if_the_compiler_does_not_know_them(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import everybit as eb
-from everybit_torch import TorchOptimizer, reductions, stepping
+from everybit import barriers
+from everybit.context import ALONE
+from everybit.testing.registry import REGISTRY
+from everybit_torch import TorchOptimizer, asking, reductions, stepping
 from everybit_torch.sharded.allocations import AllocationCounter
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
@@ -141,8 +145,171 @@ def test_a_norm_of_the_gradients_as_they_came_is_found_without_a_run_of_the_tran
     model = Awkward(torch.bfloat16)
     optimizer = TorchOptimizer(model.parameters(), FACTORIES[name], lr=1e-2, policy=LEAN)
     train(model, optimizer, 2)
-    assert asked
     assert any(asked) == (name != "clipped")
+
+
+class Calls:
+    """Counts the runs of transforms for what they ask for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = 0
+        ask = eb.Optimizer.ask
+
+        def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.asked += 1
+            ask(optimizer, *args, **kwargs)
+
+        monkeypatch.setattr(eb.Optimizer, "ask", noted)
+
+
+def named(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.named_chain({"clip": eb.clip_by_global_norm(0.5), "adam": eb.adamw(learning_rate, b2=0.95)})
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Counts its runs, of which those are the most expensive that look what a reduction is computed from."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = False
+    runs: ClassVar[list[int]] = []
+
+    def init(self, params: Any) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = eb.Context()) -> tuple[Any, Any]:  # noqa: B008
+        self.runs.append(1)
+        return updates, state
+
+
+def counted(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.chain(eb.clip_by_global_norm(0.5), Counted(), eb.scale_by_learning_rate(learning_rate))
+
+
+@pytest.mark.parametrize("factory", [clipped, named, counted])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_does_not_run_the_transform_to_hear_that_it_clips(
+    monkeypatch: pytest.MonkeyPatch, factory: Callable[..., Any], scheduled: bool
+) -> None:
+    """What it asks for is found at the first step, and is known of other learning rates too."""
+    calls = Calls(monkeypatch)
+    model = nn.Linear(4, 3, dtype=torch.bfloat16)
+    optimizer = TorchOptimizer(model.parameters(), factory, lr=1e-2, policy=LEAN, compile=False)
+    train(model, optimizer, 1)
+    calls.asked = 0
+    Counted.runs.clear()
+    for step in range(1, 4):
+        if scheduled:
+            optimizer.param_groups[0]["lr"] = 1e-2 / step
+        train(model, optimizer, 1, start=step)
+    assert calls.asked == 0
+    assert len(Counted.runs) == (3 if factory is counted else 0)  # the steps themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Alternating:
+    """Divides by the norm at every other step, and asks for no norm at the others, as its state says."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = True
+
+    def init(self, params: Any) -> DistanceState:
+        return DistanceState(torch.zeros((), dtype=torch.float64))
+
+    def update(
+        self,
+        updates: Any,
+        state: DistanceState,
+        params: Any,
+        ctx: eb.Context = eb.Context(),  # noqa: B008
+    ) -> tuple[Any, DistanceState]:
+        after = replace(state, distance=1 - state.distance)
+        if state.distance.item() == 0:
+            return updates, after
+        norm = ctx.axis.sum(eb.tree.sum_of_squares(ctx.axis.owned(updates))).sqrt()
+        return eb.tree.elementwise(lambda u: u / norm, updates), after
+
+
+class NoDataclass:
+    """The same, as a plain class."""
+
+    cut: ClassVar[eb.Cut] = "element"
+    reduces: ClassVar[bool] = True
+
+    def init(self, params: Any) -> Any:
+        return Alternating().init(params)
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = ALONE) -> tuple[Any, Any]:
+        return Alternating().update(updates, state, params, ctx)
+
+
+@pytest.mark.parametrize("kind", [Alternating, NoDataclass])
+def test_a_transform_of_a_users_own_may_ask_for_something_else_at_every_step(kind: Any) -> None:
+    """Against the core's own step of the whole tree."""
+
+    def factory(learning_rate: Any) -> eb.Transform[Any]:
+        return eb.chain(kind(), eb.clip_by_global_norm(0.5), eb.scale_by_learning_rate(learning_rate))
+
+    model, mine = Awkward(torch.bfloat16), Awkward(torch.bfloat16)
+    whole = Whole(factory, model, LEAN)
+    optimizer = TorchOptimizer(mine.parameters(), factory, lr=1e-2, policy=LEAN, seed=3, compile=False)
+    for step in range(4):
+        give_gradients(model, 1000 + step)
+        whole.step(model)
+        assert same_bits(train(mine, optimizer, 1, start=step), list(whole.parameters_by_name.values()))
+
+
+class Asked:
+    """An axis of one process that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def sum(self, value: Tensor) -> Tensor:
+        self.kinds.append("sum")
+        return value
+
+    def max(self, value: Tensor) -> Tensor:
+        self.kinds.append("max")
+        return value
+
+    def owned(self, tree: Any) -> Any:
+        return tree
+
+
+def of_the_library() -> dict[str, Callable[..., Any]]:
+    ours = {name: build for name, build in REGISTRY.items() if build(0.1).reduces}
+    return ours | {"named": named, **{name: FACTORIES[name] for name in ("clipped", "skipping", "late", "decayed")}}
+
+
+@pytest.mark.parametrize("name", of_the_library())
+def test_transforms_of_the_library_ask_for_the_same_reductions_at_every_step(name: str) -> None:
+    """Whatever the gradients, the state and the learning rate: that they are asked once stands on it."""
+    state, found = None, set()
+    params = {"w": torch.ones(3, 2)}
+    for step, gradient in enumerate([1.0, 0.0, float("nan"), 1e30, 1.0]):
+        transform = of_the_library()[name](0.1 * step)
+        assert asking.has_fixed_reductions(transform)
+        state = transform.init(params) if state is None else state
+        axis = Asked()
+        _, state = transform.update({"w": torch.full((3, 2), gradient)}, state, params, eb.Context(axis=axis))
+        found.add(tuple(axis.kinds))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_squares_in_one_memory_have_the_bits_of_squares_in_new_memory(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    long = torch.randn(2 * barriers.CHUNK + 17, generator=generator).to(dtype)
+    tensors = [long, long[:5], long[:0]]
+    scratch = barriers.scratch_for(tensors)
+    assert (scratch is None) == (dtype is torch.float64)
+    for x in tensors:
+        expected = barriers.sum_of_squares(x)
+        assert torch.equal(barriers.sum_of_squares(x, scratch), expected)
+        exact = math.fsum(x.double().square().tolist())
+        # n additions of float64, all positive, each wrong by 2**-53 at most.
+        assert expected.item() == pytest.approx(exact, rel=len(x) * 2.0**-53, abs=0.0)
 
 
 @pytest.mark.parametrize("policy", [LEAN, pytest.param(FP32, marks=pytest.mark.exhaustive)], ids=["LEAN", "FP32"])

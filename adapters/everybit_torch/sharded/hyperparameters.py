@@ -7,7 +7,6 @@ scheduler without having been made by a factory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.hyperparameters import hyperparameters as numbers_in
 from everybit.hyperparameters import map_hyperparameters
-from everybit.parts import is_transform, transforms_in
+from everybit.parts import fields_of, is_transform, transforms_in
 from everybit_torch.hyperparameter_names import FIELDS, core_names
 
 RESERVED = ("params", "param_names", "label", "policy")
@@ -73,8 +72,7 @@ def _scheduled(transform: Any) -> set[str]:
     return {
         field.name
         for node in transforms_in(transform)
-        if is_dataclass(node)
-        for field in fields(node)
+        for field in fields_of(node)
         if callable(value := getattr(node, field.name))
         and not isinstance(value, (type, Tensor))
         and not is_transform(value)

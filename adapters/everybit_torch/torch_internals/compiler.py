@@ -82,22 +82,38 @@ def _as_written() -> dict[str, Any]:
 def trust_in_vectors() -> dict[str, Any]:
     """Have torch believe which vector instructions there are, where the processor lists them and the compiler knows their flags.
 
-    On its own it compiles and loads a program with all of its headers for each, which is half of the time of a first step on a machine
-    whose compile cache is empty.
+    On its own it compiles and loads programs, with all of its headers or linked with all of its libraries, to try each set of them: half of
+    the time of a first step on a machine whose compile cache is empty. What it finds it keeps for the process, and so it keeps this.
     """
     try:
         inductor_config, isa = import_module("torch._inductor.config"), import_module("torch._inductor.cpu_vec_isa")
         if sys.platform != "linux" or inductor_config.cpp.vec_isa_ok is not None:
             return {}
-        compiler = import_module("torch._inductor.cpp_builder").get_cpp_compiler()
         here = isa.x86_isa_checker()
         listed = [one for one in isa.supported_vec_isa_list if all(name in here for name in str(one).split())]
-        for one in listed:
-            flags = one.build_arch_flags().split()
-            subprocess.run(
-                [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull], check=True, capture_output=True
-            )
+        compiler = str(cpp_compiler())
+        if not all(_accepts(compiler, one.build_arch_flags()) for one in listed):
+            return {}
+        _find_vectors(inductor_config, isa, compiler)
     except Exception:
         # Whatever is not as expected: torch finds out by itself.
         return {}
     return {"cpp.vec_isa_ok": True} if listed else {}
+
+
+@cache
+def _accepts(compiler: str, flags: str) -> bool:
+    """Whether a compiler knows flags."""
+    command = [compiler, *flags.split(), "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def _find_vectors(inductor_config: Any, isa: Any, compiler: str) -> None:
+    """Let torch make its list of vector instructions; what it would compile to try some is taken as tried if the flags are known."""
+    tried = isa.VecISA.check_build
+    isa.VecISA.check_build = lambda self, _code: _accepts(compiler, self.build_arch_flags())
+    try:
+        with inductor_config.patch({"cpp.vec_isa_ok": True}):
+            isa.valid_vec_isa_list()
+    finally:
+        isa.VecISA.check_build = tried

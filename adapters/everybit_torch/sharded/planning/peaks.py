@@ -12,6 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.transform import any_per_tensor
 from everybit_torch import reductions
+from everybit_torch.asking import Reads
 from everybit_torch.host_counts import Due
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import ParameterSpec
@@ -55,7 +56,7 @@ def asked_peak(
     The first ``answered`` of its reductions are answered by the norm that the report is made with.
     """
     reducing = [one for one in groups if one.resolved is not None and labelled[one.group.label].transform.reduces]
-    chunk = reductions.PIECE if device.type in ("cpu", "meta") else reductions.DEVICE_PIECE
+    chunk = reductions.piece_size(device)
     return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered))
 
 
@@ -125,7 +126,7 @@ def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, me
 def _ask_one(
     answered: int, optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members, due: Due
 ) -> int:
-    part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient, due=due), reductions.Reads()
+    part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient, due=due), Reads()
     known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         reductions.find_totals([part], eb.Local, reads, known)

@@ -14,8 +14,9 @@ import everybit as eb
 from everybit.dtypes import torch_dtype
 from everybit.policy import Policy
 from everybit.transform import periods
+from everybit_torch.asking import Reads
 from everybit_torch.host_counts import Due
-from everybit_torch.reductions import Part, Reads, find_totals
+from everybit_torch.reductions import Part, find_totals
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.units import Unit
 
@@ -61,7 +62,7 @@ def answers_of(optimizer: eb.Optimizer[Any], sizes: Tensor, *, alone: bool) -> l
         alone: Whether no other rank takes part in the transform's reductions.
     """
     own = periods(optimizer.transform)
-    if optimizer.reduces and not alone and Reads().asks_in_periodic_work(optimizer, _empty_unit(optimizer, sizes)):
+    if optimizer.reduces and not alone and Reads().promises(optimizer, _empty_unit(optimizer, sizes)).in_periodic_work:
         return [()]
     # The work of some periods is due together first where their least common multiple is, with that of all which divide it.
     together = (some for count in range(len(own) + 1) for some in combinations(own, count))

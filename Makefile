@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   ?=
+CASES  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exhaustive lint conformance docs clean
+.PHONY: help demo test exhaustive lint conformance gpu-codegen docs clean
 
 help:  ## say what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "everybit needs Python 3.11 or newer, this is " + sys.version.split()[0])'
@@ -35,6 +36,10 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contract
 conformance: $(STAMP)  ## run in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,conformance]'
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance
+
+gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check the code, write docs/gpu.md (CASES="'adamw under *'" for some)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu-codegen]'
+	$(BIN)/python -W ignore -m gpu_codegen $(CASES) $(if $(CASES),,--out gpu_codegen/results.json --page docs/gpu.md)
 
 docs: $(STAMP)  ## build the site into site/
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

@@ -15,6 +15,7 @@ from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "EXACT_OPTIONS",
     "SGD",
     "Adam",
     "AdamW",

@@ -18,6 +18,9 @@ from torch import Tensor, fx
 from everybit.hyperparameters import accepting
 from everybit_torch.torch_internals import compiler
 
+WHOLE = 16
+"""Elements: in vectors of a multiple of these a thread of an accelerator loads and stores several at a time."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -47,6 +50,22 @@ def let_length_vary(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.ndim == 1 and tensor.numel() > 1:
             compiler.let_length_vary(tensor)
+
+
+def know_whole_lines(tensors: Sequence[Tensor]) -> None:
+    """Make one code for vectors on an accelerator of lengths that are multiples of :data:`WHOLE`, and one for others.
+
+    It is called in what is compiled, with all tensors. Of a length of which it knows nothing a compiler has to assume that elements
+    cannot be loaded together: threads then load two bytes at a time, and not sixteen.
+    """
+    for tensor in tensors:
+        if tensor.device.type != "cpu" and tensor.ndim == 1 and is_whole(tensor.numel()):
+            continue
+
+
+def is_whole(length: int) -> bool:
+    """Whether vectors of this length are stepped by code for lengths that are multiples of :data:`WHOLE`."""
+    return length % WHOLE == 0
 
 
 def reached_limit(error: BaseException) -> bool:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.optimizer import OptimizerState
+from everybit_torch.compiling import is_whole
 
 Compiled = Callable[..., Any]
-# Of each input: its dtype, its device, and whether it is a vector; and whether the first is long enough to be one.
-_Kind = tuple[tuple[torch.dtype, torch.device, bool], ...]
+# Of each input: its dtype, its device, whether it is a vector, and for which lengths its code is.
+_Kind = tuple[tuple[torch.dtype, torch.device, bool, bool], ...]
 # What takes the place of the vectors' length among the arguments of compiled code.
 _LENGTH = -1
 
@@ -90,7 +91,8 @@ def _kind(inputs: Sequence[Tensor]) -> _Kind | None:
             or (x.ndim and not (vector and x.numel() == length and x.is_contiguous()))
         ):
             return None
-        kind.append((x.dtype, x.device, vector))
+        # For an accelerator there is code for whole cache lines, and other code.
+        kind.append((x.dtype, x.device, vector, x.device.type == "cpu" or is_whole(length)))
     if inputs[0].ndim != 1 or inputs[0].untyped_storage().data_ptr() == inputs[1].untyped_storage().data_ptr():
         return None
     return tuple(kind) if len(set(map(id, inputs))) == len(inputs) else None

@@ -24,7 +24,7 @@ from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiling import cause, compile_step, let_length_vary, reached_limit
+from everybit_torch.compiling import cause, compile_step, know_whole_lines, let_length_vary, reached_limit
 from everybit_torch.direct_calls import DirectCalls, is_settled
 from everybit_torch.host_counts import Due
 from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
@@ -246,6 +246,7 @@ class Variants:
             totals: list[Tensor],
             members: tuple[eb.Members, ...] | None,
         ) -> Metrics | None:
+            know_whole_lines(eb.tree.leaves((tensors, grads, state)) if tensors[0].device.type != "cpu" else ())
             # One tensor for all numbers: of each 0-d input torch makes a symbol first, and traces everything again without.
             data = {name: numbers[place] for name, place in places.items()}
             optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)

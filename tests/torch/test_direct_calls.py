@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -190,3 +191,32 @@ def test_only_what_is_of_the_library_throughout_is_settled() -> None:
     assert not is_settled((eb.adamw, LEAN, {"mask": lambda path, p: True}))
     assert not is_settled((eb.adamw, eb.Policy(momentum=OwnFormat("bfloat16")), {}))
     assert not is_settled((eb.adamw, LEAN, {"options": object()}))
+
+
+def test_on_an_accelerator_code_for_whole_lines_is_called_directly_for_such_lengths_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its threads load several elements at a time, and would go beyond the end of another vector."""
+    memory = itertools.count()
+    monkeypatch.setattr(torch.UntypedStorage, "data_ptr", lambda _: next(memory))  # tensors on "meta" have none
+    calls: list[tuple[str, int]] = []
+
+    def code(length: int) -> None:
+        calls.append(("directly", length))
+
+    def through_dynamo(tensors: list[Tensor], *_: Any) -> None:
+        calls.append(("through Dynamo", tensors[0].numel()))
+        direct.note(code, [tensors[0].numel()])
+
+    direct = DirectCalls(through_dynamo, lambda: None)
+    for length in (32, 48, 33, 35, 64):
+        tensor, grad = (torch.empty(length, device="meta") for _ in range(2))
+        first, numbers = torch.empty((), dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
+        direct([tensor], [grad], eb.with_policy(eb.sgd(), FP32).init([tensor]), numbers, {}, first, [])
+    assert calls == [
+        ("through Dynamo", 32),
+        ("directly", 48),
+        ("through Dynamo", 33),
+        ("directly", 35),
+        ("directly", 64),
+    ]

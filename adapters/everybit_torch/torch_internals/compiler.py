@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from everybit_torch.torch_internals import cpp_vectors
+from everybit_torch.torch_internals.device_options import device_options
 
 
 def reached_recompile_limit(error: BaseException) -> bool:
@@ -46,13 +47,16 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
     """A graph compiled by Inductor: scalars computed before the loop, arithmetic as it is written, and bits handled in vectors.
 
     An Inductor that has no place for one of these compiles without it: to the same bits, which are computed more slowly.
+
+    Raises:
+        MissingOptionError: An Inductor that cannot be told to round as eager code does on the accelerator that the inputs are on.
     """
     from torch._inductor.compile_fx import compile_fx
 
     with cpp_vectors.vector_bits():
-        return compile_fx(
-            graph, list(inputs), config_patches={**_scalars_first(), **_as_written(), **trust_in_vectors()}
-        )
+        on_device = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
+        of_kind = device_options() if on_device else trust_in_vectors()
+        return compile_fx(graph, list(inputs), config_patches={**_scalars_first(), **_as_written(), **of_kind})
 
 
 def _module(name: str) -> Any:

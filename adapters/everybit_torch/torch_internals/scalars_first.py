@@ -5,6 +5,9 @@ per vector, and a power per element if the transform raises one. So before code 
 is moved to the front, brought into the dtype in which tensors meet it, and packed into one small tensor per dtype, which the loop reads
 ready-made. The same values, bit for bit: torch converts a 0-d operand to the dtype of the others before it computes.
 
+On an accelerator nothing opaque is left among the scalars, and nothing is packed: the compiler writes one kernel of one element, which
+computes all of them and counts the step, and one that moves memory.
+
 Importing this module imports Inductor; only :mod:`everybit_torch.torch_internals.compiler` does, when a step is compiled.
 """
 
@@ -33,6 +36,10 @@ _LIBRARY: Any = cast(Any, torch.library).Library("everybit_torch", "FRAGMENT")
 _LIBRARY.define("computed(Tensor x) -> Tensor")
 _LIBRARY.impl("computed", torch.clone, "CompositeExplicitAutograd")
 _COMPUTED = torch.ops.everybit_torch.computed.default
+# What Inductor puts in memory, and does not inline; an Inductor without it calls the copy, once for each scalar.
+_REALIZED = getattr(getattr(torch.ops._inductor_test, "realize", None), "default", _COMPUTED)
+# Their roots and cosines are what eager code calls on a device: correctly rounded, or of the same library.
+_WRITTEN = {torch.ops.everybit.sqrt.default: aten.sqrt.default, torch.ops.everybit.cos.default: aten.cos.default}
 
 
 class ScalarsFirst(CustomGraphPass):
@@ -40,6 +47,9 @@ class ScalarsFirst(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change the graph in place."""
+        on_device = _is_for_device(graph)
+        if on_device:
+            _without_eager_scalars(graph)
         scalars = _pure_scalars(graph)
         for node in list(scalars):
             # What only loops read is packed below. What other scalars build upon keeps its barrier, or each would compute it again.
@@ -50,7 +60,7 @@ class ScalarsFirst(CustomGraphPass):
                 del scalars[node]
         for node in graph.nodes:
             if node.op == "call_function" and node.target is torch.ops.everybit.materialize.default:
-                node.target = _COMPUTED
+                node.target = _REALIZED if on_device else _COMPUTED
         wanted: dict[torch.dtype, dict[fx.Node, list[fx.Node]]] = {}
         for node in graph.nodes:
             if node.op == "call_function" and node.target in _ON_ELEMENTS and _value(node).ndim > 0:
@@ -67,12 +77,14 @@ class ScalarsFirst(CustomGraphPass):
                 if node.target is aten.where.self and node.args[0] in scalars:
                     # A choice by a scalar: compared once, and not for every vector.
                     wanted.setdefault(torch.bool, {}).setdefault(cast(fx.Node, node.args[0]), []).append(node)
+        if on_device:
+            _add_others(graph, scalars, wanted)
         if not wanted:
             return
         last = _move_to_front(graph, scalars)
         with graph.inserting_before(last.next):
             for dtype, users in wanted.items():
-                _pack(graph, dtype, users)
+                (_realize if on_device else _pack)(graph, dtype, users)
         graph.lint()
 
     def uuid(self) -> bytes:
@@ -125,24 +137,60 @@ def _move_to_front(graph: fx.Graph, scalars: dict[fx.Node, None]) -> fx.Node:
 
 
 def _pack(graph: fx.Graph, dtype: torch.dtype, users: dict[fx.Node, list[fx.Node]]) -> None:
-    def call(target: Any, *args: Any) -> fx.Node:
-        node: fx.Node = graph.call_function(target, args)
-        node.meta["val"] = target(*fx.node.map_arg(args, _value))
-        return node
-
-    ready = [
-        call(
-            aten.unsqueeze.default,
-            x if _value(x).dtype is dtype else call(torch.ops.prims.convert_element_type.default, x, dtype),
-            0,
-        )
-        for x in users
-    ]
-    packed = call(aten.cat.default, ready)
+    """Scalars as elements of one vector, which a loop on a CPU reads."""
+    ready = [_call(graph, aten.unsqueeze.default, _as(graph, x, dtype), 0) for x in users]
+    packed = _call(graph, aten.cat.default, ready)
     if len(ready) == 1:
         # A concatenation is memory that the loop reads; of one alone it would be nothing, and inlined.
-        packed = call(_COMPUTED, packed)
+        packed = _call(graph, _COMPUTED, packed)
     for index, (scalar, nodes) in enumerate(users.items()):
-        element = call(aten.select.int, packed, 0, index)
+        element = _call(graph, aten.select.int, packed, 0, index)
         for node in nodes:
             node.replace_input_with(scalar, element)
+
+
+def _add_others(
+    graph: fx.Graph, scalars: dict[fx.Node, None], wanted: dict[torch.dtype, dict[fx.Node, list[fx.Node]]]
+) -> None:
+    """The other scalars that tensors meet, in the dtypes that they have: what is read where memory is moved is not computed there."""
+    known = {(scalar, node) for users in wanted.values() for scalar, nodes in users.items() for node in nodes}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, Tensor) and value.ndim > 0:
+            for operand in node.all_input_nodes:
+                if operand in scalars and (operand, node) not in known:
+                    wanted.setdefault(_value(operand).dtype, {}).setdefault(operand, []).append(node)
+
+
+def _realize(graph: fx.Graph, dtype: torch.dtype, users: dict[fx.Node, list[fx.Node]]) -> None:
+    """Scalars in memory, each by itself: ``device_options`` have the compiler write all of them by one kernel."""
+    for scalar, nodes in users.items():
+        realized = _call(graph, _REALIZED, _as(graph, scalar, dtype))
+        for node in nodes:
+            node.replace_input_with(scalar, realized)
+
+
+def _as(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return x if _value(x).dtype is dtype else _call(graph, torch.ops.prims.convert_element_type.default, x, dtype)
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node: fx.Node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.node.map_arg(args, _value))
+    return node
+
+
+def _is_for_device(graph: fx.Graph) -> bool:
+    """Whether a graph's tensors are on an accelerator, for which Inductor writes Triton kernels."""
+    return any(
+        isinstance(x := node.meta.get("val"), Tensor) and x.device.type != "cpu"
+        for node in graph.nodes
+        if node.op == "placeholder"
+    )
+
+
+def _without_eager_scalars(graph: fx.Graph) -> None:
+    """Let the compiler write what is opaque to it on a CPU only: one more launch costs as much there as a kernel of a million elements."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _WRITTEN:
+            node.target = _WRITTEN[node.target]

@@ -1,0 +1,1 @@
+"""Code for GPUs, made and checked without one: ``make gpu-codegen``."""

@@ -1,0 +1,117 @@
+"""One case, from its step to what is wrong with the code for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from everybit.testing.examples import assert_same_bits
+from gpu_codegen import interpreting
+from gpu_codegen.capture import Kernel
+from gpu_codegen.cases import Case, cases
+from gpu_codegen.counting import Counts, count
+from gpu_codegen.expected import Traffic, traffic
+from gpu_codegen.fake_gpu import fake_gpu
+from gpu_codegen.kernels import ARCHITECTURES, Architecture, compile_kernel
+from gpu_codegen.laws import broken
+from gpu_codegen.steps import Compiled, NotCompiledError, compile_step, prepare, take
+
+ELEMENTS = 2512
+"""Of the unit whose bits are compared: not a multiple of a block, and one of a cache line."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What was found out about a case.
+
+    Attributes:
+        optimizer: Its name.
+        policy: Its name.
+        launches: Kernels that a step launches.
+        eager: Operators of torch that a step runs beside them.
+        expected: The bytes for each element that the policy needs.
+        counts: For each architecture, what each kernel does, in order of their definition.
+        broken: The laws that do not hold.
+        compiled: The code, to run it; None if the compiler did not take the step.
+    """
+
+    optimizer: str
+    policy: str
+    launches: int
+    eager: tuple[str, ...]
+    expected: Traffic
+    counts: dict[str, list[Counts]]
+    broken: list[str]
+    compiled: Compiled | None = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """The case in one line."""
+        return f"{self.optimizer} under {self.policy}"
+
+    def as_data(self) -> dict[str, Any]:
+        """All but the code, as JSON has it."""
+        data = {name: getattr(self, name) for name in ("optimizer", "policy", "launches", "eager", "broken")}
+        counts = {name: [asdict(one) for one in of_kernels] for name, of_kernels in self.counts.items()}
+        return data | {"expected": asdict(self.expected), "counts": counts}
+
+
+def check(name: str, architectures: Sequence[Architecture] = ARCHITECTURES) -> Result:
+    """Compile the step of a case, and hold its code to the laws."""
+    case = by_name(name)
+    with fake_gpu():
+        try:
+            compiled = compile_step(case, prepare(case, ELEMENTS))
+        except NotCompiledError as error:
+            said = [f"{error} {error.__cause__}"]
+            return Result(case.optimizer, case.policy_name, 0, (), traffic(case), {}, said, None)
+        found = {
+            kernel: {one.name: _counted(kernel, one) for one in architectures} for kernel in compiled.wrapper.kernels
+        }
+    expected = traffic(case)
+    counts = {one.name: [of_kernel[one.name] for of_kernel in found.values()] for one in architectures}
+    wrapper = compiled.wrapper
+    said = list(broken(wrapper, found, expected))
+    return Result(
+        case.optimizer, case.policy_name, len(wrapper.launches), wrapper.eager, expected, counts, said, compiled
+    )
+
+
+@cache
+def _counted(kernel: Kernel, architecture: Architecture) -> Counts:
+    return count(compile_kernel(kernel, architecture))
+
+
+def different_bits(name: str, compiled: Compiled) -> list[str]:
+    """Run the code of a case in Triton's interpreter; what differs from an uncompiled step on the CPU, of all tensors.
+
+    The interpreter changes Triton for the rest of the process, in which no kernel can be compiled after that.
+    """
+    case = by_name(name)
+    prepared = prepare(case, ELEMENTS)
+    expected, got = prepared.clone(), prepared.clone()
+    take(case, expected)
+    tensors = got.tensors()
+    interpreting.run(compiled.wrapper, [ELEMENTS if place < 0 else tensors[place] for place in compiled.inputs])
+    try:
+        assert_same_bits(tensors, expected.tensors(), "interpreted, against eager")
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
+def quietly() -> None:
+    """Have a process of this tool use one processor, and keep torch's warnings about tensors without memory to itself."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+@cache
+def by_name(name: str) -> Case:
+    """The case of this name."""
+    return next(case for case in cases() if case.name == name)

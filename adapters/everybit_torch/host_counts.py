@@ -22,16 +22,16 @@ class HostCount:
     without this one's knowledge, so that such a count is never known again.
     """
 
-    __slots__ = ("_captured", "_tensor", "_value", "_version")
+    __slots__ = ("_at", "_captured", "_tensor", "_value")
 
     def __init__(self) -> None:
         self._tensor: weakref.ref[Tensor] | None = None  # weak: counts of units that were cut are freed
-        self._version = self._value = 0
+        self._at = self._value = 0
         self._captured = False
 
     def known(self, count: Tensor) -> int | None:
         """The value of a count; None if the device has to be asked."""
-        if self._captured or self._tensor is None or self._tensor() is not count or self._version != version(count):
+        if self._captured or self._tensor is None or self._tensor() is not count or self._at != version(count):
             return None
         return self._value
 
@@ -40,7 +40,7 @@ class HostCount:
         if value is None or self._captured:
             self._tensor = None
             return
-        self._tensor, self._version, self._value = weakref.ref(count), version(count), value
+        self._tensor, self._at, self._value = weakref.ref(count), version(count), value
 
     def read(self, count: Tensor) -> int | None:
         """The value of a count, for which the host waits if it does not know it; None where it cannot be known."""

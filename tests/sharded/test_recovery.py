@@ -74,8 +74,10 @@ WATCHED = re.compile(r"everybit_torch/(sharded|collectives)/")
 
 
 @contextlib.contextmanager
-def watched(calls: Counter[str], point: Point | None = None, error: type[BaseException] = BoomError) -> Iterator[None]:
-    """Count the calls of the stepper's functions by name; at one of them, raise."""
+def watched(point: Point | None = None, error: type[BaseException] = BoomError) -> Iterator[list[Point]]:
+    """The calls of the stepper's functions, in order, each with its number among those of its name; at one of them, raise."""
+    calls: Counter[str] = Counter()
+    made: list[Point] = []
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
@@ -84,27 +86,32 @@ def watched(calls: Counter[str], point: Point | None = None, error: type[BaseExc
             return
         name = code.co_qualname
         calls[name] += 1
-        if point == (name, calls[name]):
+        made.append((name, calls[name]))
+        if point == made[-1]:
             raise error(f"{name}, call {calls[name]}")
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield
+        yield made
     finally:
         sys.settrace(before)
 
 
 def points(model: nn.Module, stepper: FlatStepper, context: str) -> list[Point]:
-    """Where to raise in a cycle and its step: at the first, a middle and the last call of every function that ranks call equally often."""
-    calls: Counter[str] = Counter()
-    with watched(calls):
+    """Where to raise in a cycle and its step: at the first, a middle and the last call of every function that ranks call equally often.
+
+    In the order of the first rank's calls, so that each twelfth of them has some from the beginning and some from the end.
+    """
+    with watched() as made:
         cycle(model, stepper, context)
         stepper.step()
+    calls = Counter(name for name, _ in made)
     everybodys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, dict(calls))
-    alike = {name: count for name, count in calls.items() if all(one.get(name) == count for one in everybodys)}
-    return sorted({(name, n) for name, count in alike.items() for n in (1, (count + 1) // 2, count)})
+    dist.all_gather_object(everybodys, (calls, made))
+    alike = {name: count for name, count in calls.items() if all(one[name] == count for one, _ in everybodys)}
+    wanted = {(name, n) for name, count in alike.items() for n in (1, (count + 1) // 2, count)}
+    return [point for point in everybodys[0][1] if point in wanted]
 
 
 def raising_everywhere(
@@ -123,7 +130,7 @@ def raising_everywhere(
     late, wrong = 0, []
     for number, point in enumerate(wanted):
         try:
-            with watched(Counter(), point, BoomError if number % 2 else KeyboardInterrupt):
+            with watched(point, BoomError if number % 2 else KeyboardInterrupt):
                 cycle(model, stepper, context)
                 stepper.step()
             wrong.append(f"{point}: not reached")
@@ -264,18 +271,17 @@ def unqueued(strategy: Strategy, keep: bool) -> list[str]:
     """Where an error came right after a collective had been started, before anybody had it to wait for."""
     model = network()
     stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block], keep_gradients=keep)
-    calls: Counter[str] = Counter()
-    with watched(calls):
+    with watched() as made:
         expected = gradients(model, stepper, "microbatch")
-    wrong = []
-    for call in range(1, calls["_Work.__init__"] + 1):
-        with contextlib.suppress(BoomError), watched(Counter(), ("_Work.__init__", call)):
+    wrong, started = [], sum(name == "_Work.__init__" for name, _ in made)
+    for call in range(1, started + 1):
+        with contextlib.suppress(BoomError), watched(("_Work.__init__", call)):
             gradients(model, stepper, "microbatch")
             wrong.append(f"{call}: not reached")
         stepper.zero_grad()
         if not same(gradients(model, stepper, "microbatch"), expected):
             wrong.append(f"{call}: other gradients")
-    return [*wrong, f"{calls['_Work.__init__']} calls"]
+    return [*wrong, f"{started} calls"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -297,7 +303,7 @@ def half_stepped(path: Path, strategy: Strategy) -> tuple[list[str], bool]:
     save_sharded(stepper, path)
     expected = gradients(model, stepper, "microbatch"), weights_of(stepper)
     cycle(model, stepper, "microbatch")
-    with pytest.raises(BoomError), watched(Counter(), ("Executor._stepped", 1)):
+    with pytest.raises(BoomError), watched(("Executor._stepped", 1)):
         stepper.step()
     stepper.zero_grad()
     refused = []

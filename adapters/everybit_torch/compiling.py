@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx
 
+from everybit.context import Context
 from everybit.hyperparameters import accepting
 from everybit_torch.torch_internals import compiler
 
@@ -40,6 +41,7 @@ def compile_step(function: F, began: Callable[[Callable[..., Any], Sequence[Any]
 
         return run
 
+    compiler.accept_default(Context)
     # It looks at annotations, behind a cache, which a compiler need not trace.
     torch.compiler.assume_constant_result(accepting)  # type: ignore[no-untyped-call]
     return cast(F, torch.compile(function, fullgraph=True, backend=backend))

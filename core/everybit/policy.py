@@ -478,7 +478,7 @@ def _require_format(name: str, value: object, method: Literal["for_params", "for
 
 def _require_parts(name: str, format: object, parts: object) -> None:
     """Refuse what a format says of its parts, if it is not parts with names of their own."""
-    fits = isinstance(parts, tuple) and bool(parts) and all(isinstance(part, PartSpec) for part in parts)
+    fits = isinstance(parts, tuple) and len(parts) > 0 and all(isinstance(part, PartSpec) for part in parts)
     if not fits or len({part.name for part in parts}) < len(parts):  # type: ignore[attr-defined, arg-type]
         raise ValueError(
             f"{name}: {format}.parts() returned {parts!r}; accepted is a tuple of one PartSpec or more, each of a name of its own."

@@ -14,8 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from everybit.batching import let_views_batch
 from everybit.dtypes import FloatDType, LowDType, torch_dtype
 from everybit.random_bits import uniform
+
+let_views_batch()
 
 FLOAT16_MAX = 65504.0
 FLOAT16_SMALLEST_NORMAL = 2.0**-14

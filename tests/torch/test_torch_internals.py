@@ -34,6 +34,8 @@ USED = [
     ("torch._compile", "_disable_dynamo", "tracing"),
     ("torch._dynamo", "maybe_mark_dynamic", "compiler"),
     ("torch._dynamo.exc", "FailOnRecompileLimitHit", "compiler"),
+    ("torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", "compiler"),
+    ("torch._dynamo.variables.builder", "UserDefinedObjectVariable", "compiler"),
     ("torch._inductor.compile_fx", "compile_fx", "compiler"),
     ("torch._inductor.config", "post_grad_custom_post_pass", "compiler"),
     ("torch._inductor.config", "cpp.vec_isa_ok", "compiler"),

@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from everybit_torch.torch_internals import cpp_vectors
@@ -31,6 +32,20 @@ def let_length_vary(vector: Tensor) -> None:
     mark: Any = getattr(_module("torch._dynamo"), "maybe_mark_dynamic", None)
     if mark is not None:
         mark(vector, 0)
+
+
+@cache
+def accept_default(kind: type) -> None:
+    """Have Dynamo accept objects of a class as defaults of arguments of methods, though another value is given.
+
+    Dynamo before torch 2.13 looks at the default in any case, and refuses objects of classes that it does not know. Where it keeps no table
+    of those that it knows, it refuses still, and the step runs uncompiled.
+    """
+    builder: Any = _module("torch._dynamo.variables.builder")
+    handlers = getattr(getattr(builder, "SourcelessBuilder", None), "_type_handlers", None)
+    wrap = getattr(builder, "UserDefinedObjectVariable", None)
+    if torch.__version__ < "2.13" and isinstance(handlers, dict) and wrap is not None:
+        handlers.setdefault(kind, lambda _, value: wrap(value))
 
 
 def cpp_compiler() -> str | None:

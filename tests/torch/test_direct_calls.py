@@ -22,7 +22,8 @@ LEAN, FP32 = eb.policies.LEAN_BF16, eb.policies.FP32
 
 @pytest.fixture
 def through_dynamo(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Which calls of a compiled step, by number, Dynamo saw."""
+    """Which calls of a compiled step, by number, Dynamo saw, which remembers nothing of other tests."""
+    torch._dynamo.reset()
     seen: list[int] = []
     count = 0
     call = DirectCalls.__call__

@@ -99,7 +99,7 @@ INLINED = {
     [
         pytest.param(
             preset,
-            marks=() if preset in ("EXACT_BF16", "FLOOR_BF16") else pytest.mark.exhaustive,
+            marks=() if preset == "FLOOR_BF16" else pytest.mark.exhaustive,
         )
         for preset in eb.policies.PRESETS
     ],

@@ -104,7 +104,9 @@ def the_weights(step: int, parameter: nn.Parameter) -> Tensor:
     return parameter.detach()
 
 
-@pytest.mark.parametrize("kind", [wider, every_second, with_a_graph, the_weights])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(wider, marks=pytest.mark.exhaustive), every_second, with_a_graph, the_weights]
+)
 def test_gradients_of_another_kind_go_through_dynamo(
     kind: Callable[[int, nn.Parameter], Tensor], through_dynamo: list[int]
 ) -> None:

@@ -55,17 +55,9 @@ def test_flat_buffers_in_pieces_give_the_bits_of_the_whole_tree(
             assert same_bits(train(one, optimizer, 1, start=step), expected)
 
 
-SAMPLED = (("lamb", "auto"), ("noisy", "tree"))
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=() if (name, layout) in SAMPLED else pytest.mark.exhaustive)
-        for name in EXAMPLES
-        for layout in ("auto", "tree")
-    ],
-)
+@pytest.mark.exhaustive  # tests/torch/test_direct_calls.py and tests/core/test_context.py have one case each
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("layout", ["auto", "tree"])
 def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, layout: Any) -> None:
     """With parameters without a gradient, so that pieces of several sizes and numbers of members are stepped."""
     found = []

@@ -20,8 +20,8 @@ from everybit.optimizer import OptimizerState
 from everybit_torch.compiling import is_whole
 
 Compiled = Callable[..., Any]
-# Of each input: its dtype, its device, whether it is a vector, and for which lengths its code is.
-_Kind = tuple[tuple[torch.dtype, torch.device, bool, bool], ...]
+# For which lengths the code is; and of each input its dtype, its device, and whether it is a vector.
+_Kind = tuple[bool, tuple[tuple[torch.dtype, torch.device, bool], ...]]
 # What takes the place of the vectors' length among the arguments of compiled code.
 _LENGTH = -1
 
@@ -91,11 +91,12 @@ def _kind(inputs: Sequence[Tensor]) -> _Kind | None:
             or (x.ndim and not (vector and x.numel() == length and x.is_contiguous()))
         ):
             return None
-        # For an accelerator there is code for whole cache lines, and other code.
-        kind.append((x.dtype, x.device, vector, x.device.type == "cpu" or is_whole(length)))
+        kind.append((x.dtype, x.device, vector))
     if inputs[0].ndim != 1 or inputs[0].untyped_storage().data_ptr() == inputs[1].untyped_storage().data_ptr():
         return None
-    return tuple(kind) if len(set(map(id, inputs))) == len(inputs) else None
+    # For an accelerator there is code for whole cache lines, and other code.
+    lengths = inputs[0].is_cpu or is_whole(length)
+    return (lengths, tuple(kind)) if len(set(map(id, inputs))) == len(inputs) else None
 
 
 def _places(

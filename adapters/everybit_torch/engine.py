@@ -25,7 +25,7 @@ from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.groups import Group, Optimizers
 from everybit_torch.host_counts import Due
-from everybit_torch.joining import Joining
+from everybit_torch.joining import Joining, boundaries_between
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.stepping import StateCopies, step_in_pieces
@@ -262,10 +262,7 @@ class Engine:
             if not (unit.flat and _is_cut(grads)):
                 work.append((unit, grads))
                 continue
-            present = [grad is not None for grad in grads]
-            parts = cut[id(unit)] = list(
-                unit.split([i for i in range(1, len(present)) if present[i] != present[i - 1]])
-            )
+            parts = cut[id(unit)] = list(unit.split(boundaries_between([grad is not None for grad in grads])))
             start = 0
             for part in parts:
                 work.append((part, grads[start : start + len(part.members)]))

@@ -113,7 +113,7 @@ class Joining(Generic[U]):
         flagged: list[tuple[U, bool]] = []
         for unit in units:
             has = list(present(unit))
-            boundaries = [number for number in range(1, len(has)) if has[number] != has[number - 1]]
+            boundaries = boundaries_between(has)
             if not (unit.flat and boundaries):
                 flagged.append((unit, any(has)))
                 continue
@@ -166,6 +166,11 @@ class Joining(Generic[U]):
         joined.host_count.note(joined.state.step, left.host_count.known(left.state.step))
         self._parts[id(joined)] = _Part(joined, one.whole, one.low, other.high, one.steps)
         return joined
+
+
+def boundaries_between(present: Sequence[bool]) -> list[int]:
+    """The numbers of the members before which a unit is cut, so that of each part all members have a gradient, or none."""
+    return [number for number in range(1, len(present)) if present[number] != present[number - 1]]
 
 
 def _keep_no_numbers(whole: Cuttable, part: Cuttable) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+import everybit as eb
 
 
 class Awkward(nn.Module):
@@ -58,3 +61,18 @@ def train(
 def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
     """Equal, and of one dtype."""
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+class Whole:
+    """A model's trained parameters, stepped as one tree by the core."""
+
+    def __init__(self, factory: Callable[..., Any], model: nn.Module, policy: eb.Policy) -> None:
+        self.optimizer = eb.with_policy(factory(1e-2), policy, seed=3)
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.state = self.optimizer.init(self.weights)
+
+    def step(self, model: nn.Module) -> list[Tensor]:
+        """Step with the model's gradients; returns the weights."""
+        grads = {name: cast(Tensor, p.grad) for name, p in model.named_parameters() if p.requires_grad}
+        self.weights, self.state = self.optimizer.step(self.weights, grads, self.state)
+        return list(self.weights.values())

@@ -165,8 +165,12 @@ class ScaleByOldMagnitudes:
         return ScaleState(eb.tree.zeros_like(params))
 
     def update(self, updates: P, state: ScaleState[Any], params: P, ctx: eb.Context = ALONE) -> tuple[P, ScaleState[P]]:
-        size = ctx.every(self.period, lambda: eb.tree.map(torch.abs, updates), lambda: state.size)
+        size = ctx.every(self.period, lambda: self.magnitudes(updates), lambda: state.size)
         return eb.tree.elementwise(lambda u, s: u / (s + 1), updates, size), ScaleState(size)
+
+    def magnitudes(self, updates: P) -> P:
+        """The work."""
+        return eb.tree.map(torch.abs, updates)
 
 
 WORK: list[int] = []
@@ -174,30 +178,13 @@ WORK: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)
-class CountedWork:
+class CountedWork(ScaleByOldMagnitudes):
     """As :class:`ScaleByOldMagnitudes`; each run of its work is noted in :data:`WORK`, where it is not compiled."""
 
-    cut: ClassVar[eb.Cut] = "element"
-    reduces: ClassVar[bool] = False
-    period: int = 3
-
-    def decays(self) -> tuple[eb.SlotDecay, ...]:
-        return (eb.SlotDecay("size", 0.0),)
-
-    def periods(self) -> tuple[int, ...]:
-        return (self.period,)
-
-    def init(self, params: P) -> ScaleState[P]:
-        return ScaleState(eb.tree.zeros_like(params))
-
-    def update(self, updates: P, state: ScaleState[Any], params: P, ctx: eb.Context = ALONE) -> tuple[P, ScaleState[P]]:
-        def work() -> Any:
-            if not torch.compiler.is_compiling():
-                WORK.extend(x.numel() for x in eb.tree.leaves(updates))
-            return eb.tree.map(torch.abs, updates)
-
-        size = ctx.every(self.period, work, lambda: state.size)
-        return eb.tree.elementwise(lambda u, s: u / (s + 1), updates, size), ScaleState(size)
+    def magnitudes(self, updates: P) -> P:
+        if not torch.compiler.is_compiling():
+            WORK.extend(x.numel() for x in eb.tree.leaves(updates))
+        return ScaleByOldMagnitudes.magnitudes(self, updates)
 
 
 @eb.state

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import TorchOptimizer, reductions, stepping
-from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
+from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 from tests.support.transforms import EXAMPLES, averaged, lamb, noisy, rms_clipped
 
 LEAN, KAHAN, FP32 = eb.policies.LEAN_BF16, eb.policies.KAHAN_BF16, eb.policies.FP32
-
-
-class Whole:
-    """The same parameters, stepped as one tree by the core."""
-
-    def __init__(self, factory: Callable[..., Any], model: nn.Module, policy: eb.Policy) -> None:
-        self.optimizer = eb.with_policy(factory(1e-2), policy, seed=3)
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.state = self.optimizer.init(self.weights)
-
-    def step(self, model: nn.Module) -> list[Tensor]:
-        grads = {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}
-        self.weights, self.state = self.optimizer.step(self.weights, grads, self.state)
-        return list(self.weights.values())
 
 
 @pytest.mark.parametrize("policy", [LEAN, FP32], ids=["LEAN", "FP32"])

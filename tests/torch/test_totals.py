@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from everybit.context import ALONE
 from everybit.testing.registry import REGISTRY
 from everybit_torch import TorchOptimizer, asking, reductions, stepping
 from everybit_torch.sharded.allocations import AllocationCounter
-from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
+from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 
 LEAN, KAHAN, FP32 = eb.policies.LEAN_BF16, eb.policies.KAHAN_BF16, eb.policies.FP32
 
@@ -89,20 +89,6 @@ FACTORIES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-class Whole(nn.Module):
-    """The same parameters, stepped as one tree by the core."""
-
-    def __init__(self, factory: Callable[..., Any], model: nn.Module, policy: eb.Policy) -> None:
-        super().__init__()
-        self.optimizer = eb.with_policy(factory(1e-2), policy, seed=3)
-        self.parameters_by_name = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-        self.state = self.optimizer.init(self.parameters_by_name)
-
-    def step(self, model: nn.Module) -> None:
-        grads = {name: cast(Tensor, p.grad) for name, p in model.named_parameters() if p.requires_grad}
-        self.parameters_by_name, self.state = self.optimizer.step(self.parameters_by_name, grads, self.state)
-
-
 @pytest.mark.parametrize("policy", [LEAN, KAHAN, FP32], ids=["LEAN", "KAHAN", "FP32"])
 @pytest.mark.parametrize("name", FACTORIES)
 def test_pieces_of_flat_buffers_give_the_bits_of_the_whole_tree(
@@ -122,8 +108,7 @@ def test_pieces_of_flat_buffers_give_the_bits_of_the_whole_tree(
     ]
     for step in range(4):
         give_gradients(model, 1000 + step)
-        whole.step(model)
-        expected = list(whole.parameters_by_name.values())
+        expected = whole.step(model)
         for one, optimizer in zip(models, optimizers, strict=True):
             got = train(one, optimizer, 1, start=step)
             assert same_bits([p for p, own in zip(got, one.parameters(), strict=True) if own.requires_grad], expected)
@@ -256,7 +241,7 @@ def test_a_transform_of_a_users_own_may_ask_for_something_else_at_every_step(kin
     for step in range(4):
         give_gradients(model, 1000 + step)
         whole.step(model)
-        assert same_bits(train(mine, optimizer, 1, start=step), list(whole.parameters_by_name.values()))
+        assert same_bits(train(mine, optimizer, 1, start=step), list(whole.weights.values()))
 
 
 class Asked:
@@ -397,7 +382,7 @@ def test_whole_tensors_and_a_reduction_together_give_the_cores_bits(compile: boo
         give_gradients(model, step)
         whole.step(model)
         optimizer.step()
-        assert same_bits(values(model), list(whole.parameters_by_name.values()))
+        assert same_bits(values(model), list(whole.weights.values()))
 
 
 def test_a_clip_that_begins_with_a_hyperparameter_begins() -> None:

@@ -18,7 +18,8 @@ FORMATS: list[Any] = [
     eb.Nearest(), eb.Nearest("bfloat16"), eb.Stochastic(), eb.Kahan(), eb.Kahan("float32"), eb.Split(16),
     eb.Split(8, rounding="stochastic"), eb.Master(), Int8Blocks(), Int8Blocks(8), Int8Residual(),
 ]  # fmt: skip
-SAMPLED = ("Stochastic(", "Int8Blocks(block=32")
+# Code that draws bits takes ten times as long to compile.
+SAMPLED = ("Split(bits=16", "Int8Blocks(block=32")
 
 
 @pytest.mark.parametrize(

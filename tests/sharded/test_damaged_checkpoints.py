@@ -173,9 +173,9 @@ def random_cases(path: Path, count: int, seed: int) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "size", "count"),
     [
-        ("stepper", 2, 60),
+        ("stepper", 2, 30),
         *(pytest.param("stepper", size, 60, marks=pytest.mark.exhaustive) for size in (1, 3)),
-        ("fsdp2", 2, 40),
+        ("fsdp2", 2, 20),
     ],
 )
 def test_no_flipped_bit_is_loaded(tmp_path: Path, kind: Kind, size: int, count: int) -> None:
@@ -185,7 +185,7 @@ def test_no_flipped_bit_is_loaded(tmp_path: Path, kind: Kind, size: int, count: 
     for outcomes in run(size, attempts, kind, tmp_path, cases):
         assert all(unharmed for _, _, unharmed in outcomes), outcomes
         in_data = [said for name, said, _ in outcomes if name.endswith(".distcp")]
-        assert len(in_data) > count / 2
+        assert len(in_data) > count / 3
         # Every byte of these files is covered, and read by somebody; on the others it is said who found it.
         assert all(
             re.search(r"__\d_0\.distcp: bits of '(model|optimizer|hyperparam|groups)\S+' have changed", said)
@@ -197,9 +197,9 @@ def test_no_flipped_bit_is_loaded(tmp_path: Path, kind: Kind, size: int, count: 
 
 def test_no_flipped_bit_is_loaded_by_a_plain_model(tmp_path: Path) -> None:
     run(3, saved, tmp_path, "optim")
-    outcomes = attempts("plain", tmp_path, random_cases(tmp_path, 150, seed=0))
+    outcomes = attempts("plain", tmp_path, random_cases(tmp_path, 75, seed=0))
     assert all(unharmed for _, _, unharmed in outcomes), outcomes
-    assert sum(said != "" for _, said, _ in outcomes) > 100
+    assert sum(said != "" for _, said, _ in outcomes) > 50
 
 
 def whole_or_nothing(kind: Kind, path: Path) -> list[tuple[str, str, bool]]:
@@ -370,13 +370,13 @@ def replaced(metadata: Any, value: Any) -> Any:
     return metadata
 
 
-def test_hundreds_of_damaged_metadata_files_are_refused_by_name_or_load(tmp_path: Path) -> None:
+def test_many_damaged_metadata_files_are_refused_by_name_or_load(tmp_path: Path) -> None:
     """Where nothing vouches for it, a flip may be taken for what was written; but never for something that is not there."""
     one = by_dcp(tmp_path)
     metadata = tmp_path / "000001" / ".metadata"
     whole, random, said = metadata.read_bytes(), Random(11), []
     other = Run("stepper", "optim", seed=1)
-    for _ in range(250):
+    for _ in range(120):
         changed = bytearray(whole if random.random() < 0.9 else whole[: random.randrange(len(whole))])
         for _ in range(random.choice([1, 1, 1, 4])):
             if changed:
@@ -391,7 +391,7 @@ def test_hundreds_of_damaged_metadata_files_are_refused_by_name_or_load(tmp_path
             said.append(str(error))
             assert same(other.bits(), before)
     assert [one for one in said if str(tmp_path / "000001") not in one] == []
-    assert len(said) > 100
+    assert len(said) > 50
     metadata.write_bytes(whole)
     with pytest.warns(UserWarning, match="has no checksums"):
         other.load(tmp_path)

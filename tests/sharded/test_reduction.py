@@ -41,7 +41,7 @@ PATTERNS = ["microbatch", "no_sync", "neither"]
 )  # fmt: skip
 def test_every_gradient_is_counted_once(size: int, dtype: torch.dtype) -> None:
     """The bug that came back three times elsewhere: a sum added to itself. Numbers up to 200, which all of these dtypes hold."""
-    for wrong in run(size, integer_gradients, list(STRATEGIES), [1, 2, 3], WIRES, PATTERNS, dtype):
+    for wrong in run(size, integer_gradients, list(STRATEGIES), [1, 3], WIRES, PATTERNS, dtype):
         assert not wrong
 
 

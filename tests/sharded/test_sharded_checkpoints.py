@@ -84,7 +84,7 @@ def test_any_number_of_ranks_and_any_strategy_go_on_from_any_other(
 ) -> None:
     name = "LEAN_BF16"  # which has residuals, and draws bits
     saved = run(size, save_and_go_on, tmp_path, strategy, name)
-    for other_size in (1, 2, 4):
+    for other_size in (1, 4):
         for other in STRATEGIES:
             for weights in run(other_size, resume, tmp_path, other, name):
                 assert equal(weights, saved[0]), (other_size, other)

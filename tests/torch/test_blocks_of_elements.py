@@ -98,7 +98,7 @@ def test_compiled_gives_the_uncompiled_bits_where_blocks_are_whole_and_where_the
     found = []
     for compile in (False, True):
         optimizer = TorchOptimizer(
-            parameters([(64,), (3, 32), (5, 33)]), eb.adamw, lr=0.01, policy=POLICY, compile=compile
+            parameters([(64,), (3, 32), (5, 33)]), eb.lion, lr=0.01, policy=POLICY, compile=compile
         )
         train(optimizer, range(2))
         found.append(stored(optimizer))

@@ -199,10 +199,10 @@ def is_refused_or_works(read: Callable[[], eb.Policy], name: str) -> bool:
 
 def test_thousands_of_damaged_tables_are_refused_by_field_or_work() -> None:
     random, accepted = Random(20), 0
-    for number in range(4000):
+    for number in range(2000):
         data = mutated(policy_to_dict(POLICIES[number % len(POLICIES)]), random)
         accepted += is_refused_or_works(lambda data=data: policy_from_dict(data), "Policy")  # type: ignore[misc]
-    assert accepted > 200  # what is left out has its default
+    assert accepted > 100  # what is left out has its default
 
 
 TOML = """
@@ -217,12 +217,12 @@ main = "float32"
 """
 
 
-def test_thousands_of_damaged_files_are_refused_by_name_or_work(tmp_path: Path) -> None:
+def test_a_thousand_damaged_files_are_refused_by_name_or_work(tmp_path: Path) -> None:
     random, accepted = Random(21), 0
     texts = {"a.toml": TOML.encode(), "b.json": json.dumps(policy_to_dict(POLICIES[-1])).encode()}
     for name, text in texts.items():
         path = tmp_path / name
-        for _ in range(1000):
+        for _ in range(500):
             damaged = bytearray(text)
             for _ in range(random.choice([1, 1, 2, 8])):
                 at = random.randrange(len(damaged) + 1)

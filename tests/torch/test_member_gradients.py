@@ -108,7 +108,7 @@ def test_compiled_ranges_of_many_lengths_take_one_compilation_and_give_eagers_bi
         torch._dynamo.reset()
         counters.clear()
         model = Awkward(torch.bfloat16)
-        optimizer = AdamW(model.parameters(), lr=1e-2, policy=LEAN, compile=compile)
+        optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.EXACT_BF16, compile=compile)
         for step in range(3):
             give_gradients(model, step)
             optimizer.step()

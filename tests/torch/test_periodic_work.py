@@ -425,6 +425,7 @@ def two_periods(learning_rate: Any) -> eb.Transform[Any]:
     return eb.chain(CountedWork(2), CountedWork(3), eb.scale_by_learning_rate(learning_rate))
 
 
+@pytest.mark.exhaustive
 def test_many_periods_do_not_compile_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the longest the host answers, and of the others the device decides; here of one, so that there are two answers and not four."""
     monkeypatch.setattr(groups, "MOST_PERIODS", 1)

@@ -115,7 +115,7 @@ MOMENTUM_SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 # torch's RMSprop cannot make momentum after its first step (KeyError), so the late case is SGD's.
-LATE = [(SGD, {}, True), (SGD, {"compile": True}, True)]
+LATE = [(SGD, {}, True), pytest.param(SGD, {"compile": True}, True, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("schedule", list(MOMENTUM_SCHEDULES))

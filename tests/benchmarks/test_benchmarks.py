@@ -176,6 +176,7 @@ def test_the_battery_notices_state_that_does_not_come_back() -> None:
     assert battery.resumed(FUSED) == "same bits"
 
 
+@pytest.mark.exhaustive
 def test_steps_that_nothing_was_compiled_of_are_not_the_same_bits_compiled() -> None:
     class Uncompilable(torch.optim.AdamW):
         @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -95,7 +95,7 @@ def test_a_cycle_executes_the_events_of_the_schedule(strategy: Strategy) -> None
     assert run(2, executed, strategy) == [[(12,)]] * 2
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("outer", ["optim", pytest.param("no_shard", marks=pytest.mark.exhaustive)])
 def test_a_cycle_on_a_mesh_executes_the_events_of_the_schedule(outer: OuterStrategy) -> None:
     assert run(4, on_a_mesh, executed, 2, 2, "optim_grads_params", outer) == [[(12,)]] * 4
 

@@ -147,6 +147,7 @@ def _serve(pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)  # as in tests/conftest.py
     while True:
         try:
             rank, job = pickle.loads(pipe.recv_bytes())

@@ -253,7 +253,8 @@ def test_a_label_without_a_policy_is_refused_by_name() -> None:
         TorchOptimizer(Small().named_parameters(), eb.adamw, lr=1e-3, policy=policy)
 
 
-@pytest.mark.parametrize("name", ["masked", pytest.param("clipped", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["masked", "clipped"])
 def test_compiled_steps_are_the_same_and_are_not_compiled_again(name: str, recwarn: pytest.WarningsRecorder) -> None:
     torch._dynamo.reset()
     policy = eb.by_label(kind, {"matrix": FP32, "vector": eb.Policy(momentum=eb.Nearest("bfloat16"))})

@@ -53,7 +53,7 @@ CHANGES: list[tuple[type[TorchOptimizer], dict[str, Any], list[dict[str, Any]]]]
 
 
 CASES = [(*case, {"layout": layout}) for case in CHANGES for layout in ("flat", "tree")]
-COMPILED = [(*case, {"compile": True}) for case in CHANGES[3:4]]
+COMPILED = [pytest.param(*case, {"compile": True}, marks=pytest.mark.exhaustive) for case in CHANGES[3:4]]
 
 
 @pytest.mark.parametrize(("kind", "arguments", "changes", "how"), [*CASES, *COMPILED])

@@ -49,12 +49,8 @@ class Options:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 0 if all that was run passed, 1 if something failed, 2 for names that there are not."""
-    try:
-        options = tyro.cli(Options, prog="python -m matrix", description=__doc__, args=arguments)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    """Return 0 if all that was run passed, and 1 if something failed."""
+    options = tyro.cli(Options, prog="python -m matrix", description=__doc__, args=arguments)
     results: list[Result] = []
     for result in _results(options):
         results.append(result)

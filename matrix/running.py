@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +44,15 @@ def run(environment: Environment, area: str, arguments: str, minutes: float) -> 
         # Some start `python` or `everybit` by name.
         "PATH": os.pathsep.join([str(environment.folder / "bin"), os.environ.get("PATH", "")]),
     }
-    with subprocess.Popen(command, cwd=ROOT, env=variables) as process:
+    # In a session of its own, because pytest's workers outlive it when it is killed.
+    with subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True) as process:
         try:
             code = process.wait(minutes * 60)
         except subprocess.TimeoutExpired:
-            process.terminate()
             return Outcome(broken=f"did not end within {minutes:g} minutes")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return read(report, code)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from matrix.__main__ import main
-from matrix.environments import requirements
+from matrix.environments import Environment, requirements
 from matrix.results import BEGIN, END, Result, load, merged, save, tables, write_into
 from matrix.rows import AREAS, CONSTRAINTS, PYTHONS, ROOT, Row, UnavailableError, interpreter
-from matrix.running import Outcome, read
+from matrix.running import Outcome, read, run
 from matrix.without_cuda import stand_in
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -126,6 +127,26 @@ def test_a_report_of_pytest_is_counted_and_a_run_without_one_is_broken(tmp_path:
     assert outcome.failures == ("test_some::test_b", "test_some::test_d")
     assert read(report, 3).broken == "pytest ended with code 3"
     assert read(tmp_path / "none.xml", -9).broken == "pytest ended with code -9 and without a report"
+
+
+def test_a_run_that_takes_too_long_is_ended_with_all_of_its_processes(tmp_path: Path) -> None:
+    program = tmp_path / "bin/python"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/worker\nwait\n")
+    program.chmod(0o755)
+    outcome = run(Environment(tmp_path, {}), "core", "-q", 0.02)
+    assert outcome.broken == "did not end within 0.02 minutes"
+    worker = int((tmp_path / "worker").read_text())
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{worker}/stat").read_text().split()[2]
+        except FileNotFoundError:
+            break
+        if state == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the worker still runs")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only for Linux torch is linked with CUDA")

@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   ?=
 CASES  ?=
+MATRIX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exhaustive lint conformance gpu-codegen docs clean
+.PHONY: help demo test exhaustive lint conformance gpu-codegen matrix docs clean
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +42,9 @@ gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check 
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu-codegen]'
 	$(BIN)/python -W ignore -m gpu_codegen $(CASES) $(if $(CASES),,--out gpu_codegen/results.json --page docs/gpu.md)
 	$(if $(CASES),,$(BIN)/python -m pytest tests/gpu_codegen)
+
+matrix: $(STAMP)  ## run the tests on every torch from the oldest to the newest, write docs/versions.md (MATRIX="--rows newest --areas core" for some)
+	$(BIN)/python -m matrix $(MATRIX)
 
 docs: $(STAMP)  ## build the site into site/
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

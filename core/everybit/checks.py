@@ -53,14 +53,16 @@ def undeclared(policy: Policy, slots: Iterable[str], declared: Iterable[SlotDeca
 
 def _problem(policy: Policy, one: SlotDecay) -> str | None:
     format = policy.resolved_slot(one.slot, "non-negative" if one.squares else "signed")
+    loses = one.squares and format.loses_small_numbers
+    if not loses and _follows(format, policy, one):
+        # Nothing is written out before something is wrong: a compiler that traces this may not know how a dataclass is written out.
+        return None
     who = f"{policy.field_of(one.slot)}: got {format}"
-    if one.squares and format.loses_small_numbers:
+    if loses:
         return (
             f"{who} for {one.slot!r}, which holds squares of gradients; of a gradient below 2.4e-4 a float16 keeps no square, and a step"
             f" divides by its root. Accepted here are {_accepted(policy, one)}."
         )
-    if _follows(format, policy, one):
-        return None
     rate = _number(one)
     smallest = MARGIN * format.resolution(policy.compute)
     if rate is None:

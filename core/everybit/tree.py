@@ -21,12 +21,15 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from everybit import barriers
+from everybit.traced_trees import let_trees_trace
 
 P = TypeVar("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
 
 NAMESPACE = "everybit"
+
+let_trees_trace()
 
 # Entered and never left: the order is a property of the namespace, not of a call. The reference keeps the generator alive.
 _insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
@@ -87,9 +90,7 @@ def slot_fields(node: object) -> dict[str, bool] | None:
 
 def same_structure(tree: object, reference: object) -> bool:
     """Whether two trees have the same containers, keys (in any order) and holes; shapes may differ."""
-    own = optree.tree_structure(tree, namespace=NAMESPACE)  # type: ignore[arg-type]
-    expected = optree.tree_structure(reference, namespace=NAMESPACE)  # type: ignore[arg-type]
-    return own == expected or _differ_in_order_only(tree, reference, expected)
+    return _equal(tree, reference) or _differ_in_order_only(tree, reference)
 
 
 def map(function: Callable[..., Any], tree: P, *others: Any) -> P:
@@ -285,8 +286,18 @@ def _structure(tree: object) -> str:
     return str(optree.tree_structure(tree, namespace=NAMESPACE))  # type: ignore[arg-type]
 
 
-def _differ_in_order_only(tree: object, reference: object, expected: Any) -> bool:
+def _equal(tree: object, reference: object) -> bool:
+    """Whether two trees have the same containers, keys in the same order, and holes.
+
+    Holes are compared as leaves: Dynamo before torch 2.13 cannot compare structures that contain ``None``.
+    """
+    own, own_structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[arg-type, var-annotated]
+    other, structure = optree.tree_flatten(reference, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[arg-type, var-annotated]
+    return own_structure == structure and [x is None for x in own] == [x is None for x in other]
+
+
+def _differ_in_order_only(tree: object, reference: object) -> bool:
     try:
-        return bool(optree.tree_structure(ordered_as(reference, tree), namespace=NAMESPACE) == expected)  # type: ignore[arg-type]
+        return _equal(ordered_as(reference, tree), reference)
     except ValueError:
         return False

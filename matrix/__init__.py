@@ -1,0 +1,1 @@
+"""Runs the tests on every version of torch that is claimed: ``make matrix``."""

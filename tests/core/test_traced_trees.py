@@ -1,0 +1,43 @@
+"""What a compiled step does with trees, with every optree and every torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import optree.registry
+import pytest
+import torch
+
+import everybit as eb
+from everybit import traced_trees
+from everybit.testing import assert_same_bits
+
+Keys = getattr(optree.registry, "DictMetaData", None)
+
+
+def test_a_users_compiled_step_takes_trees_of_dicts_apart_in_eager_codes_order() -> None:
+    optimizer = eb.with_policy(eb.adamw(1e-3), eb.policies.LEAN_BF16)
+    params: dict[str, Any] = {
+        "w": torch.linspace(-1, 1, 5).bfloat16(),
+        "b": {"z": torch.ones(3).bfloat16(), "a": (torch.zeros(2).bfloat16(), None)},
+    }
+    state = optimizer.init(params)
+    torch._dynamo.reset()
+    compiled = torch.compile(optimizer.step, fullgraph=True, backend="eager")(params, params, state)
+    assert_same_bits(compiled, optimizer.step(params, params, state), "trees of dicts")
+    assert list(compiled[0]) == ["w", "b"]
+    assert list(compiled[0]["b"]) == ["z", "a"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(Keys is None, reason="optree before 0.20 has no class for a dict's keys")
+def test_keys_of_dicts_are_equal_as_lists_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    one: Any = Keys
+    monkeypatch.setattr(one, "__eq__", traced_trees._equal)
+    for left, right, equal in ((["a", "b"], ["a", "b"], True), (["a", "b"], ["b", "a"], False), ([], [], True)):
+        assert (one(left) == one(right)) is equal
+        assert (one(left) == right) is equal
+        assert (right == one(left)) is equal
+        assert (one(left) != one(right)) is not equal
+    assert one(["a"]) != ("a",)

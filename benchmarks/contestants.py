@@ -101,7 +101,7 @@ CONTESTANTS: tuple[Contestant, ...] = (
     ),
     Contestant("TorchOpt", _F, _from("torchopt", "AdamW"), FLOAT32),
     Contestant("AnyPrecisionAdamW as published", _B, _published, BFLOAT16_STATE),
-    Contestant("everybit FP32, not compiled", _F, _ours("FP32"), FLOAT32),
+    Contestant("everybit FP32, not compiled", _F, _ours("FP32", compile=False), FLOAT32),
     Contestant("everybit FP32", _F, _ours("FP32", compile=True), FLOAT32),
     Contestant("everybit FP32, flat gradients", _F, _ours("FP32", compile=True, flat_gradients=True), FLOAT32),
     Contestant("everybit EXACT_BF16", _B, _ours("EXACT_BF16", compile=True, flat_gradients=True), FLOAT32),

@@ -101,6 +101,7 @@ def phases(device: str, out: Path) -> tuple[Phase, ...]:
     compare = [*shlex.split("-m everybit_torch compare --threads 1 --device"), device, "--out", str(out / "compare")]
     sharded = [*shlex.split("benchmarks/sharded.py --ranks 1 --device"), device, "--out", str(out / "sharded.json")]
     if full:
+        tests += ["-n", "4"]  # most of their time is compilation
         peers += shlex.split("--models opt-125m --seconds 1 --limit 60")
         compare += shlex.split("--model large --seeds 3 --steps 300 --compile")
         sharded += shlex.split("--models 85M --rounds 2 --steps 10 --batch 8 --context 256 --limit 90 --contestants")
@@ -113,7 +114,9 @@ def phases(device: str, out: Path) -> tuple[Phase, ...]:
         sharded += shlex.split("--models tiny --rounds 1 --steps 2 --limit 240 --contestants")
         sharded += ("FSDP2, fused", "everybit, optim_grads_params")
     return (
-        Phase("tests", tuple(tests), 480 if full else 900, "tests.xml", ("pytest", "hypothesis"), {"EVERYBIT_DEVICE": device}),
+        Phase(
+            "tests", tuple(tests), 480 if full else 900, "tests.xml", ("pytest", "hypothesis", "xdist"), {"EVERYBIT_DEVICE": device}
+        ),
         Phase("steps", tuple(steps), 270 if full else 600, "steps.json"),
         Phase("peers", tuple(peers), 330 if full else 600, "peers.json", ("tyro", "rich")),
         Phase("compare", tuple(compare), 420 if full else 600, "compare/compare.json", ("tyro", "rich", "matplotlib", "numpy")),

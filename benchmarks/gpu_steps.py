@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import everybit as eb
@@ -107,7 +106,7 @@ def seconds_of(call: Callable[[], object], device: str, repeats: int) -> tuple[f
 
 def launched(events: Iterable[Any]) -> tuple[int, int]:
     """Of the events of a profile, those that are kernels, and those that are transfers and fills."""
-    names = [event.name for event in events if event.device_type is DeviceType.CUDA]
+    names = [event.name for event in events if event.device_type.name == "CUDA"]
     moved = sum(name.startswith(("Memcpy", "Memset")) for name in names)
     return len(names) - moved, moved
 

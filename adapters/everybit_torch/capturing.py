@@ -12,4 +12,4 @@ def is_capturing() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -133,7 +133,7 @@ def test_a_whole_training_step_is_captured(flat_gradients: bool, device: torch.d
             model(x).square().mean().backward()
             optimizer.step()
 
-        stream = torch.cuda.Stream() if device.type == "cuda" else None
+        stream = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         replay: Callable[[], object] | None = None
         for number in range(STEPS):
             x.copy_(gradient(x, number))
@@ -168,7 +168,7 @@ def test_graph_trees_take_the_cores_step(policy: str, device: torch.device) -> N
     for step in range(STEPS):
         grad = gradient(start, 100 + step)
         expected = optimizer.step(expected[0], grad, expected[1])
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         # What a graph returns lies in its own memory, which the next replay writes to.
         got = eb.tree.map(torch.clone, fast(got[0], grad, got[1]))
     assert_same_bits(list(got), list(expected), "graph trees, against eager")

@@ -86,6 +86,13 @@ class Outcome:
 SHARDED = (
     "FSDP2, fused", "FSDP2, everybit AdamW", "everybit, optim_grads_params", "everybit, optim_grads_params, LEAN_BF16", "DDP, fused",
 )  # fmt: skip
+PEERS = (
+    "torch fused", "optimi, Triton", "optimi, Triton, Kahan", "bitsandbytes", "bitsandbytes 8 bit", "FlashOptim, 24 bit weights",
+    "Apex FusedAdam", "everybit FP32, flat gradients", "everybit EXACT_BF16", "everybit MIXED_BF16", "everybit LEAN_BF16",
+    "everybit KAHAN_BF16", "everybit TIGHT_BF16", "everybit FLOOR_BF16", "torchao, stochastic", "torchao 8 bit", "HeavyBall",
+    "HeavyBall, bfloat16",
+)  # fmt: skip
+"""The last ones compile each tensor by itself, for up to a minute."""
 REHEARSED_PEERS = ("torch fused", "optimi", "Apex FusedAdam", "everybit FP32, not compiled")
 
 
@@ -102,9 +109,10 @@ def phases(device: str, out: Path) -> tuple[Phase, ...]:
     sharded = [*shlex.split("benchmarks/sharded.py --ranks 1 --device"), device, "--out", str(out / "sharded.json")]
     if full:
         tests += ["-n", "4"]  # most of their time is compilation
-        peers += shlex.split("--models opt-125m --seconds 1 --limit 60")
+        peers += shlex.split("--models opt-125m --seconds 0.5 --limit 60 --contestants")
+        peers += PEERS
         compare += shlex.split("--model large --seeds 3 --steps 300 --compile")
-        sharded += shlex.split("--models 85M --rounds 2 --steps 10 --batch 8 --context 256 --limit 90 --contestants")
+        sharded += shlex.split("--models 85M --rounds 1 --steps 20 --batch 8 --context 256 --limit 90 --contestants")
         sharded += SHARDED
     else:
         steps += shlex.split("--policies FP32 LEAN_BF16 --seconds 0.05")
@@ -115,12 +123,12 @@ def phases(device: str, out: Path) -> tuple[Phase, ...]:
         sharded += ("FSDP2, fused", "everybit, optim_grads_params")
     return (
         Phase(
-            "tests", tuple(tests), 480 if full else 900, "tests.xml", ("pytest", "hypothesis", "xdist"), {"EVERYBIT_DEVICE": device}
+            "tests", tuple(tests), 420 if full else 900, "tests.xml", ("pytest", "hypothesis", "xdist"), {"EVERYBIT_DEVICE": device}
         ),
-        Phase("steps", tuple(steps), 270 if full else 600, "steps.json"),
+        Phase("steps", tuple(steps), 240 if full else 600, "steps.json"),
         Phase("peers", tuple(peers), 330 if full else 600, "peers.json", ("tyro", "rich")),
-        Phase("compare", tuple(compare), 420 if full else 600, "compare/compare.json", ("tyro", "rich", "matplotlib", "numpy")),
-        Phase("sharded", tuple(sharded), 270 if full else 900, "sharded.json", ("tyro",)),
+        Phase("compare", tuple(compare), 540 if full else 600, "compare/compare.json", ("tyro", "rich", "matplotlib", "numpy")),
+        Phase("sharded", tuple(sharded), 240 if full else 900, "sharded.json", ("tyro",)),
     )  # fmt: skip
 
 

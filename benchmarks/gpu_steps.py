@@ -207,7 +207,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--policies", nargs="*", choices=tuple(PRESETS), default=tuple(PRESETS))
-    parser.add_argument("--seconds", type=float, default=0.5, help="that each case is timed")
+    parser.add_argument("--seconds", type=float, default=0.3, help="that each case is timed")
     parser.add_argument("--out", type=Path, required=True, help="where the raw results go")
     given = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -96,6 +96,8 @@ def test_all_phases_fit_into_half_an_hour_on_a_gpu(tmp_path: Path) -> None:
     by_name = {one.name: one.command for one in full}
     assert {"--model", "large", "--seeds", "3", "--device", "cuda"} <= set(by_name["compare"])
     assert set(gpu.SHARDED) <= set(sharded.CONTESTANTS)
+    run = {contestants.named(name) for name in gpu.PEERS}
+    assert set(contestants.GPU_CONTESTANTS) <= run <= set(contestants.contestants_on("cuda"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -6,9 +6,13 @@ STAMP  := $(VENV)/.installed
 DEMO   ?=
 CASES  ?=
 MATRIX ?=
+DEVICE ?= cuda
+PHASES ?=
+# What `make gpu` compares with. A version that does not install is left out, and the page says so; Apex is installed by hand.
+GPU_PEERS := torch-optimi==0.3.3 torchao==0.18.0 heavyball==3.2.1 torchopt==0.7.3 bitsandbytes flashoptim
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exhaustive lint conformance gpu-codegen matrix docs clean
+.PHONY: help demo test exhaustive lint conformance gpu-codegen matrix gpu docs clean
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +49,13 @@ gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check 
 
 matrix: $(STAMP)  ## run the tests on every torch from the oldest to the newest, write docs/versions.md (MATRIX="--rows newest --areas core" for some)
 	$(BIN)/python -m matrix $(MATRIX)
+
+# VENV=none: run with $(PYTHON) as it is; what it lacks (optree, tyro) comes from PYTHONPATH.
+gpu: $(if $(filter none,$(VENV)),,$(STAMP))  ## tests and measurements on a GPU, within half an hour; DEVICE=cpu rehearses, PHASES="tests steps" picks
+	$(if $(filter cuda,$(DEVICE)),$(if $(filter none,$(VENV)),,@for peer in $(GPU_PEERS); do \
+	  $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt $$peer || echo "$$peer: does not install here"; done))
+	PYTHONPATH="core:adapters:benchmarks:.$(if $(PYTHONPATH),:$(PYTHONPATH))" $(if $(filter none,$(VENV)),$(PYTHON),$(BIN)/python) \
+	  benchmarks/gpu.py --device $(DEVICE) $(if $(PHASES),--phases $(PHASES))
 
 docs: $(STAMP)  ## build the site into site/
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

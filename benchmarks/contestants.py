@@ -101,7 +101,7 @@ CONTESTANTS: tuple[Contestant, ...] = (
     ),
     Contestant("TorchOpt", _F, _from("torchopt", "AdamW"), FLOAT32),
     Contestant("AnyPrecisionAdamW as published", _B, _published, BFLOAT16_STATE),
-    Contestant("everybit FP32, not compiled", _F, _ours("FP32"), FLOAT32),
+    Contestant("everybit FP32, not compiled", _F, _ours("FP32", compile=False), FLOAT32),
     Contestant("everybit FP32", _F, _ours("FP32", compile=True), FLOAT32),
     Contestant("everybit FP32, flat gradients", _F, _ours("FP32", compile=True, flat_gradients=True), FLOAT32),
     Contestant("everybit EXACT_BF16", _B, _ours("EXACT_BF16", compile=True, flat_gradients=True), FLOAT32),
@@ -112,15 +112,32 @@ CONTESTANTS: tuple[Contestant, ...] = (
     Contestant("everybit FLOOR_BF16", _B, _ours("FLOOR_BF16", compile=True, flat_gradients=True), BFLOAT16_WEIGHTS),
 )  # fmt: skip
 
+GPU_CONTESTANTS: tuple[Contestant, ...] = (
+    Contestant("optimi, Triton", _F, _from("optimi", "AdamW", triton=True), FLOAT32),
+    Contestant("optimi, Triton, Kahan", _B, _from("optimi", "AdamW", triton=True, kahan_sum=True), BFLOAT16_STATE),
+    Contestant("bitsandbytes", _F, _from("bitsandbytes.optim", "AdamW"), FLOAT32),
+    Contestant("bitsandbytes 8 bit", _F, _from("bitsandbytes.optim", "AdamW8bit"), BITS_8),
+    # Its correction of the weights, which it keeps as integers, is not read here: what is compared are the 16-bit weights.
+    Contestant("FlashOptim, 24 bit weights", _B, _from("flashoptim", "FlashAdamW", master_weight_bits=24), BITS_8),
+    Contestant("Apex FusedAdam", _F, _from("apex.optimizers", "FusedAdam", adam_w_mode=True), FLOAT32),
+)
+"""Optimizers that have code for a GPU only, and are not run without one."""
+
 BASELINE = CONTESTANTS[0]
 
 
 def named(name: str) -> Contestant:
     """The contestant of that name."""
-    for contestant in CONTESTANTS:
+    known = (*CONTESTANTS, *GPU_CONTESTANTS)
+    for contestant in known:
         if contestant.name == name:
             return contestant
-    raise SystemExit(f"contestant: got {name!r}; accepted are {', '.join(repr(c.name) for c in CONTESTANTS)}.")
+    raise SystemExit(f"contestant: got {name!r}; accepted are {', '.join(repr(c.name) for c in known)}.")
+
+
+def contestants_on(device: str) -> list[Contestant]:
+    """Those that are run on a device if nobody chooses."""
+    return [one for one in (CONTESTANTS + (GPU_CONTESTANTS if device == "cuda" else ())) if one.is_adamw]
 
 
 def full_precision(optimizer: Any, params: Params) -> list[Tensor]:

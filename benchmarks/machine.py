@@ -13,24 +13,32 @@ from typing import Any
 import torch
 
 PACKAGES = (
-    "torch", "optree", "everybit", "torch-optimi", "torchao", "heavyball", "pytorch_optimizer", "torchopt", "numpy"
+    "torch", "triton", "optree", "everybit", "torch-optimi", "torchao", "heavyball", "pytorch_optimizer", "torchopt", "bitsandbytes",
+    "flashoptim", "apex", "numpy",
 )  # fmt: skip
 
 
 def describe() -> dict[str, Any]:
-    """Processor, threads, versions, commit, command."""
+    """Processor, accelerator, threads, versions, commit, command."""
     return {
         "processor": _processor(),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }
+
+
+def synchronize(device: str) -> None:
+    """Wait until a device has done what it was told."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _processor() -> str:

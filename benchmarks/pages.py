@@ -33,7 +33,8 @@ def origin(machine: dict[str, Any]) -> str:
         f"{name} {version}" for name, version in machine["packages"].items() if name not in ("everybit", "numpy")
     )
     threads = f"{machine['threads']} thread" + ("s" if machine["threads"] > 1 else "")
+    gpu = f"{machine['gpu']}, CUDA {machine['cuda']}; " if machine.get("gpu") else ""
     return (
-        f"\n{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}, {threads}; Python {machine['python']},"
+        f"\n{gpu}{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}, {threads}; Python {machine['python']},"
         f" {packages}; commit {(machine['commit'] or 'unknown')[:7]}.\n"
     )

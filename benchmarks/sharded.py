@@ -1,14 +1,17 @@
-"""Sharded training, side by side: everybit's stepper, FSDP2, DDP and ZeroRedundancyOptimizer, on two processes over gloo.
+"""Sharded training, side by side: everybit's stepper, FSDP2, DDP and ZeroRedundancyOptimizer, on two processes over gloo, or over NCCL.
 
 Every contestant trains the same transformer on the same text, in a pair of processes of its own; contestants take turns, several times,
 and medians are compared. Memory is the kernel's count: the most that a process held since its warm-up, above what it held before its model
 was made. By then every process has compiled something, so that the compiler itself is in nobody's count. It is measured in turns of their
 own, in which the C library gives freed memory back at once: it counts what is in use then, and steps are slow.
+
+On GPUs (``--device cuda``, as many as ``--ranks``) memory is what torch's allocator held at most, and times end when the device is done.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -32,10 +35,15 @@ import everybit as eb
 from everybit_torch import AdamW, FlatStepper
 from everybit_torch.cli.compare.corpus import load_corpus
 from everybit_torch.cli.compare.model import SIZES, Block, ModelSize, Transformer
-from machine import describe
+from machine import describe, synchronize
 from pages import insert, origin, table
 
-MODELS = {"demo": SIZES["mini"], "50M": ModelSize(width=640, layers=10, heads=10)}
+MODELS = {
+    "tiny": SIZES["tiny"],
+    "demo": SIZES["mini"],
+    "50M": ModelSize(width=640, layers=10, heads=10),
+    "85M": SIZES["large"],
+}
 LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 ADAMW: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": DECAY}
 
@@ -45,13 +53,15 @@ class Arguments:
     """What to measure.
 
     Attributes:
-        models: demo (459,392 parameters) and 50M.
+        models: tiny (28,768 parameters), demo (459,392), 50M, and 85M, which has the blocks of OPT-125m.
         contestants: By name; none: all.
-        ranks: Processes.
+        device: cpu or cuda.
+        ranks: Processes; on cuda each has a device.
         rounds: Times that each contestant has its turn.
         steps: Timed in each turn, after three that are not.
         batch: Windows of text for each process and step.
         context: Bytes in a window.
+        limit: Seconds after which a turn is given up.
         out: Where the raw results go.
         page: Where the tables go, as Markdown.
         run: False: show what ``out`` holds.
@@ -59,11 +69,13 @@ class Arguments:
 
     models: tuple[str, ...] = ("demo", "50M")
     contestants: tuple[str, ...] = ()
+    device: str = "cpu"
     ranks: int = 2
     rounds: int = 3
     steps: int = 8
     batch: int = 2
     context: int = 64
+    limit: float = 600.0
     out: Path = Path("benchmarks/results/sharded-cpu.json")
     page: Path | None = None
     run: bool = True
@@ -72,8 +84,8 @@ class Arguments:
 class Trainer:
     """One contestant on one rank."""
 
-    def __init__(self, name: str, model: nn.Module) -> None:
-        self.name, self.model = name, model
+    def __init__(self, name: str, model: nn.Module, device: str = "cpu") -> None:
+        self.name, self.model, self.device = name, model, device
         kind, _, detail = name.partition(", ")
         self.stepper: FlatStepper | None = None
         if kind == "everybit":
@@ -85,7 +97,7 @@ class Trainer:
                 units=[Block], compile=True, keep_gradients=False, policy=eb.policies.PRESETS[policy] if policy else None,
             )  # fmt: skip
         elif kind == "FSDP2":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            mesh = init_device_mesh(device, (dist.get_world_size(),))
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -105,21 +117,25 @@ class Trainer:
 
     def step(self, windows: Tensor) -> tuple[float, float, float]:
         """Loss, seconds of the whole step, seconds of the optimizer's."""
-        start = time.perf_counter()
+        start = self._now()
         if self.stepper is not None:
             with self.stepper.microbatch(last=True):
                 loss = self._loss(windows)
                 torch.autograd.backward(loss)
-            middle = time.perf_counter()
+            middle = self._now()
             self.stepper.step()
         else:
             loss = self._loss(windows)
             torch.autograd.backward(loss)
-            middle = time.perf_counter()
+            middle = self._now()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        end = time.perf_counter()
+        end = self._now()
         return float(loss.detach()), end - start, end - middle
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()
 
     def _loss(self, windows: Tensor) -> Tensor:
         logits = self.model(windows[:, :-1].long())
@@ -147,8 +163,10 @@ class Turn:
     memory: bool = False
 
 
-def held() -> tuple[int, int]:
-    """Resident bytes now, and the most since the last reset."""
+def held(device: str) -> tuple[int, int]:
+    """Bytes in use now, and the most since the last reset: resident ones, or those that torch has allocated on a GPU."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text()
     found = {
         line.split(":")[0]: int(line.split()[1]) * 1024
@@ -158,34 +176,48 @@ def held() -> tuple[int, int]:
     return found["VmRSS"], found["VmHWM"]
 
 
+def forget_peak(device: str) -> None:
+    """Count the most that is held from now on."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def worker(
     rank: int, store: str, arguments: Arguments, model_name: str, contestant: str, number: int, out: Any
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
+    device = torch.device(arguments.device, rank) if arguments.device == "cuda" else torch.device(arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks,
+        device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
     text = load_corpus().training
     generator = torch.Generator().manual_seed(rank)
-    warm = nn.Parameter(torch.ones(64))
-    warm.grad = torch.ones(64)
+    warm = nn.Parameter(torch.ones(64, device=device))
+    warm.grad = torch.ones(64, device=device)
     AdamW([warm], compile=True).step()
     torch._dynamo.reset()
-    before, _ = held()
+    before, _ = held(device.type)
     torch.manual_seed(0)
-    trainer = Trainer(contestant, Transformer(MODELS[model_name]))
+    trainer = Trainer(contestant, Transformer(MODELS[model_name]).to(device), device.type)
     seconds, optimizer_seconds, losses = [], [], []
     for step in range(3 + arguments.steps):
         if step == 3:
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of compiling
+            forget_peak(device.type)  # of compiling
         starts = torch.randint(len(text) - arguments.context - 1, (arguments.batch,), generator=generator)
-        windows = torch.stack([text[int(start) : int(start) + arguments.context + 1] for start in starts])
+        windows = torch.stack([text[int(start) : int(start) + arguments.context + 1] for start in starts]).to(device)
         dist.barrier()
         loss, whole, part = trainer.step(windows)
         losses.append(loss)
         if step >= 3:
             seconds.append(whole)
             optimizer_seconds.append(part)
-    _, peak = held()
+    _, peak = held(device.type)
     if rank == 0:
         out.send(
             Turn(
@@ -206,6 +238,22 @@ def worker(
 AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
 
+class TurnFailedError(RuntimeError):
+    """A contestant that gave no result."""
+
+
+def receive(receiver: Any, limit: float) -> Any:
+    """What is sent.
+
+    Raises:
+        EOFError: The sender died.
+        TimeoutError: It sent nothing in time.
+    """
+    if not receiver.poll(limit):
+        raise TimeoutError(f"no result after {limit:g} s")
+    return receiver.recv()
+
+
 def take_turn(arguments: Arguments, model_name: str, contestant: str, number: int, *, memory: bool) -> Turn:
     for name, value in AT_ONCE.items():
         os.environ.pop(name, None)
@@ -222,9 +270,13 @@ def take_turn(arguments: Arguments, model_name: str, contestant: str, number: in
         ]
         for process in processes:
             process.start()
-        if not receiver.poll(600):
-            raise SystemExit(f"{contestant} on {model_name}: no result after 600 s")
-        turn: Turn = receiver.recv()
+        sender.close()  # so that a process that dies is noticed
+        try:
+            turn: Turn = receive(receiver, arguments.limit)
+        except (EOFError, TimeoutError) as error:
+            for process in processes:
+                process.kill()
+            raise TurnFailedError(f"{contestant} on {model_name}: {str(error) or 'its process died'}") from None
         for process in processes:
             process.join()
     turn.memory = memory
@@ -232,22 +284,35 @@ def take_turn(arguments: Arguments, model_name: str, contestant: str, number: in
 
 
 def measure(arguments: Arguments) -> dict[str, Any]:
-    turns = []
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(arguments).items()}
+    results: dict[str, Any] = {"machine": describe(), "arguments": settings, "turns": [], "failures": []}
     contestants = arguments.contestants or CONTESTANTS
     for model_name in arguments.models:
-        for number in range(arguments.rounds + 1):
+        # What a GPU's memory holds at most is counted without slowing anything down.
+        for number in range(arguments.rounds + (arguments.device == "cpu")):
             for contestant in contestants:
                 memory = number == arguments.rounds
                 given = replace(arguments, steps=2) if memory else arguments
-                turn = take_turn(given, model_name, contestant, number, memory=memory)
-                turns.append(turn)
+                try:
+                    turn = take_turn(given, model_name, contestant, number, memory=memory)
+                except TurnFailedError as error:
+                    print(error, flush=True)
+                    results["failures"].append(str(error))
+                    continue
+                results["turns"].append(asdict(turn))
+                write(arguments.out, results)  # in case that somebody stops this
                 print(
                     f"{model_name:5} {number} {contestant:40} step {1e3 * turn.step_seconds:8.1f} ms, optimizer"
                     f" {1e3 * turn.optimizer_seconds:7.1f} ms, peak {turn.peak_bytes / 2**20:7.1f} MiB, loss {turn.losses[-1]:.4f}",
                     flush=True,
                 )
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(arguments).items()}
-    return {"machine": describe(), "arguments": settings, "turns": [asdict(turn) for turn in turns]}
+    write(arguments.out, results)
+    return results
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -256,9 +321,9 @@ def markdown(results: dict[str, Any]) -> str:
         turns = [turn for turn in results["turns"] if turn["model"] == model_name]
 
         def median(contestant: str, key: str, turns: list[dict[str, Any]] = turns) -> float:
-            memory = key == "peak_bytes"
+            memory = key == "peak_bytes" and results["arguments"].get("device", "cpu") == "cpu"
             found = [turn[key] for turn in turns if turn["contestant"] == contestant and turn["memory"] is memory]
-            return float(statistics.median(found))
+            return float(statistics.median(found)) if found else math.nan
 
         names = list(dict.fromkeys(turn["contestant"] for turn in turns))
         reference = "FSDP2, fused" if "FSDP2, fused" in names else names[0]
@@ -275,9 +340,11 @@ def markdown(results: dict[str, Any]) -> str:
         text += f"\n**{model_name}**, {parameters:,} parameters; in brackets: over {reference}'s.\n\n"
         text += table(["", "step, ms", "optimizer, ms", "peak, MiB"], rows)
     arguments = results["arguments"]
+    several = "es" if arguments["ranks"] > 1 else ""
+    wire = "nccl" if arguments.get("device") == "cuda" else "gloo"
     text += (
-        f"\n{arguments['ranks']} processes with one thread each, gloo, {arguments['batch']} x {arguments['context']} bytes for each;"
-        f" medians of {arguments['rounds']} turns of {arguments['steps']} steps.\n"
+        f"\n{arguments['ranks']} process{several} with one thread each, {wire}, {arguments['batch']} x {arguments['context']} bytes"
+        f" for each; medians of {arguments['rounds']} turns of {arguments['steps']} steps.\n"
     )
     return text + origin(results["machine"])
 
@@ -285,12 +352,15 @@ def markdown(results: dict[str, Any]) -> str:
 def main(arguments: Arguments) -> None:
     if arguments.run:
         results = measure(arguments)
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        if not results["turns"]:
+            raise SystemExit("; ".join(results["failures"]))
     results = json.loads(arguments.out.read_text())
     text = markdown(results)
     print(text)
     if arguments.page is not None:
         insert(arguments.page, "sharded", text)
+    if arguments.run and results.get("failures"):
+        raise SystemExit("; ".join(results["failures"]))
 
 
 if __name__ == "__main__":

@@ -27,15 +27,15 @@ from torch import Tensor, nn
 from contestants import (
     BASELINE,
     BFLOAT16_WEIGHTS,
-    CONTESTANTS,
     HYPERPARAMETERS,
     Contestant,
     Params,
+    contestants_on,
     full_precision,
     named,
     state_tensors,
 )
-from machine import describe
+from machine import describe, synchronize
 from pages import insert, origin, table
 from shapes import MODELS, Shape
 
@@ -61,8 +61,10 @@ class Arguments:
     Attributes:
         models: Names in shapes.py.
         contestants: Names in contestants.py; none for all.
+        device: cpu or cuda.
         threads: Of torch.
         seconds: How long a case is timed.
+        limit: Seconds after which a case is given up.
         out: Where the raw results go.
         page: Where the table goes, as Markdown, at the name of ``out``; a picture goes into its ``images``.
         run: False: show what ``out`` holds.
@@ -70,8 +72,10 @@ class Arguments:
 
     models: tuple[str, ...] = tuple(MODELS)
     contestants: tuple[str, ...] = ()
+    device: str = "cpu"
     threads: int = 2
     seconds: float = 3.0
+    limit: float = 400.0
     out: Path = Path("benchmarks/results/speed-cpu.json")
     page: Path | None = None
     run: bool = True
@@ -113,12 +117,12 @@ class Result:
         return self.ratio / (self.bytes_moved / 28)
 
 
-def weights_and_gradients(shapes: list[Shape]) -> tuple[list[Tensor], list[Tensor]]:
+def weights_and_gradients(shapes: list[Shape], device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
     """Values as in a network at work: weights of 0.02, gradients of 0.01, bfloat16 numbers so that all dtypes begin with the same."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(shape: Shape, scale: float) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).bfloat16().float()
+        return (torch.randn(shape, generator=generator) * scale).bfloat16().float().to(device)
 
     return [normal(shape, 0.02) for shape in shapes], [normal(shape, 0.01) for shape in shapes]
 
@@ -170,10 +174,9 @@ def first_updates(
                 else:
                     p.grad.copy_(scaled)
                 e.grad = scaled.flatten()[pick].double()
-        begin = time.perf_counter()
-        optimizer.step()
+        took = seconds_of(optimizer.step, weights[0].device.type)
         if update == 0:
-            first_step = time.perf_counter() - begin
+            first_step = took
         reference.step()
     start = torch.cat([w.flatten()[pick].double() for w, pick in zip(weights, picks, strict=True)])
     right = torch.cat([e.detach() for e in exact])
@@ -196,10 +199,19 @@ def bytes_moved(optimizer: Any, params: Params) -> float:
     return (read + 2 * both) / elements
 
 
-def measure(model: str, contestant: Contestant, seconds: float) -> Result:
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    """What a call takes, with what it starts on the device."""
+    synchronize(device)
+    begin = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - begin
+
+
+def measure(model: str, contestant: Contestant, seconds: float, device: str = "cpu") -> Result:
     """Run one case in this process."""
     shapes = MODELS[model]
-    weights, gradients = weights_and_gradients(shapes)
+    weights, gradients = weights_and_gradients(shapes, device)
     errors, first_step, optimizer, params = first_updates(contestant.make, weights, gradients, contestant.dtype)
     base_params = parameters(weights, gradients, BASELINE.dtype)
     baseline = BASELINE.make(base_params)
@@ -228,9 +240,7 @@ def measure(model: str, contestant: Contestant, seconds: float) -> Result:
         restore()
         pair.reverse()
         for one, samples in pair:
-            begin = time.perf_counter()
-            one.step()
-            samples.append(time.perf_counter() - begin)
+            samples.append(seconds_of(one.step, device))
     result.median, result.baseline = statistics.median(result.samples), statistics.median(result.baseline_samples)
     return result
 
@@ -251,11 +261,12 @@ def in_a_process(model: str, contestant: Contestant, arguments: Arguments) -> Re
         contestant.name,
         str(arguments.threads),
         str(arguments.seconds),
+        arguments.device,
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
     except subprocess.TimeoutExpired:
-        return Result(model, contestant.name, failure="took more than 400 s")
+        return Result(model, contestant.name, failure=f"took more than {arguments.limit:g} s")
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return Result(model, contestant.name, failure=last[:300])
@@ -327,7 +338,7 @@ def main(arguments: Arguments) -> None:
     if unknown := [model for model in arguments.models if model not in MODELS]:
         raise SystemExit(f"models: got {', '.join(unknown)}; accepted are {', '.join(MODELS)}.")
     if arguments.run:
-        chosen = [named(name) for name in arguments.contestants] or [c for c in CONTESTANTS if c.is_adamw]
+        chosen = [named(name) for name in arguments.contestants] or contestants_on(arguments.device)
         cases = [(model, contestant) for model in arguments.models for contestant in chosen]
         results: list[Result] = []
         torch.set_num_threads(arguments.threads)
@@ -359,7 +370,11 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--case"]:
         warnings.simplefilter("ignore")
         torch.set_num_threads(int(sys.argv[4]))
-        print(json.dumps(asdict(measure(sys.argv[2], named(sys.argv[3]), float(sys.argv[5])))))
+        try:
+            measured = measure(sys.argv[2], named(sys.argv[3]), float(sys.argv[5]), sys.argv[6])
+        except ModuleNotFoundError as error:
+            measured = Result(sys.argv[2], sys.argv[3], failure=f"not installed: {error.name}")
+        print(json.dumps(asdict(measured)))
     else:
         import tyro
 

@@ -1,9 +1,9 @@
-"""What is compiled: every policy with four optimizers, and every optimizer of the registry with one policy."""
+"""What is compiled: every policy with four optimizers, every optimizer of the registry with one policy, and units of a sharded stepper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import everybit as eb
 from everybit.policies import PRESETS
 from everybit.policy import Policy
 from everybit.testing.registry import REGISTRY
+from everybit_torch import FlatStepper, MixedPrecision
 from everybit_torch.choosing import Decision, choices
 
 
@@ -25,6 +26,8 @@ class Case:
         policy: How everything is stored.
         factory: From hyperparameters to a transform.
         arguments: The hyperparameters. Numbers are data of the step, and not part of its code.
+        dtype: Of the parameters.
+        gradient: dtype of the gradients.
     """
 
     optimizer: str
@@ -32,16 +35,13 @@ class Case:
     policy: Policy
     factory: Callable[..., eb.Transform[Any]]
     arguments: Mapping[str, Any]
+    dtype: torch.dtype
+    gradient: torch.dtype
 
     @property
     def name(self) -> str:
         """The case in one line."""
         return f"{self.optimizer} under {self.policy_name}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters and gradients."""
-        return {"FP64": torch.float64, "FP32": torch.float32}.get(self.policy_name, torch.bfloat16)
 
     @property
     def decision(self) -> Decision | None:
@@ -73,18 +73,52 @@ MAIN: Mapping[str, tuple[Callable[..., eb.Transform[Any]], Mapping[str, Any]]] =
 """Optimizers that are compiled under every policy, with their hyperparameters."""
 
 
+_MIXED = MixedPrecision(grad_comm="bfloat16", reduce="fp32")
+_WIDE = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
+
+SHARDED: Sequence[tuple[str, str, eb.Policy | MixedPrecision, torch.dtype]] = (
+    ("adamw", "LEAN_BF16", replace(eb.policies.LEAN_BF16, grads=_WIDE), torch.bfloat16),
+    ("lion", "EXACT_BF16", replace(eb.policies.EXACT_BF16, grads=_WIDE), torch.bfloat16),
+    ("adamw", "FLOOR_BF16", replace(eb.policies.FLOOR_BF16, grads=_WIDE), torch.bfloat16),
+    ("clip and adamw", "TIGHT_BF16", replace(eb.policies.TIGHT_BF16, grads=_WIDE), torch.bfloat16),
+    ("adamw", "MixedPrecision", _MIXED, torch.bfloat16),
+    ("adamw", "MixedPrecision, float32", _MIXED, torch.float32),
+)
+"""Units of a sharded stepper that are compiled: main gradients of float32, sent in bfloat16; and main weights beside the model's."""
+
+
 def cases() -> list[Case]:
     """All cases."""
+    dtypes = {"FP64": torch.float64, "FP32": torch.float32}
     of_policies = [
-        Case(name, policy_name, policy, factory, arguments)
+        Case(name, policy_name, policy, factory, arguments, dtype, dtype)
         for policy_name, policy in PRESETS.items()
+        for dtype in [dtypes.get(policy_name, torch.bfloat16)]
         for name, (factory, arguments) in MAIN.items()
     ]
-    lean = eb.policies.LEAN_BF16
+    lean, low = eb.policies.LEAN_BF16, torch.bfloat16
     of_registry = [
-        Case(f"registry: {name}", "LEAN_BF16", lean, _of_registry(name), {"learning_rate": 1e-3}) for name in REGISTRY
+        Case(f"registry: {name}", "LEAN_BF16", lean, _of_registry(name), {"learning_rate": 1e-3}, low, low)
+        for name in REGISTRY
     ]
-    return of_policies + of_registry
+    return of_policies + of_registry + [_of_stepper(*one) for one in SHARDED]
+
+
+def _of_stepper(optimizer: str, policy_name: str, policy: eb.Policy | MixedPrecision, dtype: torch.dtype) -> Case:
+    """The step of a unit as a stepper takes it, found out from one."""
+    factory, arguments = MAIN[optimizer]
+    stepper = FlatStepper(torch.nn.Linear(4, 4, bias=False, dtype=dtype), factory(**arguments), policy=policy)
+    engine = stepper.as_optimizer().engine
+    (group,), (unit,) = engine.groups, engine.units
+    assert unit.gradients is not None
+    stored = group.policies[dtype]
+    assert isinstance(stored, Policy)
+    name = f"stepper: {optimizer}"
+    found = Case(
+        name, policy_name, stored, group.factory, group.arguments, unit.tensor.dtype, unit.gradients.buffer.dtype
+    )
+    stepper.close()
+    return found
 
 
 def _of_registry(name: str) -> Callable[..., eb.Transform[Any]]:

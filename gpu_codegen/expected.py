@@ -33,7 +33,7 @@ def traffic(case: Case) -> Traffic:
     slots: list[str] = []
     eb.tree.map_slots(lambda name, _: slots.append(name), optimizer.init([parameter]).inner)
     kept = _bytes(resolved.params) + sum(_bytes(resolved.slot(name)) for name in slots)
-    return Traffic(loaded=kept + case.dtype.itemsize, stored=kept)
+    return Traffic(loaded=kept + case.gradient.itemsize, stored=kept)
 
 
 def _bytes(format: Format) -> float:

@@ -13,6 +13,7 @@ import everybit as eb
 from everybit.optimizer import OptimizerState
 from everybit.replay import NeedsReductionError, ReplayAxis
 from everybit_torch import variants
+from everybit_torch.probing import is_number
 from everybit_torch.stepping import step_in_place
 from everybit_torch.variants import Inputs, Variants
 from gpu_codegen.capture import Wrapper, captured
@@ -70,11 +71,12 @@ def prepare(case: Case, length: int, *, steps: int = 2) -> Step:
     """The inputs of a step with values, on the CPU, after a few steps."""
     generator = torch.Generator().manual_seed(5)
 
-    def normal() -> Tensor:
-        return torch.randn(length, generator=generator).to(case.dtype)
+    def normal(dtype: torch.dtype = case.gradient) -> Tensor:
+        return torch.randn(length, generator=generator).to(dtype)
 
-    optimizer, tensor = case.built, normal()
-    numbers = torch.tensor([float(value) for value in case.arguments.values()], dtype=torch.float64)
+    optimizer, tensor = case.built, normal(case.dtype)
+    held = [float(value) for value in case.arguments.values() if is_number(value)]
+    numbers = torch.tensor(held, dtype=torch.float64)
     step = Step(tensor, normal(), optimizer.init([tensor]), numbers, torch.tensor(FIRST), [])
     for _ in range(steps):
         take(case, _with_totals(optimizer, step))

@@ -33,7 +33,7 @@ _TORCH_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "foreach": (_NO_CHOICE, "layout='flat', which is the default, steps all parameters of a group at once, and compile=True in one loop"),
     "fused": (_NO_CHOICE, "compile=True makes the step one loop"),
     "amsgrad": ((False,), "there is no AMSGrad here; torch.optim.AdamW(amsgrad=True) is it"),
-    "capturable": ((False,), "a step here never waits for the device, with no option; compile=True compiles it"),
+    "capturable": ((False, True), "every step here can be captured in a CUDA graph, with or without it"),
     "differentiable": (
         (False,),
         "everybit.with_policy(...) gives an optimizer whose step is a pure function, which torch.func differentiates",
@@ -93,6 +93,19 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
             )
         kept[name] = as_python(name, value)
     return kept
+
+
+def differ(new: object, old: object) -> bool:
+    """Whether hyperparameters take the place of others. Tensors are the same if they are one object: their values are not read."""
+    if new is old:
+        return False
+    if isinstance(new, Tensor) or isinstance(old, Tensor):
+        return True
+    if isinstance(new, Mapping) and isinstance(old, Mapping):
+        return new.keys() != old.keys() or any(differ(value, old[name]) for name, value in new.items())
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)):
+        return type(new) is not type(old) or len(new) != len(old) or any(map(differ, new, old))
+    return bool(new != old)
 
 
 def require_known_options(

@@ -133,4 +133,4 @@ def is_settled(value: object) -> bool:
 
 
 def _is_of_library(value: object) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] == "everybit"
+    return str(getattr(value, "__module__", "")).partition(".")[0] in ("everybit", "everybit_torch")

@@ -43,8 +43,9 @@ class AdamW(TorchOptimizer):
         compile: Compile the step.
         metrics: Measure each step.
         seed: Of stochastic rounding.
-        torch_arguments: ``foreach``, ``fused``, ``capturable``, ``differentiable``, ``decoupled_weight_decay``, at the values by which
-            torch leaves the choice open. The other arguments of :func:`everybit.adamw` are taken, too.
+        torch_arguments: ``foreach``, ``fused``, ``differentiable``, ``decoupled_weight_decay``, at the values by which torch leaves the
+            choice open, and ``capturable`` at either, since every step can be captured. The other arguments of
+            :func:`everybit.adamw` are taken, too.
 
     Raises:
         TypeError: A parameter that is not a real floating-point tensor; an argument that there is not, with the one that is meant.

@@ -17,7 +17,9 @@ import everybit as eb
 from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
 from everybit_torch import byte_account, full_precision
+from everybit_torch.arguments import differ
 from everybit_torch.asking import Reads
+from everybit_torch.capturing import is_capturing
 from everybit_torch.dtensors import Over, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
@@ -178,7 +180,7 @@ class Engine:
         changes = [
             (group, new, group.build(new))
             for group, new in zip(self.groups, arguments, strict=True)
-            if new != group.arguments
+            if differ(new, group.arguments)
         ]
         plans = [
             (unit, plan)
@@ -228,9 +230,12 @@ class Engine:
 
         Raises:
             TypeError: A sparse gradient.
+            RuntimeError: A unit that would be cut in a step that is captured in a CUDA graph.
         """
         work = self._collected(self.units)
-        if self._joining.is_needed or any(unit.flat and _is_cut(grads) for unit, grads in work):
+        if is_capturing():
+            self._joining.capture([(unit, [grad is not None for grad in grads]) for unit, grads in work])
+        elif self._joining.is_needed or any(unit.flat and _is_cut(grads) for unit, grads in work):
             self.units, made = self._joining.arrange(self.units, lambda unit: [g is not None for g in unit.collect()])
             for unit in made:
                 self.states.show(unit)

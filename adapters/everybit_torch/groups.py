@@ -17,7 +17,8 @@ from everybit.parts import needs_whole_tensors
 from everybit.policy import AnyPolicy
 from everybit.transform import periods
 from everybit_torch import stepping
-from everybit_torch.arguments import by_given_name
+from everybit_torch.arguments import by_given_name, differ
+from everybit_torch.capturing import is_capturing
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import can_compile, has_compiler
 from everybit_torch.host_counts import Due
@@ -80,12 +81,13 @@ class Group:
         self._is_periodic = False
         self._variants = self._no_variants()
         self._numbers: dict[torch.device, Tensor] = {}
+        self._in_graphs: list[Tensor] = []  # numbers that captured steps read, and that stay what they are
 
     def _no_variants(self) -> Variants:
         return Variants(self.number, self.factory, self._seed, step_in_place, announce=self.compile == "auto")
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_variants": self._no_variants()}
+        return self.__dict__ | {"_variants": self._no_variants(), "_in_graphs": []}
 
     # -- hyperparameters ------------------------------------------------------------------------------------------------------
 
@@ -116,6 +118,27 @@ class Group:
         self._variants.follow()
         for device in list(self._numbers):
             self._fill(device)
+
+    def require_capturable(self, arguments: Mapping[str, Any], device: torch.device) -> None:
+        """Refuse hyperparameters that a captured step on a device could not follow.
+
+        Raises:
+            RuntimeError: One has changed since the last step.
+            ValueError: A tensor that is on another device.
+        """
+        for name, targets in self.names.items():
+            for target in (one for one in targets if one in arguments):
+                value = arguments[target]
+                if differ(value, self.arguments.get(target)):
+                    raise RuntimeError(
+                        f"param group {self.number}: {name}: has changed since the last step, and a CUDA graph is being captured; accepted"
+                        " is to call step() or prepare() after the change, before the capture."
+                    )
+                if isinstance(value, Tensor) and value.device != device:
+                    raise ValueError(
+                        f"param group {self.number}: {name}: got a tensor on {value.device} while a CUDA graph is being captured; accepted"
+                        f" is one on {device}, which replays read."
+                    )
 
     def changed(self, optimizers: Optimizers) -> set[torch.dtype]:
         """The dtypes for which other optimizers nest their state differently than the present ones."""
@@ -242,7 +265,10 @@ class Group:
         )
         if tensor.ndim != 1 and not needs_whole_tensors(optimizer.transform):
             inputs = _as_vectors(inputs)
-        measured = self._variants.step(inputs, self.arguments, self.numbers(tensor.device), uncompiled)
+        numbers = self.numbers(tensor.device)
+        if is_capturing() and not any(numbers is one for one in self._in_graphs):
+            self._in_graphs.append(numbers)
+        measured = self._variants.step(inputs, self.arguments, numbers, uncompiled)
         if inputs.tensors[0] is not tensor:
             # Autograd does not see that writing to a vector changes the tensor.
             torch.autograd.graph.increment_version([tensor])
@@ -257,9 +283,11 @@ class Group:
         # The tensor is filled again, so that it stays the same object. What float64 does not hold is part of the code.
         values = [float(value) if fits(value) else 0.0 for value in self.arguments.values() if is_number(value)]
         held = self._numbers.get(device)
-        if held is None or held.numel() != len(values):
+        if held is None or held.numel() != len(values) or any(held is one for one in self._in_graphs):
             held = self._numbers[device] = torch.empty(len(values), dtype=torch.float64, device=device)
-        held.copy_(torch.tensor(values, dtype=torch.float64))
+        # A copy that blocks waits until the device has done all that it was asked for. This one waits for nothing: memory of the host that
+        # is not pinned is read before the call returns.
+        held.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
         return held
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everybit_torch.capturing import is_capturing
 from everybit_torch.torch_internals.tensors import version
 
 Due = tuple[tuple[int, bool], ...]
@@ -44,7 +45,7 @@ class HostCount:
 
     def read(self, count: Tensor) -> int | None:
         """The value of a count, for which the host waits if it does not know it; None where it cannot be known."""
-        if torch.compiler.is_compiling() or (count.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling() or is_capturing():
             self._captured = True
         # Inference tensors have no versions.
         if self._captured or count.is_meta or count.is_inference():

@@ -102,6 +102,24 @@ class Joining(Generic[U]):
                 if (part := self._parts.get(id(unit))) is not None:
                     part.steps += 1
 
+    def capture(self, units: Sequence[tuple[U, Sequence[bool]]]) -> None:
+        """Leave units as they are in a step that is captured in a CUDA graph; those that are cut stay so, for nobody counts replays.
+
+        Args:
+            units: All of them, with which of their members have a gradient.
+
+        Raises:
+            RuntimeError: A unit would have to be cut, to counts of its own that every replay would set back.
+        """
+        for unit, has in units:
+            if unit.flat and (boundaries := boundaries_between(has)):
+                without = unit.members[0 if not has[0] else boundaries[0]].name
+                raise RuntimeError(
+                    f"{without}: has no gradient, but its neighbours have, while a CUDA graph is being captured; accepted is a step before"
+                    " the capture in which the same parameters have gradients."
+                )
+        self.forget()
+
     def arrange(self, units: Sequence[U], present: Callable[[U], Sequence[bool]]) -> tuple[list[U], list[U]]:
         """Return units of which all members, or none, have a gradient, in order, as few as may be; and those that were made for it.
 

@@ -16,6 +16,7 @@ from everybit.optimizer import Unsafe
 from everybit.policy import LOW, AnyPolicy
 from everybit_torch import full_weights, loading, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
+from everybit_torch.capturing import is_capturing
 from everybit_torch.choosing import tree_of
 from everybit_torch.dtensors import over_mesh
 from everybit_torch.engine import Engine
@@ -214,10 +215,13 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Bring everything in its place for a step, and the present hyperparameters to where it reads them; for who steps by parts.
 
         Raises:
-            RuntimeError: A parameter that was moved since the first step, or ``state`` was given another object.
+            RuntimeError: A parameter that was moved since the first step, or ``state`` was given another object; a CUDA graph is being
+                captured, and something would have to be done that is not to be done again at every replay.
             TypeError: A hyperparameter that is none.
             ValueError: A hyperparameter, or a policy, that cannot be.
         """
+        if is_capturing():
+            self.places.require_capturable(self.param_groups, self.factory_arguments)
         self._settle_state()
         self._settle_policies()
         self._follow_hyperparameters()

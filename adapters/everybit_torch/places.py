@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,28 @@ class Places:
             wanted,
             allow_flat=self._allow_flat,
         )
+
+    def require_capturable(
+        self, param_groups: ParamGroups, arguments_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    ) -> None:
+        """Refuse a step that is captured in a CUDA graph, if more had to be done than is to be done again at every replay.
+
+        Args:
+            param_groups: All there are.
+            arguments_of: From a param group to its factory's arguments.
+
+        Raises:
+            RuntimeError: A parameter that was not stepped before, or a hyperparameter that has changed since.
+            ValueError: A hyperparameter that is a tensor on another device.
+        """
+        if any("policy" in values for values in param_groups) or self.plan(param_groups, frozenset()) is not None:
+            raise RuntimeError(
+                "step: a CUDA graph is being captured, and there are parameters that were not stepped yet, whose state every replay would"
+                " begin anew; accepted is a step before the capture."
+            )
+        for unit in self._engine.units:
+            group = self._engine.groups[unit.group]
+            group.require_capturable(arguments_of(param_groups[unit.group]), unit.tensor.device)
 
     def place(self, param_groups: ParamGroups) -> None:
         """Give every parameter that has none a unit.

@@ -23,6 +23,7 @@ import everybit as eb
 from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
+from everybit_torch.capturing import is_capturing
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import cause, compile_step, know_whole_lines, let_length_vary, reached_limit
 from everybit_torch.direct_calls import DirectCalls, is_settled
@@ -152,6 +153,8 @@ class Variants:
         variant = self._choose(inputs, arguments)
         if variant is None or variant.refused or (variant.others and inputs.shape() in variant.others):
             return uncompiled()
+        if not variant.ran and is_capturing():
+            return uncompiled()  # compilers load code and measure it, which cannot be captured
         variant.began = False
         started = time.perf_counter() if not variant.ran else 0.0
         if not variant.ran and inputs.tensors[0].ndim == 1:

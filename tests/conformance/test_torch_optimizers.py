@@ -31,8 +31,8 @@ CASES: list[Case] = [
     for info in cast(list[Any], optim_db)
     if info.optim_cls.__name__ in OURS
     for case in info.optim_inputs_func(device="cpu")
-    # AMSGrad and CUDA's capturable are refused on purpose.
-    if not case.kwargs.get("amsgrad") and not case.kwargs.get("capturable")
+    # AMSGrad is refused on purpose.
+    if not case.kwargs.get("amsgrad")
 ]
 every_case = pytest.mark.parametrize(
     ("ours", "theirs", "arguments"), CASES, ids=[f"{a.__name__}-{','.join(map(str, k))}" for a, _, k in CASES]
@@ -542,7 +542,6 @@ def test_what_is_refused_on_purpose_is_refused_with_the_reason(kind: Any) -> Non
         (lambda: kind(real, foreach=True), r"foreach: got True; accepted are None and False: layout='flat'"),
         (lambda: kind(real, fused=True), r"fused: got True; accepted are None and False: compile=True"),
         (lambda: kind(real, differentiable=True), r"differentiable: got True; .*everybit.with_policy"),
-        (lambda: kind(real, capturable=True), r"capturable: got True"),
         (lambda: kind(real * 2), r"parameters 0 and 1 are the same tensor"),
     ]
     for use, message in refused:

@@ -15,6 +15,7 @@ from everybit import testing
 from everybit.context import ALONE
 from everybit.hyperparameters import numbers_only
 from everybit.testing import CHECKS, REGISTRY
+from everybit.testing.examples import assert_same_bits, example_grads, example_params, few_params
 
 P = TypeVar("P")
 
@@ -599,3 +600,14 @@ def test_same_bits_tells_minus_zero_from_zero_and_one_nan_from_another() -> None
     testing.assert_same_bits(nan, nan.clone(), "one")
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(nan[:1], nan[1:], "another")
+
+
+def test_examples_lie_on_the_default_device_with_the_same_values_on_all() -> None:
+    with torch.device("meta"):
+        params = example_params()
+        few = few_params()
+        grads = example_grads(params, 1)
+    assert all(leaf.is_meta for leaf in eb.tree.leaves((params, few, grads)))
+    with torch.device("cpu"):
+        there = example_params()
+    assert_same_bits(there, example_params(), "with a default device, against without")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
+from everybit_torch.sharded import arguments
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.squares import sums_of_squares
@@ -25,7 +27,7 @@ from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 from everybit_torch.stepping import PIECE
 from tests.support.programs import Block, data, network, on_a_mesh
 from tests.support.ranks import run
-from tests.support.readbacks import ReadBackError, Readbacks
+from tests.support.readbacks import Crossings, ReadBackError, Readbacks
 
 CLIPPED = eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(1e-2))
 # The transform, whether the model is in bfloat16, and options.
@@ -101,6 +103,44 @@ def test_a_step_of_the_torch_optimizer_reads_nothing_back(clipped: bool, low: bo
         with readbacks.watching():
             optimizer.step()
     assert readbacks.read == 0
+
+
+@pytest.mark.parametrize("transform", [eb.adamw(1e-2), CLIPPED])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_a_step_on_a_device_waits_for_nothing(
+    strategy: Strategy, transform: eb.Transform[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it copy anything to the host, or from it: tensors without memory, which steppers refuse, stand in for those on a device."""
+    monkeypatch.setattr(arguments, "_device_of", lambda _: torch.device("meta"))
+    model = network(torch.bfloat16).to("meta")
+    stepper = FlatStepper(model, transform, policy=eb.policies.LEAN_BF16, strategy=strategy, units=[Block])
+    for _ in range(3):
+        with stepper.microbatch(last=True):
+            model(torch.empty(4, 3, dtype=torch.bfloat16, device="meta")).float().square().mean().backward()
+        with Crossings():  # type: ignore[no-untyped-call]
+            stepper.step()
+    stepper.close()
+
+
+def test_a_compiled_step_reads_nothing_back() -> None:
+    """Compiled code is called without Dynamo from its second call on, so that a mode sees what it asks for."""
+    torch._dynamo.reset()  # what it remembers of other tests' lengths may make code for one length
+    model = network(torch.bfloat16)
+    policy = replace(eb.policies.LEAN_BF16, grads=eb.Grads(main="float32"))
+    stepper = FlatStepper(model, eb.adamw(1e-2, b2=0.95), policy=policy, units=[Block], compile=True)
+    readbacks = Readbacks()
+    lengths = {unit.tensor.numel() for unit in stepper.as_optimizer().engine.units}
+    assert min(lengths) > 1
+    for step in range(4):
+        with stepper.microbatch(last=True):
+            model(data(step, 0, 0, torch.bfloat16)).float().square().mean().backward()
+        if step < 2:
+            stepper.step()
+            continue
+        with readbacks.watching():
+            stepper.step()
+    assert readbacks.read == 0
+    stepper.close()
 
 
 # -- who reads -----------------------------------------------------------------------------------------------------------------------------

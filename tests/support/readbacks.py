@@ -85,5 +85,30 @@ class Readbacks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before |= self._now
 
 
+class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, whatever waits for an accelerator raises; tensors without memory (``meta``) stand in for those on one.
+
+    That is reading a value, copying to the host, and copying from the host in the way that waits.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        name = function._schema.name
+        if name in READING and any(x.is_meta for x in given):
+            raise ReadBackError(f"{name}: read a tensor of shape {tuple(given[0].shape)}")
+        outputs = function(*args, **kwargs)
+        made = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+        if any(x.is_meta for x in given) and any(not x.is_meta for x in made):
+            raise ReadBackError(f"{name}: copied to the host")
+        if name in ("aten::copy_", "aten::_to_copy", "aten::_copy_from"):
+            into = made[0]
+            source = args[1] if name == "aten::copy_" else args[0]
+            waits = not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2]))
+            if into.is_meta and not source.is_meta and waits:
+                raise ReadBackError(f"{name}: waited while it copied from the host")
+        return outputs
+
+
 def _indices(function: Any, args: Any) -> list[Any]:
     return list(args[1]) if function._schema.name in ("aten::index", "aten::index_put_") else []

@@ -7,6 +7,7 @@ scheduler without having been made by a factory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -65,6 +66,21 @@ def _single(transform: eb.Transform[Any]) -> dict[str, Any]:
 def with_hyperparameters(transform: eb.Transform[Any], values: Mapping[str, Any]) -> eb.Transform[Any]:
     """``transform`` with the numbers of these names replaced, wherever in it they are. Names are the fields' own."""
     return map_hyperparameters(lambda name, value: values.get(name, value), transform)
+
+
+@dataclass(frozen=True, slots=True)
+class Factory:
+    """Makes a transform with other numbers, by the names of the fields; and nothing of it changes.
+
+    Attributes:
+        transform: With the numbers that it was given.
+    """
+
+    transform: eb.Transform[Any]
+
+    def __call__(self, **fields: Any) -> eb.Transform[Any]:
+        """The transform with these numbers."""
+        return with_hyperparameters(self.transform, fields)
 
 
 def _scheduled(transform: Any) -> set[str]:

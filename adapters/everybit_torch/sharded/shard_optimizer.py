@@ -23,7 +23,7 @@ from everybit_torch.groups import Group
 from everybit_torch.hyperparameter_names import spread
 from everybit_torch.members import ParameterTable
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
-from everybit_torch.sharded.hyperparameters import hyperparameter_fields, hyperparameters, with_hyperparameters
+from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.nonfinite import has_nonfinite
 from everybit_torch.sharded.offload import HostCopies
@@ -203,7 +203,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         shards = [shard for shard in self.shards if shard.weights.group.label == label]
         group = Group(
             number,
-            lambda **fields: with_hyperparameters(one.transform, fields),
+            Factory(one.transform),
             dict.fromkeys((shard.weights.group.dtype for shard in shards), one.policy),
             names=self.fields[label],
             owner=type(self).__name__,

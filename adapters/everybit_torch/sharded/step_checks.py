@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from everybit_torch.capturing import is_capturing
+
 
 class Completeness:
     """Whether weights and state belong together."""
@@ -37,8 +39,13 @@ class Completeness:
             name: Of what is refused.
 
         Raises:
-            RuntimeError: They do not belong together.
+            RuntimeError: They do not belong together; or a CUDA graph is being captured.
         """
+        if is_capturing():
+            raise RuntimeError(
+                f"{name}: a CUDA graph is being captured, which a stepper's cycle cannot be part of, since its ranks agree on each anew;"
+                " accepted is to call it outside of the capture."
+            )
         if self._incomplete is not None:
             raise RuntimeError(
                 f"{name}: {self._incomplete}; accepted is load_sharded(stepper, path), on every rank, which makes the state whole."

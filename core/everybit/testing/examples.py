@@ -17,14 +17,16 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def example_params(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> dict[str, Any]:
     """A small tree with what trips optimizers up: nested containers, odd sizes, a 0-d tensor, an empty one, a hole.
 
+    It lies on torch's default device (``with torch.device("cuda"): ...``), and has the same values on all.
+
     Args:
         dtype: Of every leaf.
         seed: Of the values, which are normal.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
 
     return {
         "w": normal(5, 7),
@@ -53,11 +55,11 @@ def example_grads(params: P, step: int, *, dtype: torch.dtype | None = None, see
         dtype: Of every leaf; None: as the parameters.
         seed: One seed, one sequence of gradients.
     """
-    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+    generator = torch.Generator("cpu").manual_seed(1_000_003 * (seed + 1) + step)
 
     def one(leaf: Tensor) -> Tensor:
-        magnitude = 2.0 ** torch.randint(-6, 4, leaf.shape, generator=generator)
-        values = torch.randn(leaf.shape, generator=generator) * magnitude
+        magnitude = 2.0 ** torch.randint(-6, 4, leaf.shape, generator=generator, device="cpu")
+        values = torch.randn(leaf.shape, generator=generator, device="cpu") * magnitude
         return values.to(leaf.device, leaf.dtype if dtype is None else dtype)
 
     return tree.map(one, params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ def check_compiled_equals_eager(
     inlined: bool = False,
     steps: int = 3,
     seed: int = 0,
+    options: Mapping[str, Any] | None = None,
 ) -> None:
     """Compiled with default options a step gives eager code's bits, parameters and state, step after step.
 
@@ -67,6 +68,7 @@ def check_compiled_equals_eager(
             exact in every dtype, so that what differs is the optimizer's doing.
         steps: How many.
         seed: Of stochastic rounding.
+        options: Of ``torch.compile``, in the place of the default ones, under which code for a GPU rounds otherwise than eager code.
     """
     optimizer = with_policy(build(warmup_cosine_decay_schedule(LEARNING_RATE, 1, 8)), policy, seed=seed)
     if params is None:
@@ -90,7 +92,7 @@ def check_compiled_equals_eager(
 
     step = inlining if inlined else alone
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, options=None if options is None else dict(options))
     eager = fast = (params, optimizer.init(params))
     for number in range(1, steps + 1):
         data = tree.map(powers_of_two, params) if inlined else example_grads(params, number)

@@ -1,0 +1,219 @@
+"""Share of the copy bandwidth that a step of AdamW reaches, and the kernels that it launches, by policy and number of elements.
+
+The optimizer's step and a copy of as many bytes as the policy needs take turns in one process; medians of each. A share of 1 is a step as
+fast as memory can be copied. Fewer elements than the device's cache holds may be moved faster than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import everybit as eb
+from contestants import HYPERPARAMETERS
+from everybit.policies import PRESETS
+from everybit_torch import AdamW
+from machine import describe, synchronize
+from pages import origin, table
+from speed import bytes_moved
+
+SIZES = {"cuda": (1 << 20, 1 << 24, 1 << 27), "cpu": (1 << 12, 1 << 14)}
+"""Elements, by device."""
+
+NOT_COMPILED = {"cuda": 1 << 24, "cpu": 1 << 12}
+"""Elements of the steps that are run uncompiled as well, by device."""
+
+UPPER = 2.0**-20
+"""A learning rate at which weights stay about where they are."""
+
+
+@dataclass
+class Result:
+    """One case. Times are seconds of one step; bytes are those that a pass has to move, for each element.
+
+    Attributes:
+        policy: Its name.
+        elements: How many.
+        compiled: Whether the step was.
+        bytes: Loaded and stored.
+        step: Until the device is done.
+        host: Until the call returns.
+        copy: Of a copy that moves as many bytes.
+        kernels: That a step launches; None where nothing is launched.
+        copies: Transfers and fills that a step asks the device for, beside kernels; likewise.
+        first_step: The first step, with compilation.
+        failure: Why there is no more.
+    """
+
+    policy: str
+    elements: int
+    compiled: bool
+    bytes: float = 0.0
+    step: float = 0.0
+    host: float = 0.0
+    copy: float = 0.0
+    kernels: int | None = None
+    copies: int | None = None
+    first_step: float = 0.0
+    samples: list[float] = field(default_factory=list)
+    copy_samples: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of the copy bandwidth."""
+        return self.copy / self.step
+
+
+def model_dtype(policy: eb.Policy) -> torch.dtype:
+    """Of the parameters that a policy is made for."""
+    dtype: torch.dtype = getattr(torch, policy.model_dtype)
+    return dtype
+
+
+def prepared(policy: str, elements: int, device: str, *, compile: bool) -> tuple[AdamW, nn.Parameter]:
+    """An optimizer of one parameter, with its gradient in a buffer."""
+    dtype = model_dtype(PRESETS[policy])
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    parameter = nn.Parameter(values)
+    settings = HYPERPARAMETERS | {"lr": UPPER, "betas": (0.9, 0.95)}
+    optimizer = AdamW([parameter], **settings, policy=PRESETS[policy], compile=compile, flat_gradients=True)
+    parameter.grad = torch.full_like(values, 0.01)
+    return optimizer, parameter
+
+
+def seconds_of(call: Callable[[], object], device: str, repeats: int) -> tuple[float, float]:
+    """Seconds of one call of several: until the device is done, and until the host has asked for it."""
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    asked = time.perf_counter()
+    synchronize(device)
+    return (time.perf_counter() - begin) / repeats, (asked - begin) / repeats
+
+
+def launched(events: Iterable[Any]) -> tuple[int, int]:
+    """Of the events of a profile, those that are kernels, and those that are transfers and fills."""
+    names = [event.name for event in events if event.device_type.name == "CUDA"]
+    moved = sum(name.startswith(("Memcpy", "Memset")) for name in names)
+    return len(names) - moved, moved
+
+
+def profiled(call: Callable[[], object], device: str) -> tuple[int, int] | None:
+    """What one call launches; None on a device that launches nothing."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    with profile(activities=activities) as found:
+        call()
+        synchronize(device)
+    return launched(found.events()) if device == "cuda" else None
+
+
+def measure(policy: str, elements: int, device: str, *, compile: bool, seconds: float) -> Result:
+    """Run one case."""
+    result = Result(policy, elements, compile)
+    optimizer, parameter = prepared(policy, elements, device, compile=compile)
+    result.first_step, _ = seconds_of(optimizer.step, device, 1)
+    seconds_of(optimizer.step, device, 2)
+    result.bytes = bytes_moved(optimizer, [parameter])
+    # A copy loads each byte and stores it.
+    source = torch.zeros(int(elements * result.bytes / 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> Tensor:
+        return target.copy_(source)
+
+    once, _ = seconds_of(optimizer.step, device, 3)
+    seconds_of(copy, device, 3)
+    repeats = max(1, int(0.02 / max(once, 1e-6)))
+    hosts: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(result.samples) < 5:
+        whole, host = seconds_of(optimizer.step, device, repeats)
+        result.samples.append(whole)
+        hosts.append(host)
+        result.copy_samples.append(seconds_of(copy, device, repeats)[0])
+    result.step, result.host = statistics.median(result.samples), statistics.median(hosts)
+    result.copy = statistics.median(result.copy_samples)
+    if (counts := profiled(optimizer.step, device)) is not None:
+        result.kernels, result.copies = counts
+    return result
+
+
+def cases(device: str, policies: Sequence[str]) -> list[tuple[str, int, bool]]:
+    """Policy, elements, and whether the step is compiled."""
+    compiled = [(policy, elements, True) for policy in policies for elements in SIZES[device]]
+    return compiled + [(policy, NOT_COMPILED[device], False) for policy in policies]
+
+
+def run(device: str, policies: Sequence[str], seconds: float, out: Path) -> list[Result]:
+    """All cases; what there is so far is written after each."""
+    results: list[Result] = []
+    machine = describe()
+    for policy, elements, compile in cases(device, policies):
+        try:
+            result = measure(policy, elements, device, compile=compile, seconds=seconds)
+        except Exception as error:  # the others are run all the same
+            result = Result(policy, elements, compile, failure=f"{type(error).__name__}: {error}"[:300])
+        results.append(result)
+        print(" ".join(row(result)), flush=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"machine": machine, "results": [asdict(one) for one in results]}, indent=1) + "\n")
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+COLUMNS = [
+    "policy", "elements", "step", "bytes", "time, us", "host, us", "share of copy", "GB/s", "kernels", "transfers", "first step, s"
+]  # fmt: skip
+
+
+def row(result: Result) -> list[str]:
+    """A case as text."""
+    named = [f"`{result.policy}`", f"{result.elements:,}", "compiled" if result.compiled else "uncompiled"]
+    if result.failure:
+        return [*named, result.failure, *[""] * (len(COLUMNS) - 4)]
+    return [
+        *named, f"{result.bytes:g}", f"{1e6 * result.step:.1f}", f"{1e6 * result.host:.1f}", f"{100 * result.share:.0f} %",
+        f"{result.bytes * result.elements / result.step / 1e9:.0f}", _or_dash(result.kernels), _or_dash(result.copies),
+        f"{result.first_step:.1f}",
+    ]  # fmt: skip
+
+
+def _or_dash(count: int | None) -> str:
+    return "-" if count is None else str(count)
+
+
+def markdown(held: dict[str, Any]) -> str:
+    """The results as a table."""
+    results = [Result(**one) for one in held["results"]]
+    return table(COLUMNS, [row(one) for one in results]) + origin(held["machine"])
+
+
+def main() -> int:
+    """Return 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--policies", nargs="*", choices=tuple(PRESETS), default=tuple(PRESETS))
+    parser.add_argument("--seconds", type=float, default=0.3, help="that each case is timed")
+    parser.add_argument("--out", type=Path, required=True, help="where the raw results go")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results = run(given.device, given.policies, given.seconds, given.out)
+    return 1 if any(one.failure for one in results) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

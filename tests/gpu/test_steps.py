@@ -1,0 +1,138 @@
+"""Steps on a GPU: the bits of eager code, two kernels, and the battery of promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import everybit as eb
+from everybit.testing import CHECKS, REGISTRY, check_compiled_equals_eager
+from everybit.testing.examples import assert_same_bits
+from everybit_torch import EXACT_OPTIONS, AdamW, FlatStepper, TorchOptimizer
+from tests.support.devices import some
+
+pytestmark = pytest.mark.cuda
+
+PRESETS = eb.policies.PRESETS
+STEPS = 5
+
+
+def slow(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    """AdamW whose second moment decays fast enough for every preset."""
+    return eb.adamw(learning_rate, b2=0.95)
+
+
+def parameters(policy: str, device: torch.device) -> list[nn.Parameter]:
+    """Of a length that is a multiple of 16, and of one that is not; longer than a block of threads."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, PRESETS[policy].model_dtype)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in ((65, 64), (1111,))]
+
+
+def stepped(
+    policy: str, factory: Callable[..., Any], device: torch.device, steps: int = STEPS, **options: Any
+) -> tuple[TorchOptimizer, list[Tensor]]:
+    """The optimizer, and all tensors after some steps."""
+    params = parameters(policy, device)
+    options = {"lr": 0.01, "seed": 3} | options
+    optimizer = TorchOptimizer([{"params": [p]} for p in params], factory, policy=PRESETS[policy], **options)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 + step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p)
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.step()
+    state = [x for p in params for x in optimizer.state[p].values() if isinstance(x, Tensor)]
+    return optimizer, [*(p.detach() for p in params), *state]
+
+
+@pytest.mark.parametrize("policy", some(PRESETS))
+def test_compiled_steps_have_the_bits_of_uncompiled_ones(policy: str, device: torch.device) -> None:
+    _, expected = stepped(policy, slow, device, compile=False)
+    _, got = stepped(policy, slow, device, compile=True)
+    assert_same_bits(got, expected, "compiled, against uncompiled")
+
+
+@pytest.mark.parametrize("name", some(REGISTRY))
+def test_so_have_those_of_every_optimizer(name: str, device: torch.device) -> None:
+    _, expected = stepped("LEAN_BF16", REGISTRY[name], device, compile=False)
+    _, got = stepped("LEAN_BF16", REGISTRY[name], device, compile=True)
+    assert_same_bits(got, expected, "compiled, against uncompiled")
+
+
+@pytest.mark.parametrize("policy", some(PRESETS))
+def test_a_compiled_step_is_two_kernels_and_no_transfer(policy: str, device: torch.device) -> None:
+    dtype = getattr(torch, PRESETS[policy].model_dtype)
+    parameter = nn.Parameter(torch.ones(1 << 16, device=device, dtype=dtype))
+    optimizer = AdamW([parameter], betas=(0.9, 0.95), policy=PRESETS[policy], compile=True, flat_gradients=True)
+    parameter.grad = torch.ones_like(parameter)
+    for _ in range(3):
+        optimizer.step()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as found:
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    names = [event.name for event in found.events() if event.device_type.name == "CUDA"]
+    assert any(event.device_type.name == "CPU" for event in found.events())
+    assert len(names) == (2 if device.type == "cuda" else 0), names
+
+
+def test_a_step_on_a_device_is_that_of_the_host(device: torch.device) -> None:
+    """In float64, where what differs are the last bits of powers: some units of 2**-53, each step a thousandth of a weight."""
+    _, host = stepped("FP64", eb.adamw, torch.device("cpu"), compile=False)
+    for compile in (False, True):
+        _, there = stepped("FP64", eb.adamw, device, compile=compile)
+        for a, b in zip(there, host, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("policy", some(["LEAN_BF16", "TIGHT_BF16", "EXACT_BF16", "MIXED_BF16"]))
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_a_compiled_stepper_has_the_bits_of_an_uncompiled_one(policy: str, strategy: Any, device: torch.device) -> None:
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(33, 64), nn.Tanh(), nn.Linear(64, 5)).bfloat16().to(device)
+        stepper = FlatStepper(
+            model,
+            eb.adamw(0.01, b2=0.95),
+            policy=PRESETS[policy],
+            strategy=strategy,
+            units=[nn.Linear],
+            compile=compile,
+        )
+        for step in range(3):
+            x = torch.randn(8, 33, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
+            with stepper.microbatch(last=True):
+                model(x).float().square().mean().backward()
+            stepper.step()
+        with stepper.full_parameters():
+            found.append([p.detach().clone() for p in model.parameters()])
+        stepper.close()
+    assert_same_bits(found[1], found[0], "compiled, against uncompiled")
+
+
+# Their promise is about default options, under which code for a GPU is contracted.
+EAGER = [name for name in CHECKS if name != "compiled equals eager"]
+
+
+@pytest.mark.parametrize("check", EAGER)
+@pytest.mark.parametrize("name", some(REGISTRY))
+def test_every_optimizer_keeps_its_promises(name: str, check: str, device: torch.device) -> None:
+    with device:
+        CHECKS[check](REGISTRY[name])
+
+
+@pytest.mark.parametrize("policy", some(PRESETS))
+def test_a_users_compiled_function_has_eager_bits_under_the_exact_options(policy: str, device: torch.device) -> None:
+    check = partial(check_compiled_equals_eager, options=EXACT_OPTIONS, policy=PRESETS[policy])
+    with device:
+        dtype = getattr(torch, PRESETS[policy].model_dtype)
+        check(slow, dtype=dtype, params=torch.linspace(-2, 2, 203).to(dtype))

@@ -227,6 +227,8 @@ class Group:
         """
         tensor = unit.tensor
         optimizer = self.optimizer_of(unit)
+        # Found on the device of the first unit of all.
+        totals = [x if x.device == tensor.device else x.to(tensor.device) for x in totals]
 
         def uncompiled() -> Metrics | None:
             return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals, due=due)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 Stream = Any  # torch.cuda.Stream, or what a test puts in its place
 
-_HERE: AbstractContextManager[None] = nullcontext()
+HERE: AbstractContextManager[None] = nullcontext()
+"""Within it work goes on on the present stream."""
 
 
 def has_streams(device: torch.device) -> bool:
@@ -85,24 +86,25 @@ class Home:
         for device in list(self._of):
             self.begin(device)
 
-    def entered(self, device: torch.device, *given: Tensor) -> AbstractContextManager[None]:
+    def entered(self, device: torch.device, given: Tensor | None = None) -> AbstractContextManager[None]:
         """Work inside is done on the home stream, after what is queued on the present one, and before what is queued on that next.
 
         Args:
             device: Where the work is done.
-            given: Tensors that are used inside and may be freed after it.
+            given: A tensor that is used inside and may be freed after it.
         """
         if not has_streams(device):
-            return _HERE
-        now, home = current(device), self._of.get(device)
-        return _HERE if home is None or now == home else _elsewhere(now, home, given)
+            return HERE
+        now = current(device)
+        home = self._of.setdefault(device, now)
+        return HERE if now == home else _elsewhere(now, home, given)
 
 
 @contextmanager
-def _elsewhere(now: Stream, home: Stream, given: tuple[Tensor, ...]) -> Iterator[None]:
+def _elsewhere(now: Stream, home: Stream, given: Tensor | None) -> Iterator[None]:
     home.wait_stream(now)
-    for x in given:
-        x.record_stream(home)
+    if given is not None:
+        given.record_stream(home)
     try:
         with working_on(home):
             yield

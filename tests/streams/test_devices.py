@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import everybit as eb
-from everybit_torch import AdamW, FlatStepper, TorchOptimizer, engine, stepping
+from everybit_torch import AdamW, FlatStepper, TorchOptimizer, engine, stepping, streams
 from everybit_torch.collectives.communicator import Communicator
+from tests.support.fake_device.device import FakeDevice
+from tests.support.fake_device.memory import HazardError
 
 CLIPPED = eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(1e-2))
 
@@ -75,3 +78,17 @@ def test_a_device_without_float64_is_refused_when_the_optimizer_is_made() -> Non
             AdamW(model.parameters())
         with pytest.raises(ValueError, match="model: got a parameter on mps:0, a device without float64"):
             FlatStepper(model, CLIPPED)
+
+
+def test_a_captured_stream_waits_for_none_from_before() -> None:
+    """CUDA refuses that in a capture; whoever begins one has synchronized."""
+    for captures in (False, True):
+        with FakeDevice().watching() as device, mock.patch.object(streams, "is_capturing", return_value=captures):
+            home, here, stream = streams.Home(), torch.device("cpu"), device.stream()
+            home.begin(here)
+            x = torch.ones(4, device=here)
+            with device.on(stream):
+                home.begin(here)
+                with home.entered(here), pytest.raises(HazardError) if captures else contextlib.nullcontext():
+                    x.sum()
+                assert device.current is stream

@@ -64,8 +64,8 @@ class Communicator:
 
     Args:
         group: The process group; None for one process alone.
-        near: The device of what is sent. Small tensors of a communicator's own lie there too, if they cannot lie on the host; torch's present
-            device may be another.
+        near: The device of what is sent. Small tensors of a communicator's own lie there too, if they cannot lie on the host. Torch's
+            present device may be another.
         owned: Whether the group was made here; :meth:`close`, or the end of this object, then leaves it to the next who needs one like it.
 
     Attributes:

@@ -42,7 +42,7 @@ class Executor:
         self._weights, self._gradients, self._divisor = dict(weights), dict(gradients), divisor
         self._reducing = list(reducing)
         self._device = next((one.shard.device for one in weights.values()), torch.device("cpu"))
-        self._home = streams.Home()
+        self._home, self._has_streams = streams.Home(), streams.has_streams(self._device)
         self._under_way: list[Reduction] = []
         self._spreading: dict[int, Pending] = {}
         self._arriving: Tensor | None = None
@@ -69,9 +69,9 @@ class Executor:
         """A pass or a step begins: its events are carried out on the present stream, whoever asks for them."""
         self._home.begin(self._device)
 
-    def at_home(self, *given: Tensor) -> AbstractContextManager[None]:
-        """Work inside is done where events are carried out; ``given`` are tensors that are used inside, and may be freed after it."""
-        return self._home.entered(self._device, *given)
+    def at_home(self, given: Tensor | None = None) -> AbstractContextManager[None]:
+        """Work inside is done where events are carried out; ``given`` is a tensor that is used inside, and may be freed after it."""
+        return self._home.entered(self._device, given) if self._has_streams else streams.HERE
 
     def on(self, handlers: Mapping[Kind, Callable[[Event], None]]) -> None:
         """Have other events carried out, too."""
@@ -81,7 +81,7 @@ class Executor:
         """Carry out events; ``gradient`` is what arrives in them."""
         self._arriving = gradient
         try:
-            with self.at_home(*(() if gradient is None else (gradient,))):
+            with self.at_home(gradient):
                 for event in events:
                     self._handlers[event.kind](event)
                     if self.observer is not None:

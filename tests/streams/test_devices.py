@@ -80,6 +80,23 @@ def test_a_device_without_float64_is_refused_when_the_optimizer_is_made() -> Non
             FlatStepper(model, CLIPPED)
 
 
+def test_what_hooks_are_given_may_be_freed_on_its_own_stream() -> None:
+    """As a gradient that one stream has made, in a hook on another, which works on a third."""
+    with FakeDevice().watching() as device:
+        home, here, first, second = streams.Home(), torch.device("cpu"), device.stream(), device.stream()
+        home.begin(here)
+        with device.on(first):
+            x = torch.ones(4, device=here)
+        second.wait_stream(first)
+        with device.on(second):
+            x.record_stream(second)  # type: ignore[arg-type]
+            with home.entered(here, x):
+                x.sum()
+        del x
+        with device.on(first):
+            torch.ones(4, device=here)
+
+
 def test_a_captured_stream_waits_for_none_from_before() -> None:
     """CUDA refuses that in a capture; whoever begins one has synchronized."""
     for captures in (False, True):

@@ -68,6 +68,7 @@ def a_view_is_the_same_memory(device: FakeDevice, right: bool) -> None:
 def the_host_reads_a_copy(device: FakeDevice, right: bool) -> None:
     x, home = ones(), pinned()
     home.copy_(x, non_blocking=True)
+    home[16:].sum()  # nothing of it
     if right:
         device.synchronize()
     home.tolist()
@@ -170,6 +171,16 @@ def memory_of_the_host_is_freed_during_a_copy(device: FakeDevice, right: bool) -
     x.sum()
 
 
+def a_number_is_written_to_the_hosts_memory(device: FakeDevice, right: bool) -> None:
+    """For which nobody waits."""
+    x, home, numbers = ones(), pinned(), torch.zeros(4)
+    home.copy_(x, non_blocking=True)
+    numbers[1] = 3.0
+    if right:
+        device.synchronize()
+    home.tolist()
+
+
 def the_hosts_tensor_meets_the_devices(device: FakeDevice, right: bool) -> None:
     ones() + (torch.ones(()) if right else torch.ones(16))
 
@@ -211,7 +222,8 @@ PROGRAMS = [
     the_host_reads_a_copy, the_host_reads_a_copy_that_it_waited_for, the_host_reads_a_result, the_host_brings_a_tensor_to_its_memory,
     a_pinned_buffer_is_filled_again, two_copies_to_a_pinned_buffer, memory_is_freed_while_another_uses_it,
     freed_memory_is_used_again_after_the_other_is_done, a_storage_is_emptied_while_another_uses_it,
-    memory_is_used_before_its_stream_has_allocated_it, the_hosts_tensor_meets_the_devices, numbers_of_two_devices_are_stacked,
+    memory_is_used_before_its_stream_has_allocated_it, a_number_is_written_to_the_hosts_memory,
+    the_hosts_tensor_meets_the_devices, numbers_of_two_devices_are_stacked,
     hooks_of_one_pass_use_a_buffer,
 ]  # fmt: skip
 

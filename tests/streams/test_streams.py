@@ -90,9 +90,10 @@ def test_state_on_the_host_is_copied_in_order(way: Way, strategy: Strategy) -> N
     assert alike(sharded(way, strategy, offloaded=True), plain())
 
 
-def test_copies_to_a_device_without_streams_are_waited_for() -> None:
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_copies_to_a_device_without_streams_are_waited_for(tmp_path: Path, offloaded: bool) -> None:
     device = FakeDevice(stages=False)
-    assert alike(sharded("one stream", "optim_grads", device=device, offloaded=True), plain())
+    assert alike(sharded("one stream", "optim", device=device, offloaded=offloaded, folder=tmp_path), plain())
 
 
 def test_what_is_loaded_after_a_failed_step_is_not_written_over_by_its_copies(tmp_path: Path) -> None:
@@ -160,24 +161,39 @@ def test_after_an_error_in_a_backward_pass_the_caller_comes_after_its_streams(st
             stepper.step()
 
 
+def test_after_an_error_released_weights_may_be_used_on_the_callers_stream() -> None:
+    device = FakeDevice()
+    with device.watching():
+        training = Training("forward elsewhere", device)
+        optimizer = AdamW(training.model.parameters(), 1e-2, compile=False)
+        optimizer.place()
+        enable_gradient_release(training.model, optimizer, bucket=80)
+        training.model.entry.weight.register_hook(refuse)
+        with pytest.raises(RuntimeError, match="refused"):
+            training.backward(0)
+        optimizer.zero_grad()
+        for parameter in training.model.parameters():
+            parameter.detach().sum()
+
+
 def refuse(_gradient: Tensor) -> None:
     raise RuntimeError("refused")
 
 
-def test_parameters_that_were_made_on_another_stream_are_kept_until_they_are_copied() -> None:
+@pytest.mark.parametrize("kind", ["flat", "sharded"])
+def test_parameters_that_were_made_on_another_stream_are_kept_until_they_are_copied(kind: str) -> None:
     """Their memory belongs to that stream, which may go on with something else."""
-    for sharded_ in (False, True):
-        device = FakeDevice()
-        with device.watching():
-            model = nn.Linear(3, 2, device=torch.device("cpu"))
-            stream = device.stream()
-            stream.wait_stream(device.current)
-            with device.on(stream):
-                if sharded_:
-                    FlatStepper(model, CLIPPED)
-                else:
-                    AdamW(model.parameters(), compile=False).place()
-            torch.zeros(6, device=torch.device("cpu"))
+    device = FakeDevice()
+    with device.watching():
+        model = nn.Linear(3, 2, device=torch.device("cpu"))
+        stream = device.stream()
+        stream.wait_stream(device.current)
+        with device.on(stream):
+            if kind == "flat":
+                AdamW(model.parameters(), compile=False).place()
+            else:
+                FlatStepper(model, CLIPPED)
+        torch.zeros(6, device=torch.device("cpu"))
 
 
 def test_one_device_prepares_a_step_of_released_gradients_while_another_waits() -> None:

@@ -152,8 +152,7 @@ class Passes:
                     f" {self._layout.units[unit] or 'the model'}, whose gradients have been sent. Accepted are the other strategies."
                 )
         if self._nan == "param":
-            with self._executor.at_home(gradient):
-                self.nonfinite[number] += count_nonfinite(gradient)
+            self.nonfinite[number] += count_nonfinite(gradient)
         self.touched[number] = True
         self._executor.run(self._schedule.arrive(group, place), gradient)
 

@@ -87,7 +87,6 @@ class FakeDevice:
         self._memory = Memory(self.host)
         self._default = FakeStream("default", self.host)
         self._communicators: dict[int, Clock] = {}
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._local = threading.local()
         self.backward = Backward(self)
 
@@ -141,12 +140,16 @@ class FakeDevice:
         storage = x.untyped_storage()
         if not storage.nbytes():
             return None
-        block = self._memory.find(x.data_ptr())
+        block = self._memory.find(storage.data_ptr())
         if block is None:
             default = self._default.clock
             block = self._memory.allocate(storage.data_ptr(), storage.nbytes(), place, default, fresh=False)
-            self._watch(storage)
+            self._watch(storage, block)
         return block
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether a tensor's memory was seen."""
+        return self._memory.find(x.untyped_storage().data_ptr()) is not None
 
     def made(self, x: Tensor, place: Place) -> None:
         """An operation has made a tensor, in memory of its own."""
@@ -154,18 +157,11 @@ class FakeDevice:
         if has_memory(x) and storage.nbytes():
             clock = self.host if place != "device" else self.clock
             clock.learn(self.host.seen)
-            self._memory.allocate(storage.data_ptr(), storage.nbytes(), place, clock)
-            self._watch(storage)
+            self._watch(storage, self._memory.allocate(storage.data_ptr(), storage.nbytes(), place, clock))
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        if storage not in self._known:
-            self._known.add(storage)
-            weakref.finalize(storage, self._free, storage.data_ptr()).atexit = False
-
-    def _free(self, start: int) -> None:
-        block = self._memory.find(start)
-        if block is not None and block.start == start:
-            self._memory.free(block)
+    def _watch(self, storage: torch.UntypedStorage, block: Block) -> None:
+        """Free a block with its storage, if that still lies there."""
+        weakref.finalize(storage, self._memory.free, block).atexit = False
 
     def resized(self, storage: torch.UntypedStorage, size: int, resize: Callable[..., Any]) -> Any:
         """A storage is given other memory, or none."""
@@ -176,9 +172,8 @@ class FakeDevice:
         if size:
             clock = self.clock
             clock.learn(self.host.seen)
-            self._memory.allocate(storage.data_ptr(), size, "device" if block is None else block.place, clock)
-            # The finalizer knows the address from before.
-            weakref.finalize(storage, self._free, storage.data_ptr()).atexit = False
+            place = "device" if block is None else block.place
+            self._watch(storage, self._memory.allocate(storage.data_ptr(), size, place, clock))
         return result
 
     # -- operations ---------------------------------------------------------------------------------------------------------------
@@ -462,6 +457,8 @@ class Operations(TorchDispatchMode):
             device.read(reads[0], schema.name)
             return outputs
         if schema.name == "aten::copy_":
+            if not reads[0].ndim and not device.knows(reads[0]):
+                device.made(reads[0], "host")  # a number of Python's
             device.copied("copy_", writes[0], reads[0], waits=not named.get("non_blocking", False))
             return outputs
         place: Place = (

@@ -19,7 +19,6 @@ from everybit.optimizer import OptimizerState
 from everybit_torch import byte_account, full_precision
 from everybit_torch.arguments import differ
 from everybit_torch.asking import Reads
-from everybit_torch.capturing import is_capturing
 from everybit_torch.dtensors import Over, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
@@ -31,6 +30,7 @@ from everybit_torch.joining import Joining, boundaries_between
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.stepping import StateCopies, step_in_pieces
+from everybit_torch.streams import is_capturing
 from everybit_torch.units import Unit, init_state, write
 
 Grads = list[Tensor | None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from threading import RLock
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everybit.metrics import Metrics
 from everybit.scalars import require
+from everybit_torch import streams
 from everybit_torch.engine import added
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.torch_internals import autograd
@@ -56,6 +58,8 @@ class GradientRelease:
         self._buckets: list[_Bucket] = []
         self._of: dict[int, _Bucket] = {}
         self._begun = False
+        self._home = streams.Home()
+        self._lock = RLock()  # autograd has a thread for each device, and parameters may lie on several
         self._open: set[int] = set()  # backward passes that stepped and did not come to their end
         # A GradScaler then comes to `finish`, which refuses it, rather than fail for want of gradients.
         self._undo = leave_scaling_to_step(optimizer)
@@ -106,6 +110,7 @@ class GradientRelease:
     def abandon(self) -> None:
         """Begin a new step with the next backward pass, after one that ended in an exception. Parameters that were stepped stay stepped."""
         if self._open:
+            self._home.begin_everywhere()  # after an error autograd does not see to that
             self._end()
 
     # -- during the backward pass ---------------------------------------------------------------------------------------------
@@ -114,6 +119,15 @@ class GradientRelease:
     def _arrive(self, parameter: Tensor) -> None:
         if self._accumulating:
             return
+        assert parameter.grad is not None
+        with self._lock:
+            if not self._begun:
+                self._home.begin(parameter.device)
+            with self._home.entered(parameter.device, parameter.grad):
+                self._take(parameter)
+
+    def _take(self, parameter: Tensor) -> None:
+        """A parameter's gradient is complete."""
         assert parameter.grad is not None
         if parameter.grad.layout is not torch.strided:
             raise TypeError(f"gradient release: got a {parameter.grad.layout} gradient; accepted are dense gradients.")

@@ -18,7 +18,6 @@ from everybit.policy import AnyPolicy
 from everybit.transform import periods
 from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name, differ
-from everybit_torch.capturing import is_capturing
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import can_compile, has_compiler
 from everybit_torch.host_counts import Due
@@ -26,6 +25,7 @@ from everybit_torch.members import members_of
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.stepping import Compile, step_in_place, step_unit
+from everybit_torch.streams import has_streams, is_capturing
 from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import LIMIT, Inputs, Variants
 
@@ -250,6 +250,8 @@ class Group:
         """
         tensor = unit.tensor
         optimizer = self.optimizer_of(unit)
+        # Found on the device of the first unit of all.
+        totals = [x if x.device == tensor.device else x.to(tensor.device) for x in totals]
 
         def uncompiled() -> Metrics | None:
             return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals, due=due)
@@ -285,9 +287,9 @@ class Group:
         held = self._numbers.get(device)
         if held is None or held.numel() != len(values) or any(held is one for one in self._in_graphs):
             held = self._numbers[device] = torch.empty(len(values), dtype=torch.float64, device=device)
-        # A copy that blocks waits until the device has done all that it was asked for. This one waits for nothing: memory of the host that
-        # is not pinned is read before the call returns.
-        held.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
+        # A copy that blocks waits until the device has done all that it was asked for. This one waits for nothing: where there are streams,
+        # memory of the host that is not pinned is read before the call returns.
+        held.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=has_streams(device))
         return held
 
 

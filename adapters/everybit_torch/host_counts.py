@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit_torch.capturing import is_capturing
+from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.tensors import version
 
 Due = tuple[tuple[int, bool], ...]

@@ -16,7 +16,6 @@ from everybit.optimizer import Unsafe
 from everybit.policy import LOW, AnyPolicy
 from everybit_torch import full_weights, loading, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
-from everybit_torch.capturing import is_capturing
 from everybit_torch.choosing import tree_of
 from everybit_torch.dtensors import over_mesh
 from everybit_torch.engine import Engine
@@ -31,6 +30,7 @@ from everybit_torch.places import Places, parameters_of
 from everybit_torch.probing import Factory
 from everybit_torch.saved_structure import read
 from everybit_torch.stepping import Compile, require_compile
+from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals import optimizers as torch_optimizers
 from everybit_torch.units import Unit
 

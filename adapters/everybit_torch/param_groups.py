@@ -23,7 +23,7 @@ def require_parameters(number: int, tensors: Sequence[Any]) -> None:
 
     Raises:
         TypeError: Something that is no tensor, or no real floating-point tensor.
-        ValueError: A tensor that comes twice.
+        ValueError: A tensor that comes twice, or is on a device that cannot step it.
     """
     for index, tensor in enumerate(tensors):
         where = f"param group {number}, parameter {index}"
@@ -34,12 +34,26 @@ def require_parameters(number: int, tensors: Sequence[Any]) -> None:
                 f"{where}: got {tensor.dtype}; accepted are real floating-point parameters."
                 + (" torch.view_as_real gives a real view of a complex one." if tensor.is_complex() else "")
             )
+        require_float64(tensor.device, where)
     places: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
         if (first := places.setdefault(id(tensor), index)) != index:
             raise ValueError(
                 f"param group {number}: parameters {first} and {index} are the same tensor; accepted is each once."
             )
+
+
+def require_float64(device: torch.device, where: str) -> None:
+    """Refuse a device without float64, in which coefficients are computed.
+
+    Raises:
+        ValueError: It has none; the message begins with ``where``.
+    """
+    if device.type == "mps":
+        raise ValueError(
+            f"{where}: got a parameter on {device}, a device without float64, in which a step's coefficients are computed; accepted are"
+            " devices that have it, such as CPUs and CUDA devices."
+        )
 
 
 def policy_for(policy: AnyPolicy | None, dtype: torch.dtype, number: int, *, mixed: bool) -> AnyPolicy:

@@ -22,6 +22,7 @@ from everybit.formats import PartSpec
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.policy import Resolved
+from everybit_torch import streams
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, like, local
 from everybit_torch.gradients import Gathered, MemberGradients, UnitGradients, gather, gathered_at_once, piece
@@ -349,6 +350,7 @@ def flatten(parameters: list[Tensor]) -> Tensor:
     start = 0
     for parameter in parameters:
         stop = start + parameter.numel()
+        streams.keep(parameter)  # which may have been made on another stream
         parameter.data = piece(buffer, start, stop, parameter.shape)
         start = stop
     return buffer

@@ -23,12 +23,12 @@ import everybit as eb
 from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
-from everybit_torch.capturing import is_capturing
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import cause, compile_step, know_whole_lines, let_length_vary, reached_limit
 from everybit_torch.direct_calls import DirectCalls, is_settled
 from everybit_torch.host_counts import Due
 from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
+from everybit_torch.streams import is_capturing
 
 _LOGGER = logging.getLogger("everybit_torch")
 

@@ -64,6 +64,8 @@ class Communicator:
 
     Args:
         group: The process group; None for one process alone.
+        near: The device of what is sent. Small tensors of a communicator's own lie there too, if they cannot lie on the host. Torch's
+            present device may be another.
         owned: Whether the group was made here; :meth:`close`, or the end of this object, then leaves it to the next who needs one like it.
 
     Attributes:
@@ -73,8 +75,10 @@ class Communicator:
             (all-to-all) sends them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, owned: bool = False) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, near: torch.device | None = None, owned: bool = False
+    ) -> None:
+        self.group, self._near = group, near
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.sent: Counter[str] = Counter()
@@ -138,7 +142,8 @@ class Communicator:
         """The device for tensors that are not the model's: the host, if the backend takes them."""
         if self.group is None or CPU in self._devices():
             return CPU
-        return self._devices()[0]
+        first = self._devices()[0]
+        return self._near if self._near is not None and self._near.type == first.type else first
 
     # -- groups of the same ranks -------------------------------------------------------------------------------------------------
 
@@ -162,7 +167,7 @@ class Communicator:
         """
         if self.device != CPU:
             return self._new_group("gloo")
-        other = Communicator(self.group)
+        other = Communicator(self.group, near=self._near)
         other.sent = self.sent
         return other
 
@@ -175,7 +180,7 @@ class Communicator:
 
     def _new_group(self, backend: str) -> Communicator:
         ranks = dist.get_process_group_ranks(self._required_group())
-        return Communicator(groups.take(ranks, backend, self.timeout), owned=True)
+        return Communicator(groups.take(ranks, backend, self.timeout), near=self._near, owned=True)
 
     def _devices(self) -> list[torch.device]:
         return list(self._required_group()._device_types)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,8 +13,12 @@ from everybit_torch.collectives.communicator import Communicator
 Mesh = DeviceMesh | dist.ProcessGroup | None
 
 
-def communicators(mesh: Mesh) -> tuple[Communicator, Communicator]:
+def communicators(mesh: Mesh, near: torch.device | None = None) -> tuple[Communicator, Communicator]:
     """The inner and the outer ranks of a mesh.
+
+    Args:
+        mesh: The mesh.
+        near: The device of what they send.
 
     Raises:
         TypeError: It is none.
@@ -21,15 +26,15 @@ def communicators(mesh: Mesh) -> tuple[Communicator, Communicator]:
     """
     if mesh is None:
         _require_group()
-        return Communicator(dist.group.WORLD if dist.is_initialized() else None), Communicator(None)
+        return Communicator(dist.group.WORLD if dist.is_initialized() else None, near=near), Communicator(None)
     if isinstance(mesh, dist.ProcessGroup):
-        return Communicator(mesh), Communicator(None)
+        return Communicator(mesh, near=near), Communicator(None)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: got {mesh!r}; accepted are a DeviceMesh, a process group, or None.")
     if mesh.ndim == 1:
-        return Communicator(mesh.get_group()), Communicator(None)
+        return Communicator(mesh.get_group(), near=near), Communicator(None)
     if mesh.ndim == 2:
-        return Communicator(mesh.get_group(1)), Communicator(mesh.get_group(0))
+        return Communicator(mesh.get_group(1), near=near), Communicator(mesh.get_group(0), near=near)
     raise ValueError(f"mesh: got {mesh.ndim} dimensions; accepted are one, or two: (outer, inner).")
 
 

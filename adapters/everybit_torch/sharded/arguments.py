@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import everybit as eb
 from everybit.optimizer import Unsafe
 from everybit_torch.collectives.meshes import Mesh
+from everybit_torch.param_groups import require_float64
 from everybit_torch.sharded.fingerprint import Facts, facts_of
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.offload import is_host
@@ -135,6 +136,7 @@ def _device_of(described: ModelLayout) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"model: has parameters on {', '.join(sorted(map(str, devices)))}; accepted is one device.")
     (device,) = devices
+    require_float64(device, "model")
     if device.type == "meta":
         raise ValueError(
             "model: is on the meta device, without values; accepted is a model with values. (everybit_torch.plan and `everybit plan` take"

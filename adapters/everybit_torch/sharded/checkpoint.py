@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit.entries import former_names
+from everybit_torch import streams
 from everybit_torch.collectives import groups
 from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
@@ -111,8 +112,11 @@ def save_sharded(
     group = _group(stepper, "saving")
     _finish_pending(stepper)
     state = on_all(lambda: sharded_state_dict(stepper, clone=asynchronous), group)
+    copied = streams.mark(stepper.buffers.device)
 
     def write() -> Path:
+        if copied is not None:
+            copied.synchronize()  # another thread has another stream, and the copies may be on their way
         name = from_first(lambda: next_name(directory), group)
         place = directory / name
         try:

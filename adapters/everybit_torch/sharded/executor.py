@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator, Pending
 from everybit_torch.collectives.reduction import Reduction
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
@@ -38,6 +41,8 @@ class Executor:
     ) -> None:
         self._weights, self._gradients, self._divisor = dict(weights), dict(gradients), divisor
         self._reducing = list(reducing)
+        self._device = next((one.shard.device for one in weights.values()), torch.device("cpu"))
+        self._home, self._has_streams = streams.Home(), streams.has_streams(self._device)
         self._under_way: list[Reduction] = []
         self._spreading: dict[int, Pending] = {}
         self._arriving: Tensor | None = None
@@ -60,6 +65,14 @@ class Executor:
             "stepped": self._stepped,
         }
 
+    def begin_here(self) -> None:
+        """A pass or a step begins: its events are carried out on the present stream, whoever asks for them."""
+        self._home.begin(self._device)
+
+    def at_home(self, given: Tensor | None = None) -> AbstractContextManager[None]:
+        """Work inside is done where events are carried out; ``given`` is a tensor that is used inside, and may be freed after it."""
+        return self._home.entered(self._device, given) if self._has_streams else streams.HERE
+
     def on(self, handlers: Mapping[Kind, Callable[[Event], None]]) -> None:
         """Have other events carried out, too."""
         self._handlers.update(handlers)
@@ -68,10 +81,11 @@ class Executor:
         """Carry out events; ``gradient`` is what arrives in them."""
         self._arriving = gradient
         try:
-            for event in events:
-                self._handlers[event.kind](event)
-                if self.observer is not None:
-                    self.observer(event)
+            with self.at_home(gradient):
+                for event in events:
+                    self._handlers[event.kind](event)
+                    if self.observer is not None:
+                        self.observer(event)
         finally:
             self._arriving = None
 

@@ -6,7 +6,7 @@ When a unit's weights are gathered and freed is decided in :mod:`.scheduling.wei
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.module_hooks import ModuleHook
@@ -60,6 +61,7 @@ class Gathering:
 
     def close(self) -> None:
         """Gather everything for good, and have no hooks any more."""
+        self._executor.begin_here()
         self._executor.run(self.scheduled.gather_all())
         self.scheduled.held = True
         for handle in self._handles:
@@ -72,6 +74,7 @@ class Gathering:
     @contextmanager
     def everything(self) -> Iterator[None]:
         """Keep all units gathered, to evaluate or save the model; passes in here free no weights."""
+        self._executor.begin_here()
         self._executor.run(self.scheduled.gather_all())
         before, self.scheduled.held = self.scheduled.held, True
         try:
@@ -84,6 +87,8 @@ class Gathering:
     def _before_forward(self, number: int, _arguments: Any) -> None:
         recording = torch.is_grad_enabled()
         if not self.scheduled.in_backward:
+            if number == 0:
+                self._executor.begin_here()
             self._executor.run(self.scheduled.before_forward(number, recording=recording))
             return
         self.scheduled.ran.add(number)
@@ -128,6 +133,21 @@ class Gathering:
                     gathering._before_backward(number, use)
 
             register_multi_grad_hook(differentiable, enter, mode="any")
+            self._order_others(differentiable)
+
+    def _order_others(self, differentiable: Sequence[Tensor]) -> None:
+        """Have every tensor that a unit returned wait for the unit's weights, also one that was computed on another stream."""
+        if len(differentiable) > 1 and streams.has_streams(differentiable[0].device):
+            reference = weakref.ref(self)
+
+            def order(_: Tensor) -> None:
+                gathering = reference()
+                if gathering is not None:
+                    with gathering._executor.at_home():
+                        pass
+
+            for x in differentiable:
+                x.register_hook(order)  # type: ignore[no-untyped-call]
 
     # -- backward -----------------------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class ModelBuffers:
         *,
         keep_gradients: bool,
     ) -> None:
-        self.sharding, self.inner, self.outer = sharding, inner, outer
+        self.sharding, self.inner, self.outer, self.device = sharding, inner, outer, device
         self.weights: dict[int, WeightBuffer] = {}
         self.gradients: dict[int, GradientBuffer] = {}
         self.shards: list[Shard] = []

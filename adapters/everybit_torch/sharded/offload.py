@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everybit.optimizer import OptimizerState
+from everybit_torch import streams
 from everybit_torch.units import Unit, map_state
 
 BUCKET = 1 << 24
@@ -24,16 +25,15 @@ def is_host(device: torch.device) -> bool:
 class HostCopies:
     """State on the host, and its copies on a device: made in order on one stream of their own, while the device computes on another.
 
-    Where there is no such device copies are made at once. The state on the host is as it should be only after :meth:`synchronize`.
+    Where a device has no streams copies are made at once. The state on the host is as it should be only after :meth:`synchronize`.
     """
 
     def __init__(self) -> None:
-        self._stream: Any = None
-        self._last: Any = None
+        self._stream: streams.Stream = None
 
     def allocate(self, like: Tensor, numel: int) -> Tensor:
         """Memory for ``numel`` elements on the host; pinned where there is a device to copy to and from."""
-        return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
+        return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=streams.has_streams(like.device))
 
     def pieces(self, unit: Unit) -> Iterator[tuple[slice, Unit]]:
         """The pieces of a flat unit, with their state on the device: the next one's is on its way while one is stepped.
@@ -41,6 +41,7 @@ class HostCopies:
         The unit's tensor is on the device, its state's elements are on the host, its counters on the device.
         """
         device, pieces = unit.tensor.device, unit.pieces(BUCKET)
+        queued = streams.has_streams(device)
 
         def fetch() -> tuple[slice, Unit, OptimizerState[Any]] | None:
             with self.on_stream():
@@ -49,7 +50,7 @@ class HostCopies:
                     return None
                 where, piece = found
                 home = piece.state
-                piece.state = map_state(home, lambda x: x.to(device, non_blocking=True, copy=True), lambda x: x)
+                piece.state = map_state(home, lambda x: x.to(device, non_blocking=queued, copy=True), lambda x: x)
                 return where, piece, home
 
         self.begin(device)
@@ -62,28 +63,27 @@ class HostCopies:
             self.begin(device)
             with self.on_stream():
                 for old, new in zip(_elements(home), _elements(piece.state), strict=True):
-                    old.copy_(new, non_blocking=True)
+                    old.copy_(new, non_blocking=queued)
             for x in _elements(piece.state):
                 self.keep(x)
         self.end(device)
 
     def begin(self, device: torch.device) -> None:
         """Order the next copies after the work that is queued on the device."""
-        if device.type != "cuda":
+        if not streams.has_streams(device):
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream = streams.make(device)
+        self._stream.wait_stream(streams.current(device))
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Copies inside are made on this stream."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else streams.working_on(self._stream)
 
     def end(self, device: torch.device) -> None:
         """Order work that is queued on the device from here on after the copies so far. The host does not wait."""
         if self._stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self._stream)
-            self._last = self._stream.record_event()
+            streams.current(device).wait_stream(self._stream)
 
     def keep(self, x: Tensor) -> None:
         """Keep a tensor's memory from being reused before the copies so far are made."""
@@ -91,10 +91,9 @@ class HostCopies:
             x.record_stream(self._stream)
 
     def synchronize(self) -> None:
-        """The host waits for all copies: it may read its memory then."""
-        if self._last is not None:
-            self._last.synchronize()
-            self._last = None
+        """The host waits for all copies: it may read and write its memory then."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def _elements(state: OptimizerState[Any]) -> list[Tensor]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everybit_torch import streams
+
 NUMBERS = 2
 """Numbers that are summed over the ranks: of the counts, and of their squares."""
 
@@ -26,8 +28,8 @@ class PassCounts:
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         self._ranks = ranks
-        pinned = device.type == "cuda"
-        # On other devices than CUDA's copies to the host wait: there the copy stays on the device until it is read.
+        pinned = streams.has_streams(device)
+        # On devices without streams copies to the host wait: there the copy stays on the device until it is read.
         self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device="cpu" if pinned else device, pin_memory=pinned)
         self._copied: Any = None
         self._passes: int | None = None
@@ -58,8 +60,7 @@ class PassCounts:
             passes: This rank's.
         """
         self.numbers.copy_(sums, non_blocking=True)
-        if sums.device.type == "cuda":
-            self._copied = torch.cuda.current_stream(sums.device).record_event()
+        self._copied = streams.mark(sums.device)
         self._passes = passes
 
     def finish(self, name: str) -> None:

@@ -206,6 +206,8 @@ class Passes:
                 )
         self.require_in_place()
         self.in_pass = True
+        if self._gathering is None:
+            self._executor.begin_here()
         expected = [sum(parameter.requires_grad for parameter in members) for members in self._members]
         accumulates = any(map(_accumulates, self._parameters))
         self._executor.run(self._schedule.begin_pass(expected, accumulates=accumulates))
@@ -303,12 +305,14 @@ class Passes:
     def finish_gradients(self) -> None:
         """Sum over the ranks what was not yet, and divide."""
         self._finishing = True
+        self._executor.begin_here()
         phases = [buffer.phase for buffer in self._gradients.values()]
         self._executor.run(self._schedule.finish_gradients(phases))
         self._finishing = False
 
     def forget(self) -> None:
         """The next cycle begins: nothing has arrived."""
+        self._executor.begin_here()
         self._executor.run(self._schedule.gradients.clear())
         self.touched = [False] * len(self._names)
         self.nonfinite.zero_()
@@ -319,6 +323,7 @@ class Passes:
     def recover(self) -> None:
         """After an error: take part to the end in what other ranks may be doing, wait for all that is under way, and forget it."""
         gathering = self._gathering
+        self._executor.begin_here()
         with suppress(Exception):  # a rank may be gone; what comes next says so
             owes = self._owes_pass or self.in_pass
             if gathering is not None and (owes or gathering.scheduled.unfinished):

@@ -157,7 +157,8 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.shards = list(shards)
         self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
         """By label, the names of the hyperparameters in its param group, and the fields of the transform that they stand for."""
-        self.engine = Engine(lambda _: Over(axis, _every), copies=HostCopies() if offload else None)
+        self._copies = HostCopies() if offload else None
+        self.engine = Engine(lambda _: Over(axis, _every), copies=self._copies)
         self._step_all, self._clear = step, clear
         self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self.shards))
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
@@ -350,7 +351,16 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.engine.follow([self.factory_arguments(group) for group in self.param_groups])
         self.engine.follow_parameters(lambda: [p for group in self.param_groups for p in group["params"]])
         prepared = self.engine.prepare(known)
-        return lambda: self.engine.step(prepared, metrics=self.metrics_enabled)
+
+        def step() -> None:
+            try:
+                self.engine.step(prepared, metrics=self.metrics_enabled)
+            except BaseException:
+                if self._copies is not None:
+                    self._copies.synchronize()  # what is loaded next is written to the memory that they read and write
+                raise
+
+        return step
 
     # -- what one sees --------------------------------------------------------------------------------------------------------------
 

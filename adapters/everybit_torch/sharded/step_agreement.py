@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from everybit import barriers
+from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import free_storage
 from everybit_torch.sharded.gradient_norm import squares_of, tells_finite
@@ -88,7 +89,8 @@ def agree(
     numbers[:count] = torch.tensor(touched)
     if pass_counts is not None:
         numbers[count + 2], numbers[count + 3] = pass_counts.of(passes)
-    numbers = numbers.to(device, non_blocking=True)
+    # Not pinned: where there are streams, the copy has read it when it returns.
+    numbers = numbers.to(device, non_blocking=streams.has_streams(device))
     # Of ranks that hold the same the first one counts.
     if all(one.rank == 0 for one in (inner, outer) if one not in holding):
         numbers[count] = squares_of([shard.gradients for shard in shards], device, as_written=as_written)

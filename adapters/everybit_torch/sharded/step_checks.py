@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from everybit_torch.capturing import is_capturing
+from everybit_torch.streams import is_capturing
 
 
 class Completeness:

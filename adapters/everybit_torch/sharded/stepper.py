@@ -116,7 +116,7 @@ class FlatStepper:
         offload: bool = False,
         keep_gradients: bool = True,
     ) -> None:
-        self.inner, self.outer = communicators(mesh)
+        self.inner, self.outer = communicators(mesh, next((p.device for p in model.parameters()), None))
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
             synchronize, offload, keep_gradients,

@@ -8,6 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
+from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator, Done, Pending
 from everybit_torch.collectives.reduction import can_be_freed
 from everybit_torch.gradients import piece
@@ -94,6 +95,7 @@ class WeightBuffer:
             self._absent = []
         self._versions: list[int] = []
         for parameter, tensor in zip(self.parameters, self._pieces, strict=True):
+            streams.keep(parameter)  # which may have been made on another stream
             parameter.data = tensor
 
     @property

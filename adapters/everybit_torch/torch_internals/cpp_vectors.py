@@ -1,6 +1,6 @@
 """Lets torch's CPU compiler vectorise arithmetic on the bits of numbers.
 
-Formats round by integer arithmetic on float32 bits. Inductor (torch 2.11 to 2.13) generates vector code for that arithmetic, but not for
+Formats round by integer arithmetic on float32 bits. Inductor (torch 2.11 to 2.15) generates vector code for that arithmetic, but not for
 the two steps into and out of it: a reinterpretation goes through memory, element by element, and one int16 tensor makes the whole loop
 scalar. The step is then five to ten times slower than memory is. Here both are said in vector code, for as long as one of our own steps
 is compiled; the results are the same bits, so it does not matter whether a cached kernel was made with this or without.
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 _LOCK = RLock()
+# What `c10::bit_cast` is in C++20. In C++17, in which torch 2.11 compiles, that refuses vectors: they set themselves to zero.
+_BITS = "__builtin_bit_cast"
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def _arrange() -> list[Callable[[], None]]:
     def reinterpret(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> Any:
         if not x.is_vec or dtype.itemsize != src_dtype.itemsize:
             return scalar(x, dtype, src_dtype)
-        return f"c10::bit_cast<{V.kernel._get_vec_type(dtype)}>({x})"
+        return f"{_BITS}({V.kernel._get_vec_type(dtype)}, {x})"
 
     def to_dtype(
         x: Any, dtype: torch.dtype, src_dtype: torch.dtype | None = None, use_compute_types: bool = True
@@ -138,13 +140,15 @@ def _converted(x: Any, dtype: torch.dtype, kernel: Any) -> str:
     to = kernel._get_vec_type(dtype)
     if dtype is torch.int16:
         low_halves = ", ".join(str(2 * (lane % lanes)) for lane in range(room))
-        body = f"auto all = c10::bit_cast<Halves>({x}); return c10::bit_cast<{to}>(__builtin_shufflevector(all, all, {low_halves}));"
+        body = (
+            f"auto all = {_BITS}(Halves, {x}); return {_BITS}({to}, __builtin_shufflevector(all, all, {low_halves}));"
+        )
     else:
         # Into the upper halves, and down again with their signs.
         raised = ", ".join(f"{room}, {lane}" for lane in range(lanes))
         body = (
-            f"auto raised = __builtin_shufflevector(c10::bit_cast<Room>({x}), Room{{}}, {raised});"
-            f" return c10::bit_cast<{to}>(c10::bit_cast<Wide>(raised) >> 16);"
+            f"auto raised = __builtin_shufflevector({_BITS}(Room, {x}), Room{{}}, {raised});"
+            f" return {_BITS}({to}, {_BITS}(Wide, raised) >> 16);"
         )
     return f"[&]() {{ {types} {body} }}()"
 
@@ -163,5 +167,5 @@ def _part_load(kernel: Any, dtype: torch.dtype, pointer: str) -> str:
     lanes = ", ".join(str(byte) if byte < size else "-1" for byte in range(register))
     return (
         f"[&]() {{ typedef char __attribute__((vector_size({size}))) Part; Part part; std::memcpy(&part, {pointer}, {size});"
-        f" return c10::bit_cast<{kernel._get_vec_type(dtype)}>(__builtin_shufflevector(part, part, {lanes})); }}()"
+        f" return {_BITS}({kernel._get_vec_type(dtype)}, __builtin_shufflevector(part, part, {lanes})); }}()"
     )

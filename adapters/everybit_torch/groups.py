@@ -25,7 +25,7 @@ from everybit_torch.members import members_of
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.stepping import Compile, step_in_place, step_unit
-from everybit_torch.streams import has_streams, is_capturing
+from everybit_torch.streams import copies_need_no_wait, is_capturing
 from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import LIMIT, Inputs, Variants
 
@@ -287,9 +287,8 @@ class Group:
         held = self._numbers.get(device)
         if held is None or held.numel() != len(values) or any(held is one for one in self._in_graphs):
             held = self._numbers[device] = torch.empty(len(values), dtype=torch.float64, device=device)
-        # A copy that blocks waits until the device has done all that it was asked for. This one waits for nothing: where there are streams,
-        # memory of the host that is not pinned is read before the call returns.
-        held.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=has_streams(device))
+        # A copy that blocks waits until the device has done all that it was asked for.
+        held.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=copies_need_no_wait(device))
         return held
 
 

@@ -27,6 +27,14 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def copies_need_no_wait(device: torch.device) -> bool:
+    """Whether ``non_blocking=True`` is right for a copy from the host's memory that is not pinned: it has read it when the call returns.
+
+    CUDA stages such copies. To the meta device nothing is copied.
+    """
+    return has_streams(device) or device.type == "meta"
+
+
 def current(device: torch.device) -> Stream:
     """The stream on which this thread queues work on a device."""
     return torch.cuda.current_stream(device)

@@ -34,15 +34,12 @@ from tests.support.transforms import (
 
 FP32, LEAN = eb.policies.FP32, eb.policies.LEAN_BF16
 COMPILED = ("compiled equals eager", "no recompilation")
-SAMPLED = ("lamb", "compiled equals eager")
 
 
 @pytest.mark.parametrize(
     ("name", "check"),
     [
-        pytest.param(
-            name, check, marks=pytest.mark.exhaustive if check in COMPILED and (name, check) != SAMPLED else ()
-        )
+        pytest.param(name, check, marks=pytest.mark.exhaustive if check in COMPILED else ())
         for name in EXAMPLES
         for check in CHECKS
     ],

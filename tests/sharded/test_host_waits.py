@@ -126,7 +126,7 @@ def test_a_compiled_step_reads_nothing_back() -> None:
     """Compiled code is called without Dynamo from its second call on, so that a mode sees what it asks for."""
     torch._dynamo.reset()  # what it remembers of other tests' lengths may make code for one length
     model = network(torch.bfloat16)
-    policy = replace(eb.policies.LEAN_BF16, grads=eb.Grads(main="float32"))
+    policy = replace(eb.policies.EXACT_BF16, grads=eb.Grads(main="float32"))
     stepper = FlatStepper(model, eb.adamw(1e-2, b2=0.95), policy=policy, units=[Block], compile=True)
     readbacks = Readbacks()
     lengths = {unit.tensor.numel() for unit in stepper.as_optimizer().engine.units}

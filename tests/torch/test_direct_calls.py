@@ -70,7 +70,9 @@ def random_like(step: int, parameter: nn.Parameter) -> Tensor:
     return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).to(parameter.dtype)
 
 
-@pytest.mark.parametrize("policy", [LEAN, FP32], ids=["LEAN", "FP32"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(LEAN, id="LEAN", marks=pytest.mark.exhaustive), pytest.param(FP32, id="FP32")]
+)
 def test_from_the_second_step_on_dynamo_is_not_asked(policy: eb.Policy, through_dynamo: list[int]) -> None:
     direct = stepped(random_like, compile=True, policy=policy)
     assert through_dynamo == [0]

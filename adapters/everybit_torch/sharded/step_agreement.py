@@ -89,8 +89,7 @@ def agree(
     numbers[:count] = torch.tensor(touched)
     if pass_counts is not None:
         numbers[count + 2], numbers[count + 3] = pass_counts.of(passes)
-    # Not pinned: where there are streams, the copy has read it when it returns.
-    numbers = numbers.to(device, non_blocking=streams.has_streams(device))
+    numbers = numbers.to(device, non_blocking=streams.copies_need_no_wait(device))
     # Of ranks that hold the same the first one counts.
     if all(one.rank == 0 for one in (inner, outer) if one not in holding):
         numbers[count] = squares_of([shard.gradients for shard in shards], device, as_written=as_written)

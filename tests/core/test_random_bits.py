@@ -181,6 +181,7 @@ def test_vmap_draws_what_a_loop_draws() -> None:
     assert_same_bits(alike, BASE.bits(torch.empty(7)).expand(3, 7))
 
 
+@pytest.mark.exhaustive  # tests/core/test_users_compile.py holds it for a step
 def test_compiled_code_draws_the_same_bits() -> None:
     """257 and 0-d: in vectors, in the scalar tail behind them, and without a loop; across 2**32 as well."""
     torch._dynamo.reset()

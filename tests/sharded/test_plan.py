@@ -184,7 +184,7 @@ def test_the_step_with_the_most_work_is_planned_where_work_is_not_due_at_every_s
             assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("outer", [pytest.param("no_shard", marks=pytest.mark.exhaustive), "optim"])
 def test_in_two_dimensions(outer: str) -> None:
     for case in (CASES[1], CASES[3], CASES[6]):
         arguments = (measured, 2, 2, "optim_grads_params", *case, True, outer)

@@ -77,7 +77,14 @@ def resume(path: Path, strategy: Strategy, name: str, outer: OuterStrategy = "no
     return weights_of(stepper)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "optim",
+        "optim_grads_params",
+        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("no_shard", "optim_grads")),
+    ],
+)
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (1, 4))])
 def test_any_number_of_ranks_and_any_strategy_go_on_from_any_other(
     tmp_path: Path, size: int, strategy: Strategy
@@ -270,8 +277,14 @@ def dies(where: str, strategy: Strategy) -> None:
     stepper.step()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("where", ["backward", "step"])
+@pytest.mark.parametrize(
+    ("where", "strategy"),
+    [
+        pytest.param(where, strategy, marks=pytest.mark.exhaustive if (number + (where == "step")) % 2 else ())
+        for where in ("backward", "step")
+        for number, strategy in enumerate(STRATEGIES)
+    ],
+)
 def test_a_rank_that_dies_is_an_error_on_the_others_and_never_a_hang(where: str, strategy: Strategy) -> None:
     start = time.monotonic()
     outcomes = attempt(3, dies, where, strategy, timeout=8, limit=60)

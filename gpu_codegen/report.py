@@ -59,14 +59,14 @@ def _row(result: Mapping[str, Any]) -> str:
     )
 
 
-def write_into(page: Path, text: str) -> None:
-    """Replace what is between the markers of a page.
+def write_into(page: Path, text: str, begin: str = BEGIN) -> None:
+    """Replace what a page has between the line ``begin`` and the line ``END``.
 
     Raises:
-        ValueError: The page has no markers.
+        ValueError: The page lacks these lines.
     """
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page}: got a page without the lines {BEGIN} and {END}, between which the table is written.")
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    if not found or not end:
+        raise ValueError(f"{page}: got a page without the lines {begin} and {END}, between which tables are written.")
+    page.write_text(f"{before}{begin}\n{text}\n{END}{after}", encoding="utf-8")

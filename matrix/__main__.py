@@ -12,8 +12,9 @@ from pathlib import Path
 
 import tyro
 
+from gpu_codegen.report import write_into
 from matrix.environments import environment
-from matrix.results import Result, describe, load, merged, save, tables, write_into
+from matrix.results import BEGIN, Result, describe, load, merged, save, tables
 from matrix.rows import AREAS, CONSTRAINTS, PYTHONS, ROOT, Row, UnavailableError
 from matrix.running import commit, run
 
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         known = merged(load(options.out), [result])
         known.sort(key=lambda one: (list(CONSTRAINTS).index(one.row), *map(int, one.key[1].split(".")), one.area))
         save(options.out, known)
-        write_into(options.page, tables(known, AREAS))
+        write_into(options.page, tables(known, AREAS), BEGIN)
     failed = [one for one in results if one.outcome is not None and (one.outcome.failed or one.outcome.broken)]
     print(f"{sum(one.outcome is not None for one in results)} areas run, {len(failed)} of them failed: {options.page}")
     return 1 if failed else 0

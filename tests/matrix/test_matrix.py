@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from gpu_codegen.report import END, write_into
 from matrix.__main__ import main
 from matrix.environments import Environment, requirements
-from matrix.results import BEGIN, END, Result, load, merged, save, tables, write_into
+from matrix.results import BEGIN, Result, load, merged, save, tables
 from matrix.rows import AREAS, CONSTRAINTS, PYTHONS, ROOT, Row, UnavailableError, interpreter
 from matrix.running import Outcome, read, run
 from matrix.without_cuda import stand_in
@@ -111,7 +112,7 @@ def test_results_are_read_as_they_were_written_and_shown_by_area(tmp_path: Path)
     assert "- `newest`, Python 3.11.7: `tests.torch::a`" in shown
     assert "- `newest`, Python 3.12: there is no python3.11" in shown
     with pytest.raises(ValueError, match="between which the tables are written"):
-        write_into(tmp_path / "results.json", "new")
+        write_into(tmp_path / "results.json", "new", BEGIN)
 
 
 def test_a_report_of_pytest_is_counted_and_a_run_without_one_is_broken(tmp_path: Path) -> None:

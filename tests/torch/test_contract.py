@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import everybit as eb
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, TorchOptimizer
+from tests.support.readbacks import ReadBackError, Readbacks
 from tests.support.small_models import Awkward, same_bits, train, values
 
 
@@ -91,21 +91,6 @@ def test_a_learning_rate_may_be_a_tensor_and_is_read_at_every_step(compile: bool
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails at what makes a CUDA host wait for its device: reading a value, or a shape that depends on values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        assert name not in {
-            "aten::_local_scalar_dense",
-            "aten::item",
-            "aten::nonzero",
-            "aten::equal",
-            "aten::is_nonzero",
-        }, name
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", [AdamW, Adam, Lion, RMSprop, SGD])
 @pytest.mark.parametrize("name", ["FP32", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"])
 @pytest.mark.parametrize(
@@ -119,9 +104,9 @@ def test_a_step_never_waits_for_the_device(kind: Any, name: str, arguments: dict
     for _ in range(2):
         optimizer.zero_grad()
         model(x).float().square().sum().backward()
-        with NoWaiting():  # type: ignore[no-untyped-call]
+        with Readbacks().watching():
             optimizer.step()
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaiting():  # type: ignore[no-untyped-call]
+    with pytest.raises(ReadBackError, match="_local_scalar_dense"), Readbacks().watching():
         rate.item()
 
 

@@ -85,7 +85,7 @@ def test_the_table_is_written_between_the_markers_of_a_page(tmp_path: Path) -> N
     write_into(page, "new")
     assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
     page.write_text("nothing")
-    with pytest.raises(ValueError, match="between which the table is written"):
+    with pytest.raises(ValueError, match="between which tables are written"):
         write_into(page, "new")
 
 

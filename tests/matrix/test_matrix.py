@@ -111,7 +111,7 @@ def test_results_are_read_as_they_were_written_and_shown_by_area(tmp_path: Path)
     assert shown[3] == "| `newest` | 2.15.0 | 0.20.0 | 3.12 | not run | not run |"
     assert "- `newest`, Python 3.11.7: `tests.torch::a`" in shown
     assert "- `newest`, Python 3.12: there is no python3.11" in shown
-    with pytest.raises(ValueError, match="between which the tables are written"):
+    with pytest.raises(ValueError, match="between which tables are written"):
         write_into(tmp_path / "results.json", "new", BEGIN)
 
 

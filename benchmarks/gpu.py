@@ -77,11 +77,6 @@ class Outcome:
     command: str
     machine: dict[str, Any]
 
-    @property
-    def passed(self) -> bool:
-        """Whether all of it is there, and right."""
-        return self.status == "passed"
-
 
 SHARDED = (
     "FSDP2, fused", "FSDP2, everybit AdamW", "everybit, optim_grads_params", "everybit, optim_grads_params, LEAN_BF16", "DDP, fused",

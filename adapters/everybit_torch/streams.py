@@ -14,7 +14,7 @@ from torch import Tensor
 
 Stream = Any  # torch.cuda.Stream, or what a test puts in its place
 
-HERE: AbstractContextManager[None] = nullcontext()
+_HERE: AbstractContextManager[None] = nullcontext()
 """Within it work goes on on the present stream."""
 
 
@@ -108,10 +108,10 @@ class Home:
             given: A tensor that is used inside and may be freed after it.
         """
         if not has_streams(device):
-            return HERE
+            return _HERE
         now = current(device)
         home = self._of.setdefault(device, now)
-        return HERE if now == home else _elsewhere(now, home, given)
+        return _HERE if now == home else _elsewhere(now, home, given)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Executor:
         self._weights, self._gradients, self._divisor = dict(weights), dict(gradients), divisor
         self._reducing = list(reducing)
         self._device = next((one.shard.device for one in weights.values()), torch.device("cpu"))
-        self._home, self._has_streams = streams.Home(), streams.has_streams(self._device)
+        self._home = streams.Home()
         self._under_way: list[Reduction] = []
         self._spreading: dict[int, Pending] = {}
         self._arriving: Tensor | None = None
@@ -71,7 +71,7 @@ class Executor:
 
     def at_home(self, given: Tensor | None = None) -> AbstractContextManager[None]:
         """Work inside is done where events are carried out; ``given`` is a tensor that is used inside, and may be freed after it."""
-        return self._home.entered(self._device, given) if self._has_streams else streams.HERE
+        return self._home.entered(self._device, given)
 
     def on(self, handlers: Mapping[Kind, Callable[[Event], None]]) -> None:
         """Have other events carried out, too."""

@@ -37,7 +37,7 @@ def example_params(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> dict
 
 
 def few_params(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A matrix, a vector and a number, for checks that compile or trace: each tensor costs a second or more there."""
+    """A matrix, a vector and a number, for checks that compile: each tensor costs a second or more."""
     example = example_params(dtype)
     return {
         "w": example["layers"][0]["w"].reshape(6, 3),

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from everybit import tree
 from everybit.optimizer import with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
-from everybit.testing.examples import assert_same_kind, example_grads, example_params, few_params
+from everybit.testing.examples import assert_same_kind, example_grads, example_params
 
 
 def check_meta_init(build: Build) -> None:
@@ -30,7 +30,7 @@ def check_meta_init(build: Build) -> None:
 def check_no_wait(build: Build) -> None:
     """A step never asks the device for a value: it works on meta tensors, which have none."""
     for dtype, policy in STORED:
-        optimizer, params = with_policy(build(LEARNING_RATE), policy), few_params(dtype)
+        optimizer, params = with_policy(build(LEARNING_RATE), policy), example_params(dtype)
         grads, state = example_grads(params, 1), optimizer.init(params)
         shadows = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), (params, grads, state))
         try:

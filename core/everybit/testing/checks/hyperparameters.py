@@ -11,7 +11,7 @@ from everybit import tree
 from everybit.hyperparameters import hyperparameters, map_hyperparameters
 from everybit.optimizer import with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
-from everybit.testing.examples import assert_same_bits, example_grads, few_params
+from everybit.testing.examples import assert_same_bits, example_grads, example_params
 from everybit.transform import Transform
 
 
@@ -28,13 +28,13 @@ def check_hyperparameters_are_data(build: Build) -> None:
         tensors = map_hyperparameters(lambda _name, x: torch.as_tensor(x, dtype=torch.float64), given)
         for dtype, policy in STORED:
             one, other = (with_policy(x, policy, unsafe="allow") for x in (given, tensors))
-            params = few_params(dtype)
-            params["b"][:7] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0, 2.0])
+            params = example_params(dtype)
+            params["w"][0] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0, 2.0])
             stepped = both = (params, one.init(params))
             grads = params
             for step in (1, 2):
                 grads = example_grads(params, step)
-                grads["b"][:7] = 0.0
+                grads["w"][0] = 0.0
                 stepped, both = one.step(stepped[0], grads, stepped[1]), other.step(both[0], grads, both[1])
                 what = f"hyperparameters as tensors, against numbers{'' if value is None else ' (zero)'}, step {step}, {dtype}"
                 assert_same_bits(both, stepped, what)

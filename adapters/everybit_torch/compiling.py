@@ -42,6 +42,7 @@ def compile_step(function: F, began: Callable[[Callable[..., Any], Sequence[Any]
         return run
 
     compiler.accept_default(Context)
+    compiler.compare_classes()
     # It looks at annotations, behind a cache, which a compiler need not trace.
     torch.compiler.assume_constant_result(accepting)  # type: ignore[no-untyped-call]
     return cast(F, torch.compile(function, fullgraph=True, backend=backend))

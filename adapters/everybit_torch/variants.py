@@ -14,6 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, 
 from everybit_torch.streams import is_capturing
 
 _LOGGER = logging.getLogger("everybit_torch")
+_COUNT = count(1)
 
 LIMIT = 8
 """Variants of one step that differ in constants, or in the answers to which periodic work is due."""
@@ -265,8 +267,10 @@ class Variants:
             if direct is not None:
                 direct.note(compiled, given)
 
-        # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every variant has its own.
-        own = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+        # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every variant has its own. And a name,
+        # because Dynamo before torch 2.13 remembers by name which numbers of a closure change, and constants of variants differ.
+        own_code = step.__code__.replace(co_name=f"step_{next(_COUNT)}")
+        own = types.FunctionType(own_code, step.__globals__, step.__name__, None, step.__closure__)
         run = compile_step(own, note)
         is_direct = not metrics and is_settled((factory, policy, constants))
         direct = DirectCalls(run, began) if is_direct else None

@@ -101,6 +101,11 @@ def test_torch_has_what_is_used_of_its_inside(module: str, name: str, by: str) -
         found = getattr(found, part)
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.12", reason="newer torch compares classes without it")
+def test_torch_2_11_has_the_rule_by_which_dynamo_compares() -> None:
+    assert hasattr(import_module("torch._dynamo.polyfills"), "cmp_eq")
+
+
 @pytest.mark.parametrize(("module", "name"), ATTRIBUTES)
 def test_torch_still_reads_the_attributes_that_are_set_for_it(module: str, name: str) -> None:
     file = import_module(module).__file__

@@ -48,6 +48,28 @@ def accept_default(kind: type) -> None:
         handlers.setdefault(kind, lambda _, value: wrap(value))
 
 
+@cache
+def compare_classes() -> None:
+    """Have Dynamo compare classes with each other; states are compared by their classes where trees are matched leaf by leaf.
+
+    Dynamo of torch 2.11 calls ``__eq__`` of a class, and finds the one of its instances if the class, such as a dataclass, defines one. It
+    looks its rule up by the function, whose code is replaced therefore. Where it has no such function nothing is done, and such a step runs
+    uncompiled.
+    """
+    compare = getattr(_module("torch._dynamo.polyfills"), "cmp_eq", None)
+    if torch.__version__ < "2.12" and compare is not None:
+        compare.__code__ = _equal.__code__
+
+
+def _equal(a: Any, b: Any) -> Any:
+    if type(a) is type:
+        return a is b
+    result = a.__eq__(b)
+    if result is NotImplemented:
+        result = b.__eq__(a)
+    return result is not NotImplemented and result
+
+
 def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor uses; None where it is looked for in another way than expected, which Inductor then does itself.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import everybit as eb
 from everybit.optimizer import Unsafe
-from everybit_torch.collectives.meshes import Mesh
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.meshes import Mesh, ranks_of
 from everybit_torch.param_groups import require_float64
-from everybit_torch.sharded.fingerprint import Facts, facts_of
+from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
+from everybit_torch.sharded.fingerprint import describe as text_of
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
+from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
@@ -56,6 +60,8 @@ class Arguments:
     synchronize: bool
     offload: bool
     keep_gradients: bool
+    model_parallel: Mesh
+    copies: Collection[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class Judged:
         sharding: What is sharded.
         divisor: Of sums over the ranks.
         facts: What has to be the same on every rank.
+        facts_of_model: What has to be the same on ranks that hold other parts of the model, too.
     """
 
     described: ModelLayout
@@ -75,6 +82,39 @@ class Judged:
     sharding: Sharding
     divisor: float
     facts: Facts
+    facts_of_model: Facts
+
+
+def judge_alike(
+    judge: Callable[[], Judged], inner: Communicator, outer: Communicator, beside: ModelParallel
+) -> Judged:
+    """Judge arguments on all ranks, and compare them. Every rank has to call it.
+
+    Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
+
+    Raises:
+        RuntimeError: Another rank refuses its arguments; why.
+        TypeError: As the stepper.
+        ValueError: As the stepper; or arguments that differ.
+    """
+    judged: Judged | None = None
+    refused: Exception | None = None
+    try:
+        judged = judge()
+    except Exception as error:
+        refused = error
+    compared = [(judged and judged.facts, (inner, outer))]
+    compared += [(judged and judged.facts_of_model, (one, Communicator(None))) for one in beside.communicators]
+    for facts, ranks in compared:
+        # Also after a refusal: ranks of other data-parallel groups wait to be told of it.
+        try:
+            require_alike(refused or facts or (), *ranks)
+        except Exception as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    assert judged is not None
+    return judged
 
 
 def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
@@ -106,7 +146,9 @@ def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
         raise ValueError(
             "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
         )
-    described = describe(model, given.transform, given.policy, given.units, given.labels)
+    described = describe(
+        model, given.transform, given.policy, given.units, given.labels, ranks_of(given.mesh), given.copies
+    )
     for spec, parameter in zip(described.specs, described.parameters, strict=True):
         if parameter.grad is not None:
             raise ValueError(
@@ -128,7 +170,17 @@ def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
             for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize")
         ),
     ]
-    return Judged(described, device, kind, float(divisor), facts)
+    return Judged(described, device, kind, float(divisor), facts, _facts_of_model(given, described))
+
+
+def _facts_of_model(given: Arguments, described: ModelLayout) -> Facts:
+    """List what decides on the reductions over the whole model, in their order."""
+    transforms = given.transform if isinstance(given.transform, Mapping) else {"": given.transform}
+    sources = dict.fromkeys(one.source for one in described.labelled.values() if one.transform.reduces)
+    reducing = [
+        (f"a transform that reduces, of {name or 'all parameters'}", text_of(transforms[name])) for name in sources
+    ]
+    return [*((name, repr(getattr(given, name))) for name in ("nan", "metrics")), *reducing]
 
 
 def _device_of(described: ModelLayout) -> torch.device:

@@ -36,6 +36,8 @@ class ParameterSpec:
             rounding draws bits by it, which is why they do not depend on units or on the number of ranks.
         block: The least number of elements at whose multiples, counted from the first, it may be cut, because its state has one number
             for so many.
+        part_of: Number of elements of the tensor of which tensor parallelism has given this rank a part, which ``shape`` is of then; None
+            where it has all of it.
     """
 
     names: tuple[str, ...]
@@ -46,6 +48,7 @@ class ParameterSpec:
     label: str = ""
     index: int = 0
     block: int = 1
+    part_of: int | None = None
 
     @property
     def name(self) -> str:
@@ -56,6 +59,11 @@ class ParameterSpec:
     def numel(self) -> int:
         """The number of elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        """The number of elements on all tensor-parallel ranks together, copies counted once."""
+        return self.numel if self.part_of is None else self.part_of
 
 
 @dataclass(frozen=True, slots=True)

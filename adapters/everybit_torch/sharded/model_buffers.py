@@ -11,8 +11,10 @@ from everybit.dtypes import dtype_name, torch_dtype
 from everybit.policy import resolve
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import Wire
+from everybit_torch.dtensors import local
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, Layout
+from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, Shard
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.weights import WeightBuffer
@@ -29,6 +31,7 @@ class ModelBuffers:
         inner: The ranks that buffers are sharded over.
         outer: The ranks that hold copies of the same shards.
         device: Where everything lies.
+        beside: The ranks that hold other parts of the model.
         keep_gradients: Keep the memory of main gradients from one cycle to the next.
 
     Attributes:
@@ -46,6 +49,7 @@ class ModelBuffers:
         inner: Communicator,
         outer: Communicator,
         device: torch.device,
+        beside: ModelParallel,
         *,
         keep_gradients: bool,
     ) -> None:
@@ -63,7 +67,8 @@ class ModelBuffers:
                 gradients = self.gradients[number] = GradientBuffer(
                     group, sharding, inner, outer, main, *wires, device, keep=keep_gradients
                 )
-                self.shards.append(Shard.of(weights, gradients, *self.own_range(group)))
+                counted = beside.counts(group.placements[0].spec.name, members[0])
+                self.shards.append(Shard.of(weights, gradients, *self.own_range(group), counted=counted))
 
     def own_range(self, group: Group) -> tuple[int, int]:
         """The part of a group's buffer that this rank steps."""
@@ -101,7 +106,7 @@ def synchronize_values(model: nn.Module, communicators: Sequence[Communicator]) 
     """Copy the first rank's parameters and buffers to all ranks."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         for communicator in communicators:
-            values = tensor.detach()
+            values = local(tensor).detach()
             whole = values if values.is_contiguous() else values.contiguous()
             communicator.broadcast(whole, name)
             if whole is not values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ from everybit.policies import native
 from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
 from everybit.transform import require_transform
 from everybit_torch.choosing import choices, chosen
-from everybit_torch.dtensors import is_dtensor
+from everybit_torch.dtensors import is_dtensor, local, mesh_of
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
+from everybit_torch.sharded.tensor_parallel import first_element_of_part, replicated, require_beside
 
 Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]
 Units = Sequence[type[nn.Module] | nn.Module]
@@ -51,8 +52,19 @@ def describe(
     policy: AnyPrecision,
     units: Units | None = None,
     labels: Labels | None = None,
+    ranks: Collection[int] = (),
+    copies: Collection[str] = (),
 ) -> ModelLayout:
     """Look at a model, which may be on the meta device.
+
+    Args:
+        model: The model.
+        transform: As the stepper's.
+        policy: As the stepper's.
+        units: As the stepper's.
+        labels: As the stepper's.
+        ranks: Those that the stepper shards over, numbered as in the world, if they are known.
+        copies: As the stepper's.
 
     Raises:
         TypeError: A unit that is no module, a parameter that is not floating-point, or a transform that is none.
@@ -63,11 +75,7 @@ def describe(
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_dtensor(parameter):
-            raise TypeError(
-                f"{name}: got a DTensor (of fully_shard, or tensor parallelism); accepted are plain parameters, which the stepper shards."
-                " For a model that fully_shard has sharded there is TorchOptimizer."
-            )
+        require_beside(name, parameter, ranks)
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     if not parameters:
@@ -78,20 +86,24 @@ def describe(
         )
     homes = _homes(found)
     by_name = {names[key][0]: parameter for key, parameter in parameters.items()}
-    label_of, labelled = _label(by_name, transform, policy, labels)
+    label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name))
     specs, counted = [], dict.fromkeys((p.dtype for p in parameters.values()), 0)
     for key, parameter in parameters.items():
         name = names[key][0]
+        one = labelled[label_of[name]] if parameter.requires_grad else None
+        block = 1 if one is None else one.policy.block
+        first = first_element_of_part(name, parameter, block, draws_bits=one is not None and one.draws_bits)
         specs.append(
             ParameterSpec(
                 tuple(names[key]),
-                tuple(parameter.shape),
+                tuple(local(parameter).shape),
                 parameter.dtype,
                 parameter.requires_grad,
                 homes[key],
-                label_of[name] if parameter.requires_grad else "",
-                counted[parameter.dtype],
-                labelled[label_of[name]].policy.block if parameter.requires_grad else 1,
+                "" if one is None else label_of[name],
+                counted[parameter.dtype] + first,
+                block,
+                parameter.numel() if is_dtensor(parameter) else None,
             )
         )
         counted[parameter.dtype] += parameter.numel()
@@ -139,8 +151,19 @@ def _homes(units: Mapping[str, nn.Module]) -> dict[int, int]:
     return homes
 
 
+def _require_names(copies: Collection[str], by_name: Mapping[str, nn.Parameter]) -> Collection[str]:
+    if isinstance(copies, str) or (unknown := [name for name in copies if name not in by_name]):
+        got = copies if isinstance(copies, str) else unknown[0]
+        raise ValueError(f"copies: got {got!r}; accepted is a list of names of the model's parameters.")
+    return copies
+
+
 def _label(
-    by_name: Mapping[str, nn.Parameter], transform: Transforms, policy: AnyPrecision, labels: Labels | None
+    by_name: Mapping[str, nn.Parameter],
+    transform: Transforms,
+    policy: AnyPrecision,
+    labels: Labels | None,
+    copies: Collection[str],
 ) -> tuple[dict[str, str], dict[str, LabelledTransform]]:
     """The label of each trained parameter, by name, and what each label means."""
     trained = {name: p for name, p in by_name.items() if p.requires_grad}
@@ -178,6 +201,7 @@ def _label(
             decisions[name] = tuple(column[number] for column in columns)
     policy_labels = _policy_labels(trained, policy)
     mixed = any(parameter.dtype in LOW for parameter in by_name.values())
+    beside_others = mesh_of(list(by_name.values())) is not None
     label_of: dict[str, str] = {}
     labelled: dict[str, LabelledTransform] = {}
     for name, parameter in trained.items():
@@ -186,7 +210,9 @@ def _label(
         own_policy = for_dtype(chosen_policy, dtype, mixed=mixed)
         assert isinstance(own_policy, Policy)  # as labels are known
         kept = "" if own_policy == chosen_policy else dtype
-        parts = [source[name], *(str(decision) for decision in decisions[name]), policy_label, kept]
+        # What is counted by other ranks lies apart, so that a buffer is counted whole, or not at all.
+        alike = [replicated(parameter, beside_others=beside_others), "copy" if name in copies else ""]
+        parts = [source[name], *(str(decision) for decision in decisions[name]), policy_label, kept, *alike]
         label = label_of[name] = ", ".join(part for part in parts if part)
         try:
             resolve(own_policy, dtype)

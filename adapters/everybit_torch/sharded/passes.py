@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.dtensors import local
 from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
@@ -23,6 +24,7 @@ from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.strategies import Sharding
+from everybit_torch.sharded.tensor_parallel import local_gradient
 from everybit_torch.sharded.weights import MOVED
 from everybit_torch.torch_internals import autograd
 
@@ -78,7 +80,9 @@ class Passes:
         self._frozen = [(name, p) for name, p in parameters.items() if name not in trained]
         self._members = [[parameters[place.spec.name] for place in group.placements] for group in groups]
         self._homes = [
-            (name, p, p.data_ptr()) for name, p in parameters.items() if name in trained and not sharding.params
+            (name, x, x.data_ptr())
+            for name, x in ((name, local(p)) for name, p in parameters.items())
+            if name in trained and not sharding.params
         ]
         self._gathering: Gathering | None = None
         self.touched = [False] * len(self._names)
@@ -134,7 +138,7 @@ class Passes:
             if passes is not None:
                 gradient, parameter.grad = parameter.grad, None
                 assert gradient is not None
-                passes._take(gradient.detach(), group, place, number)
+                passes._take(local_gradient(parameter, gradient.detach()), group, place, number)
 
         return arrive
 

@@ -60,13 +60,18 @@ class ShardGradient(Tensor):
     """This rank's part of one parameter's gradient: 1-d, and a plain tensor but for what is said above."""
 
     _all: AllGradients
+    _counted: bool
 
     @staticmethod
-    def of(part: Tensor, all_gradients: AllGradients) -> ShardGradient:
-        """A part of the main gradients, as it is in memory."""
+    def of(part: Tensor, all_gradients: AllGradients, *, counted: bool = True) -> ShardGradient:
+        """A part of the main gradients, as it is in memory; not ``counted`` in norms, where another rank counts the same elements."""
         gradient = part.as_subclass(ShardGradient)
-        gradient._all = all_gradients
+        gradient._all, gradient._counted = all_gradients, counted
         return gradient
+
+    def _norm(self, own: Tensor, order: float) -> PartialNorm:
+        # Copies have one maximum, and it does not matter who counts it.
+        return PartialNorm.of(own if self._counted or math.isinf(order) else torch.zeros_like(own), self._all, order)
 
     @classmethod
     def __torch_function__(
@@ -94,9 +99,9 @@ class ShardGradient(Tensor):
             order = float((keywords or {}).get("ord", arguments[1] if len(arguments) > 1 else 2.0))
             if function is foreach_norm:
                 norms = zip(arguments[0], result, strict=True)
-                return [PartialNorm.of(x, g._all, order) if isinstance(g, ShardGradient) else x for g, x in norms]
+                return [g._norm(x, order) if isinstance(g, ShardGradient) else x for g, x in norms]
             if isinstance(arguments[0], ShardGradient) and len(arguments) < 3 and set(keywords or {}) <= {"ord"}:
-                return PartialNorm.of(result, arguments[0]._all, order)
+                return arguments[0]._norm(result, order)
         return result
 
 

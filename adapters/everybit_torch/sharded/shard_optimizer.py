@@ -25,6 +25,7 @@ from everybit_torch.members import ParameterTable
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.layout import Slice
+from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.nonfinite import has_nonfinite
 from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
@@ -90,20 +91,24 @@ class Shard:
         gradients: Of the group.
         slices: The parts of parameters that lie in it, in order.
         parameters: A 1-d parameter for each, over the memory of the weights; its gradient lies in the main gradient.
+        counted: Whether this rank counts them in what goes over the whole model; else another one with the same elements does.
     """
 
     weights: WeightBuffer
     gradients: GradientBuffer
     slices: list[Slice]
     parameters: list[nn.Parameter]
+    counted: bool = True
 
     @classmethod
-    def of(cls, weights: WeightBuffer, gradients: GradientBuffer, low: int, high: int) -> Shard:
+    def of(
+        cls, weights: WeightBuffer, gradients: GradientBuffer, low: int, high: int, *, counted: bool = True
+    ) -> Shard:
         """Return the shard of elements ``low`` to ``high`` of the group's buffer."""
         slices = list(weights.group.slices(low, high))
         own = weights.own
         parameters = [nn.Parameter(own[s.offset : s.offset + s.high - s.low]) for s in slices]
-        return cls(weights, gradients, slices, parameters)
+        return cls(weights, gradients, slices, parameters, counted)
 
     @property
     def without_padding(self) -> Tensor:
@@ -144,6 +149,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         labelled: Mapping[str, LabelledTransform],
         shards: Sequence[Shard],
         axis: GroupAxis,
+        beside: ModelParallel,
         step: Callable[[], StepReport],
         clear: Callable[[], None],
         *,
@@ -158,7 +164,11 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
         """By label, the names of the hyperparameters in its param group, and the fields of the transform that they stand for."""
         self._copies = HostCopies() if offload else None
-        self.engine = Engine(lambda _: Over(axis, _every), copies=self._copies)
+        self._beside = beside
+        uncounted = {id(p) for shard in shards if not shard.counted for p in shard.parameters}
+        # Data-parallel ranks that hold copies do not reduce.
+        over = Over(axis, lambda parameter: id(parameter) not in uncounted)
+        self.engine = Engine(lambda _: over, copies=self._copies)
         self._step_all, self._clear = step, clear
         self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self.shards))
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
@@ -230,15 +240,16 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=True, gradients=gradients))
 
     def _parameter_table(self) -> ParameterTable:
-        """Number all parameters that are trained, wherever they lie."""
+        """Number all parameters that are trained, wherever they lie, those of other stages too."""
         specs = [place.spec for shard in self.shards for place in shard.weights.group.placements]
-        number_of = {spec: number for number, spec in enumerate(specs)}
+        before, sizes = self._beside.numbers_before([spec.whole_numel for spec in specs])
+        number_of = {spec: number for number, spec in enumerate(specs, start=before)}
         numbers = {
             id(p): number_of[s.placement.spec]
             for shard in self.shards
             for s, p in zip(shard.slices, shard.parameters, strict=True)
         }
-        return ParameterTable(numbers, [spec.numel for spec in specs])
+        return ParameterTable(numbers, sizes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: what a stepper shards is settled then.
@@ -306,7 +317,11 @@ class ShardOptimizer(torch_optimizers.Optimizer):
             if known is None or known[0] is not shard.gradients.main:
                 own = shard.gradients.own
                 parts = [own[s.offset : s.offset + s.high - s.low] for s in shard.slices]
-                known = shard.gradients.main, [ShardGradient.of(part, self._all_gradients) for part in parts]
+                counted = shard.counted
+                known = (
+                    shard.gradients.main,
+                    [ShardGradient.of(part, self._all_gradients, counted=counted) for part in parts],
+                )
                 self._parts[number] = known
             for s, parameter, gradient in zip(shard.slices, shard.parameters, known[1], strict=True):
                 parameter.grad = gradient if of(s) else None
@@ -417,11 +432,6 @@ def _with_gradients_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parame
     if dtype is not parameter.dtype:
         parameter.grad_dtype = dtype
     return parameter
-
-
-def _every(_: Tensor) -> bool:
-    """This rank counts all it has: ranks that hold copies do not reduce."""
-    return True
 
 
 def contiguous_runs(slices: Sequence[Slice], *, by_index: bool, block: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import free_storage
 from everybit_torch.sharded.gradient_norm import squares_of, tells_finite
+from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.nonfinite import find_nonfinite, has_nonfinite
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.planning.traffic import AGREED
@@ -56,6 +57,7 @@ def agree(
     inner: Communicator,
     outer: Communicator,
     holding: Sequence[Communicator],
+    beside: ModelParallel,
     pass_counts: PassCounts | None,
     *,
     looks: bool,
@@ -76,6 +78,7 @@ def agree(
         inner: The inner ranks.
         outer: The outer ranks.
         holding: Which of the two hold different parts of one gradient; the others hold copies.
+        beside: The ranks that hold other parts of the model: the norm, and whether to step, are of all of it.
         pass_counts: Compares the numbers of passes, where each is summed over the ranks: now if all ranks read, else before the next
             step.
         looks: Whether this rank has to know who has gradients. Not if it has one of each parameter that is trained: then some rank has.
@@ -92,13 +95,19 @@ def agree(
     numbers = numbers.to(device, non_blocking=streams.copies_need_no_wait(device))
     # Of ranks that hold the same the first one counts.
     if all(one.rank == 0 for one in (inner, outer) if one not in holding):
-        numbers[count] = squares_of([shard.gradients for shard in shards], device, as_written=as_written)
+        numbers[count] = squares_of(
+            [shard.gradients for shard in shards if shard.counted], device, as_written=as_written
+        )
     # An element that is not finite shows in the sum of the squares, but for float64, whose squares may overflow.
     told = all(tells_finite(shard.gradients.main.dtype) for shard in shards)
     if nan == "step" and not told:
         numbers[count + 1] = has_nonfinite(shards)
     for communicator in (inner, outer):
         communicator.all_reduce(numbers, "what the gradients are like").wait()
+    if not beside.is_alone:
+        of_model = numbers[count : count + 2].clone()
+        beside.add_up(of_model)
+        numbers[count : count + 2] = of_model
     squares = numbers[count].clone()
     norm = barriers.sqrt(squares)
     if pass_counts is not None and nan == "off":
@@ -111,5 +120,9 @@ def agree(
     if pass_counts is not None and nan != "off":
         pass_counts.require_equal(read[count + 2 :], passes)
     found = find_nonfinite(shards, names, nonfinite, inner, outer) if nan == "param" else ()
+    if nan == "param" and not beside.is_alone:
+        anywhere = torch.tensor([float(bool(found))], dtype=torch.float64, device=device)
+        beside.add_up(anywhere)
+        bad = float(anywhere)
     skipped = bad > 0 or bool(found) or (nan == "step" and told and not math.isfinite(square))
     return StepAgreement([flag > 0 for flag in flags], squares, norm, math.isnan(square), skipped, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
@@ -19,9 +19,8 @@ from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
 from everybit_torch.collectives.reduction import divide
-from everybit_torch.sharded.arguments import Arguments, claim, judge
+from everybit_torch.sharded.arguments import Arguments, claim, judge, judge_alike
 from everybit_torch.sharded.executor import Executor
-from everybit_torch.sharded.fingerprint import require_alike
 from everybit_torch.sharded.full_parameters import FullParameters
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_norm import answers_first
@@ -30,6 +29,7 @@ from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import build
 from everybit_torch.sharded.model_buffers import ModelBuffers, synchronize_values
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
+from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
@@ -77,6 +77,10 @@ class FlatStepper:
             at a time for a step. For models on another device than the host.
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
+        model_parallel: The ranks that hold other parameters of the same model: stages of a pipeline, or experts. A process group, or a
+            ``DeviceMesh`` of any number of dimensions. Ranks of tensor parallelism, over which DTensors lie, are found without it.
+        copies: Names of parameters of which another rank of ``model_parallel`` has a copy that it counts, such as a tied embedding of the
+            last stage; norms count them there.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
@@ -115,24 +119,24 @@ class FlatStepper:
         synchronize: bool = True,
         offload: bool = False,
         keep_gradients: bool = True,
+        model_parallel: Mesh = None,
+        copies: Collection[str] = (),
     ) -> None:
-        self.inner, self.outer = communicators(mesh, next((p.device for p in model.parameters()), None))
+        near = next((p.device for p in model.parameters()), None)
+        self.inner, self.outer = communicators(mesh, near)
+        self.all_ranks = ranks_of(mesh)
+        self.beside = ModelParallel.of(model, model_parallel, copies, self.all_ranks, near)
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
-            synchronize, offload, keep_gradients,
+            synchronize, offload, keep_gradients, model_parallel, copies,
         )  # fmt: skip
-        # Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
-        try:
-            judged = judge(model, given, (self.inner.size, self.outer.size))
-        except Exception as error:
-            require_alike(error, self.inner, self.outer)
-            raise
-        require_alike(judged.facts, self.inner, self.outer)
+        judged = judge_alike(
+            lambda: judge(model, given, (self.inner.size, self.outer.size)), self.inner, self.outer, self.beside
+        )
         self.model, self._given = model, given
         described, device = judged.described, judged.device
         self.sharding, self.divisor = judged.sharding, judged.divisor
         self.closed = False
-        self.all_ranks = ranks_of(mesh)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: Future[Path] | None = None
         # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
@@ -145,7 +149,7 @@ class FlatStepper:
         self._parameters = list(parameters.items())
         self.buffers = ModelBuffers(
             self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device,
-            keep_gradients=keep_gradients,
+            self.beside, keep_gradients=keep_gradients,
         )  # fmt: skip
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
         self._completeness = Completeness()
@@ -165,7 +169,8 @@ class FlatStepper:
         self._pass_counts = PassCounts(shards, device) if self.sharding.grads else None
         self._handles: list[Any] = self._passes.watch(model)
         self._optimizer = ShardOptimizer(
-            described.labelled, self.buffers.shards, GroupAxis(self.buffers.sharing), self.step, self.zero_grad,
+            described.labelled, self.buffers.shards, GroupAxis((*self.buffers.sharing, *self.beside.communicators)),
+            self.beside, self.step, self.zero_grad,
             compile=compile, offload=offload, metrics=metrics, seed=seed, unsafe=unsafe,
         )  # fmt: skip
         self._gathering: Gathering | None = None
@@ -362,7 +367,7 @@ class FlatStepper:
         )
         self._agreed = agree(
             self._names, self._passes.touched, self._passes.number, self._passes.nonfinite, self.buffers.shards, self._given.nan,
-            self.inner, self.outer, self.buffers.sharing, self._pass_counts, looks=not all(trained) or bool(self._idle),
+            self.inner, self.outer, self.buffers.sharing, self.beside, self._pass_counts, looks=not all(trained) or bool(self._idle),
             as_written=not self._optimizer.gradients_were_handed_out,
         )  # fmt: skip
 

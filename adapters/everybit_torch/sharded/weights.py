@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator, Done, Pending
 from everybit_torch.collectives.reduction import can_be_freed
+from everybit_torch.dtensors import local
 from everybit_torch.gradients import piece
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.strategies import Sharding
@@ -66,10 +67,11 @@ class WeightBuffer:
         outer: Communicator,
     ) -> None:
         self.group, self.parameters, self.sharding = group, list(parameters), sharding
+        self._tensors = [local(parameter) for parameter in self.parameters]  # what has the memory: of a DTensor, this rank's part
         self.inner, self.outer = inner, outer
-        device = self.parameters[0].device
+        device = self._tensors[0].device
         self.whole = torch.zeros(group.padded, dtype=group.dtype, device=device)
-        for parameter, place in zip(self.parameters, group.placements, strict=True):
+        for parameter, place in zip(self._tensors, group.placements, strict=True):
             self.whole[place.start : place.stop].view(parameter.shape).copy_(parameter.detach())
         self._pending: Pending = Done()
         self.gathered = self.shown = True
@@ -79,22 +81,22 @@ class WeightBuffer:
             self.shard = self.whole.view(inner.size, -1)[inner.rank].clone()
             # One element for each, so that who writes to one spoils no other.
             self._nan = [
-                torch.full((min(p.numel(), 1),), torch.nan, dtype=group.dtype, device=device) for p in self.parameters
+                torch.full((min(p.numel(), 1),), torch.nan, dtype=group.dtype, device=device) for p in self._tensors
             ]
             self._absent = [
-                nan.expand(p.numel()).view(p.shape) for nan, p in zip(self._nan, self.parameters, strict=True)
+                nan.expand(p.numel()).view(p.shape) for nan, p in zip(self._nan, self._tensors, strict=True)
             ]
             self._absent_at = [tensor.data_ptr() for tensor in self._absent]
             self._offsets = [place.start * group.dtype.itemsize for place in group.placements]
         else:
             self._pieces = [
                 piece(self.whole, place.start, place.stop, p.shape)
-                for p, place in zip(self.parameters, group.placements, strict=True)
+                for p, place in zip(self._tensors, group.placements, strict=True)
             ]
             self.shard = self.whole.view(inner.size, -1)[inner.rank] if sharding.state else self.whole
             self._absent = []
         self._versions: list[int] = []
-        for parameter, tensor in zip(self.parameters, self._pieces, strict=True):
+        for parameter, tensor in zip(self._tensors, self._pieces, strict=True):
             streams.keep(parameter)  # which may have been made on another stream
             parameter.data = tensor
 
@@ -132,7 +134,7 @@ class WeightBuffer:
         if self.gathered or not self.sharding.params:
             return
         self._require_in_place(absent=True)
-        for parameter, known, place in zip(self.parameters, self._versions, self.group.placements, strict=True):
+        for parameter, known, place in zip(self._tensors, self._versions, self.group.placements, strict=True):
             if version(parameter) != known:
                 raise RuntimeError(
                     f"{place.spec.name}: was written to while its values were sharded, and there was nothing to write to; accepted is"
@@ -148,7 +150,7 @@ class WeightBuffer:
             return
         self._pending.wait()
         self._pending = Done()
-        for parameter, tensor in zip(self.parameters, self._pieces, strict=True):
+        for parameter, tensor in zip(self._tensors, self._pieces, strict=True):
             parameter.data = tensor
         self.shown = True
 
@@ -170,16 +172,16 @@ class WeightBuffer:
             if shown:
                 self._require_in_place(absent=False)
         finally:
-            for parameter, tensor in zip(self.parameters, self._absent, strict=True):
+            for parameter, tensor in zip(self._tensors, self._absent, strict=True):
                 parameter.data = tensor
-            self._versions = [version(parameter) for parameter in self.parameters]
+            self._versions = [version(parameter) for parameter in self._tensors]
             self._free()
             self.gathered = False
 
     def _views(self) -> list[Tensor]:
         return [
             self.whole[place.start : place.stop].view(p.shape)
-            for p, place in zip(self.parameters, self.group.placements, strict=True)
+            for p, place in zip(self._tensors, self.group.placements, strict=True)
         ]
 
     def _free(self) -> None:
@@ -195,11 +197,11 @@ class WeightBuffer:
             return
         with suppress(Exception):  # what is wrong was told
             self.release()
-        for parameter, tensor, nan in zip(self.parameters, self._absent, self._nan, strict=True):
+        for parameter, tensor, nan in zip(self._tensors, self._absent, self._nan, strict=True):
             nan.fill_(torch.nan)
             parameter.data = tensor
         self._absent_at = [tensor.data_ptr() for tensor in self._absent]
-        self._versions = [version(parameter) for parameter in self.parameters]
+        self._versions = [version(parameter) for parameter in self._tensors]
 
     def gather_again(self, communicator: Communicator) -> Pending:
         """Start to gather the model's tensors again after a step, while they have their values."""
@@ -220,7 +222,7 @@ class WeightBuffer:
     def _require_in_place(self, *, absent: bool) -> None:
         start = 0 if absent else self.whole.data_ptr()
         expected = self._absent_at if absent else [start + offset for offset in self._offsets]
-        for parameter, address, place in zip(self.parameters, expected, self.group.placements, strict=True):
+        for parameter, address, place in zip(self._tensors, expected, self.group.placements, strict=True):
             if parameter.data_ptr() != address and place.spec.numel:
                 raise RuntimeError(MOVED.format(name=place.spec.name))
 
@@ -237,4 +239,5 @@ class WeightBuffer:
     def stepped(self) -> None:
         """Autograd did not see that the values changed; a graph that needs the old ones must not run."""
         torch.autograd.graph.increment_version(self.parameters)
-        self._versions = [version(parameter) for parameter in self.parameters]
+        torch.autograd.graph.increment_version([x for x in self._tensors if not isinstance(x, nn.Parameter)])
+        self._versions = [version(parameter) for parameter in self._tensors]

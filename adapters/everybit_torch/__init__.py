@@ -21,6 +21,7 @@ from everybit_torch.weights import export_weights, import_weights, load_safetens
 if TYPE_CHECKING:
     from everybit_torch.sharded.checkpoint import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
     from everybit_torch.sharded.exact_reduce_scatter import ExactReduceScatter
+    from everybit_torch.sharded.joint import JointStepper
     from everybit_torch.sharded.mixed_precision import MixedPrecision
     from everybit_torch.sharded.plan import Plan, plan
     from everybit_torch.sharded.reports import NonFinite, StepReport
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _SHARDED = {
     "ExactReduceScatter": "exact_reduce_scatter",
     "FlatStepper": "stepper",
+    "JointStepper": "joint",
     "MixedPrecision": "mixed_precision",
     "NonFinite": "reports",
     "Plan": "plan",
@@ -58,6 +60,7 @@ __all__ = [
     "ExactReduceScatter",
     "FlatStepper",
     "GradientRelease",
+    "JointStepper",
     "Lion",
     "MixedPrecision",
     "NonFinite",

@@ -316,7 +316,7 @@ def marked(path: Path) -> list[str]:
     model, stepper = made()
     save_sharded(stepper, path)
     expected = weights_of(stepper)
-    stepper.mark_incomplete("load_sharded ended in an error after some of the state was replaced")
+    stepper.completeness.mark_incomplete("load_sharded ended in an error after some of the state was replaced")
     stepper.zero_grad()
     with pytest.raises(RuntimeError, match=r"microbatch: load_sharded ended in an error.*accepted is load_sharded"):
         stepper.microbatch(last=True).__enter__()

@@ -58,6 +58,16 @@ def on_all(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return value  # type: ignore[return-value]
 
 
+def numbers_of(own: int, group: dist.ProcessGroup | None) -> list[int]:
+    """The numbers of all ranks."""
+    if group is None:
+        return [own]
+    require_group(group)
+    found = [own] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
 def require_group(group: dist.ProcessGroup | None) -> None:
     """Refuse to go on without the other ranks.
 

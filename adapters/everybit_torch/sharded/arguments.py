@@ -85,9 +85,7 @@ class Judged:
     facts_of_model: Facts
 
 
-def judge_alike(
-    judge: Callable[[], Judged], inner: Communicator, outer: Communicator, beside: ModelParallel
-) -> Judged:
+def judge_alike(judge: Callable[[], Judged], inner: Communicator, outer: Communicator, beside: ModelParallel) -> Judged:
     """Judge arguments on all ranks, and compare them. Every rank has to call it.
 
     Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.

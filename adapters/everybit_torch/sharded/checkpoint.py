@@ -35,16 +35,19 @@ from everybit_torch.collectives import groups
 from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
-from everybit_torch.sharded.agreement import from_first, on_all, same_kind
+from everybit_torch.sharded.agreement import from_first, numbers_of, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, overlaps, read_piece
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.save_folders import (
     MARK,
+    folder_of_part,
     latest_checkpoint,
-    next_name,
+    make_folder,
+    next_number,
     point_to,
     remove_old,
     remove_unless_named,
+    require_part,
 )
 from everybit_torch.sharded.saved_fit import elements, require_same, require_ties
 from everybit_torch.sharded.saved_parts import (
@@ -106,10 +109,10 @@ def save_sharded(
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
     _require_outside(stepper, "save_sharded")
-    stepper.require_complete("save_sharded")
+    stepper.completeness.require("save_sharded")
     stepper.require_equal_passes("save_sharded")
-    directory = Path(path)
-    group = _group(stepper, "saving")
+    directory = folder_of_part(path, stepper.beside.part)
+    group, everyone = _group(stepper, "saving"), _everyone(stepper, "saving")
     _finish_pending(stepper)
     state = on_all(lambda: sharded_state_dict(stepper, clone=asynchronous), group)
     copied = streams.mark(stepper.buffers.device)
@@ -117,12 +120,19 @@ def save_sharded(
     def write() -> Path:
         if copied is not None:
             copied.synchronize()  # another thread has another stream, and the copies may be on their way
-        name = from_first(lambda: next_name(directory), group)
+        number = max(numbers_of(from_first(lambda: next_number(directory), group), everyone))
+        name = from_first(lambda: make_folder(directory, number), group)
         place = directory / name
-        try:
+
+        def write_part() -> None:
             with _in_plain_words(f"{place}: saving failed", "the previous checkpoint is in place", group):
                 save(state, storage_writer=CheckedWriter(place), process_group=group, no_dist=group is None)
+
+        try:
+            # All parts of a model are written before one of them counts as whole, and count before those before are removed.
+            on_all(write_part, everyone)
             from_first(lambda: point_to(directory, name), group)
+            numbers_of(number, everyone)
         except BaseException:
             if _is_first(group):
                 remove_unless_named(place)
@@ -163,7 +173,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     _require_outside(stepper, "load_sharded")
     _finish_pending(stepper)
     group = _group(stepper, "loading")
-    place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
+    place = _latest(stepper, path, group)
     found = on_all(lambda: _read(place, group), group)
     optimizer = stepper.as_optimizer()
     labels = labels_of(stepper)
@@ -339,6 +349,34 @@ def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
     if purpose not in stepper.groups:
         stepper.groups[purpose] = groups.take(stepper.all_ranks, "gloo", stepper.inner.timeout)
     return stepper.groups[purpose]
+
+
+def _everyone(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
+    """As :func:`_group`, of all ranks that hold something of the model."""
+    if stepper.beside.is_alone:
+        return None
+    key = f"{purpose}, all parts"
+    if key not in stepper.groups:
+        ranks = stepper.beside.ranks_of_model(stepper.all_ranks)
+        stepper.groups[key] = groups.take(ranks, "gloo", stepper.inner.timeout)
+    return stepper.groups[key]
+
+
+def _latest(stepper: FlatStepper, path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Path:
+    """The last whole checkpoint of this rank's part of the model, of those that all parts have."""
+    part = stepper.beside.part
+    if part is None:
+        return Path(from_first(lambda: str(latest_checkpoint(path)), group))
+    directory = folder_of_part(path, part)
+
+    def latest() -> str:
+        require_part(directory)
+        return latest_checkpoint(directory).name
+
+    everyone = _everyone(stepper, "loading")
+    name = on_all(lambda: from_first(latest, group), everyone)
+    # A save that was interrupted may count as whole in some parts; the one before is there in all of them.
+    return directory / f"{min(numbers_of(int(name), everyone)):06d}"
 
 
 def _finish_pending(stepper: FlatStepper) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.combinators.chain import Chain, NamedChain
+from everybit.transform import any_per_tensor
 from everybit.transforms.stateless import ClipByGlobalNorm
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -47,10 +48,36 @@ def answers_first(labelled: Mapping[str, LabelledTransform]) -> bool:
     return len(sources) == 1 and all(_clips_first(one.transform) for one in labelled.values())
 
 
-def _clips_first(transform: eb.Transform[Any]) -> bool:
-    first = transform
+def reduces_otherwise(labelled: Mapping[str, LabelledTransform]) -> bool:
+    """Whether a transform asks for something over everything that the norm of all gradients does not answer."""
+    if answers_first(labelled):
+        return any(_reduces_later(one.transform) for one in labelled.values())
+    return any(_reduces(one.transform) for one in labelled.values())
+
+
+def _parts(transform: eb.Transform[Any]) -> list[eb.Transform[Any]]:
+    """What a transform is made of, as far as it is known."""
     if isinstance(transform, Chain):
-        first = next(iter(transform.transforms), transform)
-    elif isinstance(transform, NamedChain):
-        first = next(iter(transform.transforms.values()), transform)
+        return list(transform.transforms)
+    if isinstance(transform, NamedChain):
+        return list(transform.transforms.values())
+    inner = getattr(transform, "transform", None)
+    return [] if inner is None else [inner]
+
+
+def _reduces(transform: eb.Transform[Any]) -> bool:
+    parts = _parts(transform)
+    if parts:
+        return any(_reduces(part) for part in parts)
+    return transform.reduces and not any_per_tensor([transform])
+
+
+def _reduces_later(transform: eb.Transform[Any]) -> bool:
+    """Whether a transform that clips first asks for something over everything after that."""
+    first, *others = _parts(transform) or [transform]
+    return any(map(_reduces, others)) or (first is not transform and _reduces_later(first))
+
+
+def _clips_first(transform: eb.Transform[Any]) -> bool:
+    first = next(iter(_parts(transform)), transform) if isinstance(transform, (Chain, NamedChain)) else transform
     return _clips_first(first) if first is not transform else type(transform) is ClipByGlobalNorm

@@ -13,7 +13,7 @@ from everybit.dtypes import dtype_name
 from everybit.parts import needs_whole_tensors
 from everybit.policies import native
 from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
-from everybit.transform import require_transform
+from everybit.transform import any_per_tensor, require_transform
 from everybit_torch.choosing import choices, chosen
 from everybit_torch.dtensors import is_dtensor, local, mesh_of
 from everybit_torch.sharded.layout import ParameterSpec
@@ -87,6 +87,12 @@ def describe(
     homes = _homes(found)
     by_name = {names[key][0]: parameter for key, parameter in parameters.items()}
     label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name))
+    if copies and any_per_tensor(one.transform for one in labelled.values()):
+        raise ValueError(
+            f"copies: got {', '.join(map(repr, copies))} with a transform that reduces over each parameter, and nothing says"
+            " which parameter of another rank each of them is a copy of; accepted with it is none, and a norm of all gradients counts copies"
+            " twice then."
+        )
     specs, counted = [], dict.fromkeys((p.dtype for p in parameters.values()), 0)
     for key, parameter in parameters.items():
         name = names[key][0]

@@ -100,6 +100,17 @@ class ModelParallel:
             number, parts = number * one.size + one.rank, parts * one.size
         return number, parts
 
+    def ranks_of_model(self, ranks: Sequence[int]) -> list[int]:
+        """All ranks that hold something of the model, numbered as in the world. Every rank has to call it.
+
+        Args:
+            ranks: Those that this rank's stepper shards over.
+        """
+        found = list(ranks)
+        for communicator in self.communicators:
+            found = _joined(communicator, found)[1]
+        return sorted(set(found))
+
     def numbers_before(self, sizes: Sequence[int]) -> tuple[int, list[int]]:
         """How many parameters ranks with other parameters number before this one's, and the sizes of all of theirs, in that order.
 
@@ -110,17 +121,21 @@ class ModelParallel:
         """
         before, table = 0, list(sizes)
         for communicator in reversed(self.given):
-            counts = _gather(communicator, [len(table)])
-            longest = max(count for (count,) in counts)
-            rows = _gather(communicator, table + [0] * (longest - len(table)))
-            before += sum(count for (count,) in counts[: communicator.rank])
-            table = [size for row, (count,) in zip(rows, counts, strict=True) for size in row[:count]]
+            earlier, table = _joined(communicator, table)
+            before += earlier
         return before, table
 
     def add_up(self, numbers: Tensor) -> None:
         """Add up numbers of this rank's part of the model and of the others', in place. Every rank has to call it."""
         for communicator in self.communicators:
             communicator.all_reduce(numbers, "what gradients are like in the other parts of the model").wait()
+
+
+def _joined(communicator: Communicator, own: Sequence[int]) -> tuple[int, list[int]]:
+    """All ranks' numbers, of which each has as many as it has; and how many come before this rank's."""
+    counts = [count for (count,) in _gather(communicator, [len(own)])]
+    rows = _gather(communicator, [*own, *[0] * (max(counts) - len(own))])
+    return sum(counts[: communicator.rank]), [x for row, count in zip(rows, counts, strict=True) for x in row[:count]]
 
 
 def _gather(communicator: Communicator, row: list[int]) -> list[list[int]]:

@@ -31,6 +31,8 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
     pointer = directory / LATEST
     if not pointer.is_file():
         what = "has no whole checkpoint" if directory.is_dir() else "does not exist"
+        if parts := sorted(one.name for one in directory.glob("part-*-of-*")):
+            what = f"holds a model in parts ({', '.join(parts)}), each of which has checkpoints of its own"
         raise FileNotFoundError(f"{directory}: {what}; accepted is a directory that save_sharded wrote to.")
     words = pointer.read_bytes().decode("utf-8", "replace").split()
     # The first versions wrote the name alone.
@@ -45,10 +47,40 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
     return place
 
 
-def next_name(directory: Path) -> str:
-    """Make the folder of the next save; returns its name."""
+def folder_of_part(path: str | os.PathLike[str], part: tuple[int, int] | None) -> Path:
+    """The directory of the checkpoints of one part of a model.
+
+    Args:
+        path: Of all of it.
+        part: The number of the part, from 0, and how many there are; None for a model that is not in parts.
+    """
+    return Path(path) if part is None else Path(path) / f"part-{part[0] + 1}-of-{part[1]}"
+
+
+def require_part(place: Path) -> None:
+    """Refuse a directory that has other parts of a model than this one.
+
+    Raises:
+        FileNotFoundError: It has; or another directory of checkpoints.
+    """
+    beside = [one.name for one in place.parent.glob("part-*-of-*")] if place.parent.is_dir() else []
+    if not place.is_dir() and (beside or (place.parent / LATEST).exists()):
+        there = ", ".join(sorted(beside)) or "a model in one part"
+        raise FileNotFoundError(
+            f"{place}: does not exist; {place.parent} holds {there}. Accepted is a checkpoint of as many model-parallel parts; the"
+            " number of data-parallel ranks may be another."
+        )
+
+
+def next_number(directory: Path) -> int:
+    """Return the number of the next save."""
     directory.mkdir(parents=True, exist_ok=True)
-    name = f"{max((int(one.name) for one in _saves(directory)), default=0) + 1:06d}"
+    return max((int(one.name) for one in _saves(directory)), default=0) + 1
+
+
+def make_folder(directory: Path, number: int) -> str:
+    """Make the folder of a save; returns its name."""
+    name = f"{number:06d}"
     (directory / name).mkdir()
     (directory / name / MARK).write_text(f"{inventory.FILE}\n", encoding="utf-8")
     return name

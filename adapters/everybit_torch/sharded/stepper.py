@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
@@ -36,7 +36,7 @@ from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
-from everybit_torch.sharded.shard_optimizer import ShardOptimizer
+from everybit_torch.sharded.shard_optimizer import LabelledTransform, ShardOptimizer
 from everybit_torch.sharded.step_agreement import StepAgreement, agree
 from everybit_torch.sharded.step_checks import Completeness, require_gathered, require_same_parameters
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
@@ -152,7 +152,7 @@ class FlatStepper:
             self.beside, keep_gradients=keep_gradients,
         )  # fmt: skip
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
-        self._completeness = Completeness()
+        self.completeness = Completeness()  # of weights and state, for checkpoints
         settings = Settings(self.sharding, reshard_after_forward, keep_gradients)
         self._schedule = Schedule(self.layout, settings)
         self._executor = Executor(self.buffers.weights, self.buffers.gradients, self.divisor, (self.inner, self.outer))
@@ -239,31 +239,12 @@ class FlatStepper:
         Raises:
             RuntimeError: An error was not recovered from.
         """
-        self.require_complete(name)
+        self.completeness.require(name)
         if self._passes.failed:
             raise RuntimeError(
                 f"{name}: the microbatch or step before ended in an error, and its gradients are in part; accepted is zero_grad(), on every"
                 " rank."
             )
-
-    def require_complete(self, name: str) -> None:
-        """Refuse to use weights and state that do not belong together.
-
-        Args:
-            name: Of what is refused.
-
-        Raises:
-            RuntimeError: They do not; see :meth:`mark_incomplete`.
-        """
-        self._completeness.require(name)
-
-    def mark_incomplete(self, reason: str) -> None:
-        """Weights and state do not belong together from here on: nothing but :meth:`loaded` goes on.
-
-        Args:
-            reason: What happened, as the beginning of a message.
-        """
-        self._completeness.mark_incomplete(reason)
 
     def require_equal_passes(self, name: str) -> None:
         """Refuse to go on from a step for which ranks had different numbers of backward passes. Every rank has to call it.
@@ -289,6 +270,18 @@ class FlatStepper:
                 were, and ``zero_grad()`` on every rank begins the next cycle; after one that came later a checkpoint has to be loaded.
                 Or ranks had different numbers of backward passes: in this cycle, or, with ``nan="off"``, in that of the last step.
         """
+        return self.carry_out(self.agree_on_step(loss_scale=loss_scale))
+
+    @torch.no_grad()
+    def agree_on_step(self, *, loss_scale: float = 1.0) -> StepAgreement:
+        """Return what :meth:`step` finds out before it steps, to be given to :meth:`carry_out`. Every rank has to call it.
+
+        Args:
+            loss_scale: As :meth:`step`'s.
+
+        Raises:
+            RuntimeError: As :meth:`step`.
+        """
         if self._passes.in_context or self._passes.in_pass:
             raise RuntimeError("step: inside a microbatch or a backward pass; accepted is after it.")
         self._require_ready("step")
@@ -306,21 +299,34 @@ class FlatStepper:
         self._executor.run(self._schedule.agree())
         agreed, self._agreed = self._agreed, None
         assert agreed is not None
+        return agreed
+
+    @torch.no_grad()
+    def carry_out(self, agreed: StepAgreement) -> StepReport:
+        """Step, as :meth:`step` does, with what was found out before.
+
+        Args:
+            agreed: By :meth:`agree_on_step`; with the norm of more than this model, say.
+
+        Raises:
+            RuntimeError: As :meth:`step`.
+        """
         by_name = dict(zip(self._names, agreed.touched, strict=True))
         untouched = tuple(name for name, here in by_name.items() if not here and name in self._trained_names)
         require_same_parameters(self.model, self._parameters, untouched)
         if self._given.nan == "off":
             require_gathered(self._idle, is_nan=agreed.is_nan)
-        if not agreed.skipped and len(untouched) < len(self._trained_names):
-            known = [agreed.squares] if answers_first(self._wires.labelled) else []
+        # Where other ranks hold other parts of the model, a part without any gradient takes part in their reductions.
+        if not agreed.skipped and (len(untouched) < len(self._trained_names) or not self.beside.is_alone):
+            known = [agreed.squares] if answers_first(self.labelled) else []
             self._prepared = self._optimizer.prepare_shards(lambda s: by_name[s.placement.spec.name], known)
-            self.mark_incomplete("a step ended in an error after weights had been changed")
+            self.completeness.mark_incomplete("a step ended in an error after weights had been changed")
             self._executor.run(self._schedule.update())
         if self._gathering is not None and self._full is not None:
             self._gathering.free_all()
             self._gathering.scheduled.begin_cycle()
             self._full.renew()
-        self._completeness.mark_complete()
+        self.completeness.mark_complete()
         self._forget()
         return StepReport(agreed.norm, agreed.skipped, agreed.nonfinite, untouched)
 
@@ -388,7 +394,7 @@ class FlatStepper:
         """
         given = self._given
         return plan_layout(
-            self.layout, self._wires.labelled, self.sharding,
+            self.layout, self.labelled, self.sharding,
             Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank),
             microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
@@ -435,6 +441,11 @@ class FlatStepper:
     def in_full_parameters(self) -> bool:
         """Whether all weights are shown, inside :meth:`full_parameters`."""
         return self._full is not None and self._full.shown
+
+    @property
+    def labelled(self) -> Mapping[str, LabelledTransform]:
+        """The transform and policy of each label, with the dtypes in which gradients are sent now."""
+        return self._wires.labelled
 
     def own_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict()``, where tensors of sharded parameters have no values. For checkpoints, which know."""
@@ -483,14 +494,14 @@ class FlatStepper:
         """
         if self._passes.failed or self._passes.in_pass:
             self._passes.recover()
-        if self._completeness.is_complete:
-            self.mark_incomplete("loading a checkpoint ended in an error")
+        if self.completeness.is_complete:
+            self.completeness.mark_incomplete("loading a checkpoint ended in an error")
         self._executor.run(self._schedule.hand_out(list(self.buffers.weights)))
         if self._gathering is not None:
             self._gathering.free_all()
         if self._pass_counts is not None:
             self._pass_counts.forget()
-        self._completeness.mark_complete()
+        self.completeness.mark_complete()
         self._forget()
 
     def __repr__(self) -> str:
@@ -499,6 +510,6 @@ class FlatStepper:
             f"FlatStepper(strategy={self.sharding.strategy!r} over {self.inner.size}{outer}, {len(self.layout.units)} units,"
             f" {self.layout.numel} elements and {self.layout.padding} of padding)"
         ]
-        for label, one in self._wires.labelled.items():
+        for label, one in self.labelled.items():
             lines.append(f"  {label or 'all parameters'}: {one.transform!r}; {one.policy!r}")
         return "\n".join(lines)

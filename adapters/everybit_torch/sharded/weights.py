@@ -67,7 +67,9 @@ class WeightBuffer:
         outer: Communicator,
     ) -> None:
         self.group, self.parameters, self.sharding = group, list(parameters), sharding
-        self._tensors = [local(parameter) for parameter in self.parameters]  # what has the memory: of a DTensor, this rank's part
+        self._tensors = [
+            local(parameter) for parameter in self.parameters
+        ]  # what has the memory: of a DTensor, this rank's part
         self.inner, self.outer = inner, outer
         device = self._tensors[0].device
         self.whole = torch.zeros(group.padded, dtype=group.dtype, device=device)

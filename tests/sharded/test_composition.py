@@ -138,7 +138,8 @@ def with_tensor_parallelism(stored: str, names: list[str]) -> dict[tuple[str, st
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     found: dict[tuple[str, str], Any] = {}
     for transform in names:
-        for strategy in STRATEGIES:
+        # Clipping first goes through every strategy; what is asked for in another way, through one that cuts weights and one that does not.
+        for strategy in STRATEGIES if transform == names[0] else ("optim", "optim_grads_params"):
             model = Model(["first", "second"], dtype_of(stored))
             cut(model, mesh["tensor"], 0)
             stepper = FlatStepper(
@@ -419,7 +420,7 @@ def norms_and_saves(directory: str) -> dict[str, Any]:
 
 def test_norms_count_copies_once_and_a_save_of_all_parts_counts_or_the_one_before(tmp_path: Path) -> None:
     model = Model(["first"], torch.float32)
-    (sum(model(1, rank) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+    (sum(model(1, rank) for rank in range(2)) / 2).backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
     for rank, found in enumerate(run(4, norms_and_saves, str(tmp_path))):
         assert found["norm 2.0"] == pytest.approx(float(gradients.norm()), rel=1e-7)

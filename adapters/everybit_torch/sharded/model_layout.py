@@ -89,9 +89,8 @@ def describe(
     label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name))
     if copies and any_per_tensor(one.transform for one in labelled.values()):
         raise ValueError(
-            f"copies: got {', '.join(map(repr, copies))} with a transform that reduces over each parameter, and nothing says"
-            " which parameter of another rank each of them is a copy of; accepted with it is none, and a norm of all gradients counts copies"
-            " twice then."
+            f"copies: got {', '.join(map(repr, copies))} with a transform that reduces over each parameter, and nothing says of which"
+            " parameter of another rank each of them is a copy; accepted with it is none. (Norms count copies twice then.)"
         )
     specs, counted = [], dict.fromkeys((p.dtype for p in parameters.values()), 0)
     for key, parameter in parameters.items():

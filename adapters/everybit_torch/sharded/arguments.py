@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,9 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import everybit as eb
 from everybit.optimizer import Unsafe
-from everybit_torch.collectives.meshes import Mesh
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.meshes import Mesh, communicators
 from everybit_torch.param_groups import require_float64
-from everybit_torch.sharded.fingerprint import Facts, facts_of
+from everybit_torch.sharded.construction.making import Construction
+from everybit_torch.sharded.construction.sources import Values
+from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
+from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.reports import NanCheck
@@ -56,6 +60,12 @@ class Arguments:
     synchronize: bool
     offload: bool
     keep_gradients: bool
+    values: Values | None
+    device: torch.device | str | None
+
+    def to_keep(self) -> Arguments:
+        """Without what may hold a model's values."""
+        return replace(self, values=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +74,55 @@ class Judged:
 
     Attributes:
         described: The model, with what its parameters are stepped with.
-        device: Where it is.
+        layout: Of its parameters.
+        construction: How it is given to the stepper.
+        ranks: The inner and the outer ranks.
+        device: Where it is, or is to be.
         sharding: What is sharded.
         divisor: Of sums over the ranks.
         facts: What has to be the same on every rank.
     """
 
     described: ModelLayout
+    layout: Layout
+    construction: Construction
+    ranks: tuple[Communicator, Communicator]
     device: torch.device
     sharding: Sharding
     divisor: float
     facts: Facts
 
 
-def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
-    """Look at all arguments. Nothing is changed.
+def judge(model: nn.Module, given: Arguments) -> Judged:
+    """Look at all arguments, on all ranks. Nothing is changed.
+
+    Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
 
     Args:
         model: The model.
         given: The other arguments.
-        ranks: The numbers of inner and outer ranks.
 
     Raises:
+        OSError: As the stepper.
         TypeError: As the stepper.
         ValueError: As the stepper.
     """
+    device = next((p.device for p in model.parameters()), None)
+    if device is not None and device.type == "meta":
+        device = _wanted_device(given.device)
+    inner, outer = communicators(given.mesh, device)
+    try:
+        judged = _judge(model, given, (inner, outer))
+    except Exception as error:
+        require_alike(error, inner, outer)
+        raise
+    require_alike(judged.facts, inner, outer)
+    judged.construction.meet()
+    return judged
+
+
+def _judge(model: nn.Module, given: Arguments, between: tuple[Communicator, Communicator]) -> Judged:
+    ranks = (between[0].size, between[1].size)
     if given.nan not in ("off", "step", "param"):
         raise ValueError(f"nan: got {given.nan!r}; accepted are 'off', 'step', 'param'.")
     divisor = float(ranks[0] * ranks[1]) if given.divisor is None else given.divisor
@@ -112,7 +146,8 @@ def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
             raise ValueError(
                 f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
             )
-    device = _device_of(described)
+    device = _device_of(described, given)
+    construction = Construction(model, described, given.values, device, between, synchronize=given.synchronize)
     if given.offload and is_host(device):
         raise ValueError(
             "offload: got True for a model in the host's memory, where its state is already; accepted is False."
@@ -127,19 +162,49 @@ def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
             (name, repr(getattr(given, name)))
             for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize")
         ),
+        *construction.facts,
     ]
-    return Judged(described, device, kind, float(divisor), facts)
+    # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
+    layout = build(described.specs, shards=ranks[0] * ranks[1], units=[name for name, _ in described.units])
+    return Judged(described, layout, construction, between, device, kind, float(divisor), facts)
 
 
-def _device_of(described: ModelLayout) -> torch.device:
+def _device_of(described: ModelLayout, given: Arguments) -> torch.device:
+    """Where the model is, or is to be."""
     devices = {parameter.device for parameter in described.parameters}
     if len(devices) > 1:
         raise ValueError(f"model: has parameters on {', '.join(sorted(map(str, devices)))}; accepted is one device.")
     (device,) = devices
     require_float64(device, "model")
-    if device.type == "meta":
-        raise ValueError(
-            "model: is on the meta device, without values; accepted is a model with values. (everybit_torch.plan and `everybit plan` take"
-            " one on the meta device.)"
+    if given.values is not None and not isinstance(given.values, Values):
+        raise TypeError(
+            f"values: got {given.values!r}; accepted are FromInitializers(...), FromSafetensors(...), FromCheckpoint(...),"
+            " FromStateDict(...), and None for a model that has its values."
         )
-    return device
+    if device.type != "meta":
+        if given.values is not None:
+            raise ValueError(
+                f"values: got {type(given.values).__name__} for a model on {device}, which has values; accepted is a model on the meta"
+                " device, made inside `with torch.device('meta'):`."
+            )
+        if given.device is not None and torch.device(given.device).type != device.type:
+            raise ValueError(
+                f"device: got {given.device} for a model on {device}; accepted is to move the model first:"
+                f" model.to({str(given.device)!r})."
+            )
+        return device
+    if given.values is None:
+        raise ValueError(
+            "model: is on the meta device, without values; accepted is a model with values, or to say where they come from:"
+            " values=FromInitializers(), FromSafetensors(path), FromCheckpoint(path) or FromStateDict(state_dict). (everybit_torch.plan and"
+            " `everybit plan` take one on the meta device.)"
+        )
+    wanted = _wanted_device(given.device)
+    if wanted.type == "meta":
+        raise ValueError("device: got meta; accepted is the device where the model is to be trained.")
+    require_float64(wanted, "model")
+    return wanted
+
+
+def _wanted_device(device: torch.device | str | None) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)

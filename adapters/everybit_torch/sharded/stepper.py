@@ -17,18 +17,17 @@ from everybit.dtypes import FloatDType
 from everybit.optimizer import Unsafe
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
-from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
+from everybit_torch.collectives.meshes import Mesh, ranks_of
 from everybit_torch.collectives.reduction import divide
-from everybit_torch.sharded.arguments import Arguments, claim, judge
+from everybit_torch.sharded.arguments import Arguments, Judged, claim, judge
+from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.executor import Executor
-from everybit_torch.sharded.fingerprint import require_alike
 from everybit_torch.sharded.full_parameters import FullParameters
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.gradient_wires import GradientWires
 from everybit_torch.sharded.guards import Guards
-from everybit_torch.sharded.layout import build
-from everybit_torch.sharded.model_buffers import ModelBuffers, synchronize_values
+from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
@@ -51,7 +50,7 @@ class FlatStepper:
     there never is a second full-size gradient. What is summed over the ranks is summed once, by one rule, and divided once.
 
     Args:
-        model: With its values in place, on one device. Parameters may be tied, frozen, of several dtypes.
+        model: On one device; or on the meta device, with ``values``. Parameters may be tied, frozen, of several dtypes.
         transform: What computes updates; or one for each label, with ``labels``.
         policy: How weights, state and gradients are stored and sent: a policy, several by :func:`everybit.by_label`, a
             :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
@@ -77,6 +76,8 @@ class FlatStepper:
             at a time for a step. For models on another device than the host.
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
+        values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
+            ``FromStateDict``. None: it has values. ``device`` says where it is to be. None: torch's default device.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
@@ -115,59 +116,56 @@ class FlatStepper:
         synchronize: bool = True,
         offload: bool = False,
         keep_gradients: bool = True,
+        values: Values | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        self.inner, self.outer = communicators(mesh, next((p.device for p in model.parameters()), None))
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
-            synchronize, offload, keep_gradients,
+            synchronize, offload, keep_gradients, values, device,
         )  # fmt: skip
-        # Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
-        try:
-            judged = judge(model, given, (self.inner.size, self.outer.size))
-        except Exception as error:
-            require_alike(error, self.inner, self.outer)
-            raise
-        require_alike(judged.facts, self.inner, self.outer)
-        self.model, self._given = model, given
-        described, device = judged.described, judged.device
-        self.sharding, self.divisor = judged.sharding, judged.divisor
+        judged = judge(model, given)
+        with judged.construction.all_or_nothing():
+            self._make(model, given, judged)
+        claim(model, self)
+
+    def _make(self, model: nn.Module, given: Arguments, judged: Judged) -> None:
+        """Make it of arguments that can work."""
+        self.model, self._given, (self.inner, self.outer) = model, given.to_keep(), judged.ranks
+        described, device, construction = judged.described, judged.device, judged.construction
+        self.sharding, self.divisor, self.layout = judged.sharding, judged.divisor, judged.layout
         self.closed = False
-        self.all_ranks = ranks_of(mesh)
+        self.all_ranks = ranks_of(given.mesh)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: Future[Path] | None = None
-        # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
-        shards = self.inner.size * self.outer.size
-        self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
         self._names = [spec.name for spec in described.specs]
-        if synchronize:
-            synchronize_values(model, (self.outer, self.inner))
         parameters = dict(zip(self._names, described.parameters, strict=True))
         self._parameters = list(parameters.items())
         self.buffers = ModelBuffers(
-            self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device,
-            keep_gradients=keep_gradients,
+            self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device, construction.fill,
+            keep_gradients=given.keep_gradients,
         )  # fmt: skip
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
+        self._constructed = construction.schedule
         self._completeness = Completeness()
-        settings = Settings(self.sharding, reshard_after_forward, keep_gradients)
+        settings = Settings(self.sharding, given.reshard_after_forward, given.keep_gradients)
         self._schedule = Schedule(self.layout, settings)
         self._executor = Executor(self.buffers.weights, self.buffers.gradients, self.divisor, (self.inner, self.outer))
         self._executor.on({"agree": self._agree, "step": self._step_shards})
         self._agreed: StepAgreement | None = None
         self._prepared: Callable[[], None] | None = None
+        self._optimizer = ShardOptimizer(
+            described.labelled, self.buffers.shards, GroupAxis(self.buffers.sharing), self.step, self.zero_grad,
+            compile=given.compile, offload=given.offload, metrics=given.metrics, seed=given.seed, unsafe=given.unsafe,
+        )  # fmt: skip
+        construction.finish(self.buffers, self._optimizer, self._hand_out)
         self._passes = Passes(
-            self.layout, parameters, self.buffers.gradients, self._schedule, self._executor, self.sharding, nan,
+            self.layout, parameters, self.buffers.gradients, self._schedule, self._executor, self.sharding, given.nan,
             (self.inner, self.outer), device, self._require_ready,
         )  # fmt: skip
         self._wires = GradientWires(self.buffers, described.labelled, self._passes.holds_gradients)
         self._trained_names = frozenset(s.spec.name for one in self.gradients for s in one.group.placements)
-        # Where gradients are sharded each backward pass is summed over the ranks, and all of them need as many.
-        self._pass_counts = PassCounts(shards, device) if self.sharding.grads else None
+        self._pass_counts = PassCounts(self.layout.shards, device) if self.sharding.grads else None
         self._handles: list[Any] = self._passes.watch(model)
-        self._optimizer = ShardOptimizer(
-            described.labelled, self.buffers.shards, GroupAxis(self.buffers.sharing), self.step, self.zero_grad,
-            compile=compile, offload=offload, metrics=metrics, seed=seed, unsafe=unsafe,
-        )  # fmt: skip
         self._gathering: Gathering | None = None
         self._guards: Guards | None = None
         self._full: FullParameters | None = None
@@ -180,7 +178,6 @@ class FlatStepper:
             self._passes.attach(self._gathering, self._made)
             self._guards = Guards(model, self._gathering)
             self._full = FullParameters(self._gathering, self.weights)
-        claim(model, self)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 
@@ -384,7 +381,7 @@ class FlatStepper:
         given = self._given
         return plan_layout(
             self.layout, self._wires.labelled, self.sharding,
-            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank),
+            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank), construction=self._constructed,
             microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(),
@@ -480,13 +477,16 @@ class FlatStepper:
             self._passes.recover()
         if self._completeness.is_complete:
             self.mark_incomplete("loading a checkpoint ended in an error")
-        self._executor.run(self._schedule.hand_out(list(self.buffers.weights)))
+        self._hand_out()
         if self._gathering is not None:
             self._gathering.free_all()
         if self._pass_counts is not None:
             self._pass_counts.forget()
         self._completeness.mark_complete()
         self._forget()
+
+    def _hand_out(self) -> None:
+        self._executor.run(self._schedule.hand_out(list(self.buffers.weights)))
 
     def __repr__(self) -> str:
         outer = f", outer={self.sharding.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""

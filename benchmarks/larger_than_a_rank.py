@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as spawning
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 import everybit as eb
 from everybit_torch import FlatStepper, FromInitializers, load_sharded, save_sharded
@@ -117,7 +117,7 @@ def run(size: int, given: dict[str, Any]) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        spawning.spawn(rank_program, (size, f"{folder}/store", given, results), nprocs=size, join=True)  # type: ignore[no-untyped-call]
+        spawn(rank_program, (size, f"{folder}/store", given, results), nprocs=size, join=True)  # type: ignore[no-untyped-call]
         return sorted((results.get() for _ in range(size)), key=lambda one: one["rank"])
 
 

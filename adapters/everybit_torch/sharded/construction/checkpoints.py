@@ -27,20 +27,20 @@ class CheckpointFiles:
 
     Args:
         path: The checkpoint, or the directory of a run's.
-        prefix: Of the model's names; None: :data:`PREFIX` if ``first`` is there with it.
-        first: The first of the model's names.
+        prefix: Of the model's names; None: :data:`PREFIX` if one of ``first`` is there with it.
+        first: The names of the model's first tensor.
 
     Raises:
         OSError: It cannot be read.
         ValueError: It is damaged; the message names the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], prefix: str | None, first: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], prefix: str | None, first: Sequence[str]) -> None:
         place = latest_checkpoint(path)
         self.where = str(place)
         self._inventory = read_inventory_of(Path(place))
         if prefix is None:
-            prefix = PREFIX if PREFIX + first in self._inventory.tensors else ""
+            prefix = PREFIX if any(PREFIX + name in self._inventory.tensors for name in first) else ""
         self._prefix = prefix
         self.others = frozenset(
             name.removeprefix(prefix) for name in self._inventory.others if prefix and name.startswith(prefix)

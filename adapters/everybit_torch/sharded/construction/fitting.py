@@ -53,10 +53,11 @@ def _problems(
     known: set[str] = set()
     for one in tensors:
         known.update(one.names)
-        if not one.is_saved:
-            continue
         found = [name for name in one.names if name in table]
-        if not found:
+        if not one.is_saved:
+            yield from (f"{name} is a buffer that the model does not save (persistent=False)" for name in found)
+            continue
+        if not found and one.is_absent:
             also = f" (nor is {', '.join(one.names[1:])}, which is the same tensor)" if one.names[1:] else ""
             yield f"{one.name} is missing{also}"
         for name in found:

@@ -108,7 +108,7 @@ class Construction:
         if isinstance(values, FromSafetensors):
             return SafetensorsFiles(values.path)
         if isinstance(values, FromCheckpoint):
-            found = CheckpointFiles(values.path, values.prefix, self._tensors[0].name)
+            found = CheckpointFiles(values.path, values.prefix, self._tensors[0].names)
             if not found.is_checked and self._ranks[0].rank == self._ranks[1].rank == 0:
                 warnings.warn(
                     f"{found.where}: has no checksums (it was written by dcp.save), so that nothing can be verified: bits that have changed"
@@ -126,10 +126,7 @@ class Construction:
 
     def _require_fit(self) -> None:
         assert self._source is not None
-        needed = [one for one in self._tensors if one.is_absent or one.spec is not None]
-        settled = {name for one in self._tensors for name in one.names if not one.is_absent and one.spec is None}
-        table = {name: entry for name, entry in self._source.table.items() if name not in settled}
-        require_fit(needed, self._described.labelled, table, self._source.where)
+        require_fit(self._tensors, self._described.labelled, self._source.table, self._source.where)
 
     def meet(self) -> None:
         """Find out on all ranks what the first one has, if that is where values come from. Every rank has to call it.
@@ -200,6 +197,8 @@ class Construction:
         seed = self._values.seed if isinstance(self._values, FromInitializers) else 0
         with seeded(seed, self._device):
             self._on_all(lambda: self._carry_out(events, handlers))
+        for one in self._tensors:
+            self._move(one)
 
     @staticmethod
     def _carry_out(
@@ -216,7 +215,16 @@ class Construction:
         one = self._tensors[number]
         if one.is_absent:
             self._give(one, torch.empty_like(one.tensor, device=self._device, requires_grad=False))
-        elif one.tensor.device != self._device:
+        elif self._source is not None and any(name in self._source.table for name in one.names):
+            self._give(
+                one, one.tensor.detach().to(self._device, copy=True)
+            )  # what is read is not written over the model's own
+        else:
+            self._move(one)
+
+    def _move(self, one: ModelTensor) -> None:
+        """A buffer that has its values is where the model is to be."""
+        if not one.is_absent and one.tensor.device.type != self._device.type:
             self._give(one, one.tensor.detach().to(self._device))
 
     def _place(self, buffers: ModelBuffers, tensors: Tensors, number: int) -> None:
@@ -227,7 +235,7 @@ class Construction:
 
     def _give(self, one: ModelTensor, memory: Tensor) -> None:
         self._memory.give(one.tensor, memory.detach())
-        if self._source is None:
+        if one.is_absent and (self._source is None or not one.is_saved):
             spoil(one.tensor.detach())
 
     def _initialize(self, number: int) -> None:

@@ -20,6 +20,12 @@ from everybit_torch.weights import export_weights, import_weights, load_safetens
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.checkpoint import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
+    from everybit_torch.sharded.construction.sources import (
+        FromCheckpoint,
+        FromInitializers,
+        FromSafetensors,
+        FromStateDict,
+    )
     from everybit_torch.sharded.exact_reduce_scatter import ExactReduceScatter
     from everybit_torch.sharded.joint import JointStepper
     from everybit_torch.sharded.mixed_precision import MixedPrecision
@@ -32,6 +38,10 @@ _SHARDED = {
     "ExactReduceScatter": "exact_reduce_scatter",
     "FlatStepper": "stepper",
     "JointStepper": "joint",
+    "FromCheckpoint": "construction.sources",
+    "FromInitializers": "construction.sources",
+    "FromSafetensors": "construction.sources",
+    "FromStateDict": "construction.sources",
     "MixedPrecision": "mixed_precision",
     "NonFinite": "reports",
     "Plan": "plan",
@@ -59,6 +69,10 @@ __all__ = [
     "AnyPrecisionAdamW",
     "ExactReduceScatter",
     "FlatStepper",
+    "FromCheckpoint",
+    "FromInitializers",
+    "FromSafetensors",
+    "FromStateDict",
     "GradientRelease",
     "JointStepper",
     "Lion",

@@ -15,6 +15,9 @@ from everybit.optimizer import OptimizerState
 from everybit_torch.dtensors import like, local
 from everybit_torch.units import Member, Unit, init_state, write
 
+PIECE = 1 << 18
+"""Elements for which :func:`begin_at` is called at a time, where there are many."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundingLoss:
@@ -119,6 +122,22 @@ def import_weights(stepped: Stepped, given: Mapping[int, Tensor]) -> None:
         pieces = [local(given[id(p)]).to(unit.tensor.device).reshape(-1) for p in unit.parameters]
         weights = torch.cat(pieces).view(unit.tensor.shape)
         write(([unit.tensor], unit.state), optimizer.import_fp32([weights], [unit.tensor], unit.state))
+
+
+def begin_at(
+    optimizer: eb.Optimizer[Any], weights: Tensor, like: Tensor, step: Tensor, first: int
+) -> tuple[list[Tensor], OptimizerState[Any]]:
+    """Return the parameter and the state before a first step that begins at these weights, with all of their bits that are kept.
+
+    Args:
+        optimizer: How they are stored.
+        weights: In the compute dtype.
+        like: The parameter, whose values do not matter.
+        step: The count of steps.
+        first: The global index of the first element.
+    """
+    begun = OptimizerState(step, [()], optimizer.transform.init([weights.clone()]))
+    return optimizer.encode([weights], begun, [like], eb.Context(first_element=first))
 
 
 def _decoded_unit(unit: Unit, optimizer: eb.Optimizer[Any]) -> tuple[Tensor, Unit]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 import everybit as eb
 from everybit_torch import TorchOptimizer
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
+from everybit_torch.sharded.construction.sources import FromInitializers
 from everybit_torch.sharded.joint import JointStepper
 from everybit_torch.sharded.save_folders import point_to
 from everybit_torch.sharded.stepper import FlatStepper
@@ -332,8 +333,9 @@ def refusals() -> dict[str, str]:
     second = mesh.get_local_rank("other")
     told: dict[str, str] = {}
 
-    def refused(name: str, dimension: int = 0, **arguments: Any) -> None:
-        model = Model(["first"], torch.bfloat16)
+    def refused(name: str, dimension: int = 0, on: str = "cpu", **arguments: Any) -> None:
+        with torch.device(on):
+            model = Model(["first"], torch.bfloat16)
         if dimension >= 0:
             cut(model, mesh["other"], dimension)
         given: dict[str, Any] = {"mesh": mesh["data"], "policy": policy("EXACT_BF16")} | arguments
@@ -347,6 +349,7 @@ def refusals() -> dict[str, str]:
     refused("overlap", dimension=-1, model_parallel=mesh["data"])
     refused("overlap with DTensors", model_parallel=mesh["other"])
     refused("no group", dimension=-1, model_parallel=2)
+    refused("values of DTensors", device="cpu", values=FromInitializers(), on="meta")
     refused("unknown copy", dimension=-1, model_parallel=mesh["other"], copies=["parts.second.weight"])
     refused("copies in a norm of each", dimension=-1, copies=["parts.first.bias"], transform=TRANSFORMS["lamb"](1e-2))
     limit = 0.25 * (1 + second)
@@ -364,6 +367,7 @@ def test_what_does_not_compose_is_refused_by_name_on_every_rank() -> None:
         "model_parallel: has the ranks 0, 2 in common with mesh": "overlap",
         "model_parallel: has the ranks 0, 1 in common with dimension 0 of the DTensors' mesh": "overlap with DTensors",
         "model_parallel: got 2; accepted are a DeviceMesh, a process group, or None": "no group",
+        "parts.first.weight: is a DTensor on the meta device; accepted with values=": "values of DTensors",
         "copies: got 'parts.second.weight'; accepted is a list of names of the model's parameters": "unknown copy",
         "copies: got 'parts.first.bias' with a transform that reduces over each": "copies in a norm of each",
         "rank 0 has": "stages that differ",

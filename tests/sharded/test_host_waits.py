@@ -111,7 +111,7 @@ def test_a_step_on_a_device_waits_for_nothing(
     strategy: Strategy, transform: eb.Transform[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it copy anything to the host, or from it: tensors without memory, which steppers refuse, stand in for those on a device."""
-    monkeypatch.setattr(arguments, "_device_of", lambda _: torch.device("meta"))
+    monkeypatch.setattr(arguments, "_device_of", lambda *_: torch.device("meta"))
     model = network(torch.bfloat16).to("meta")
     stepper = FlatStepper(model, transform, policy=eb.policies.LEAN_BF16, strategy=strategy, units=[Block])
     for _ in range(3):

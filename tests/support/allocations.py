@@ -14,8 +14,8 @@ from everybit_torch.sharded.planning.peaks import SMALLEST
 
 
 @contextmanager
-def counting() -> Iterator[AllocationCounter]:
-    """Count what everybit allocates, told by the stack, in storages that come and go by resizing too."""
+def counting(*, everything: bool = False) -> Iterator[AllocationCounter]:
+    """Count what everybit allocates, told by the stack, or everything; in storages that come and go by resizing too."""
 
     def ours() -> bool:
         frame = sys._getframe(2)
@@ -26,7 +26,7 @@ def counting() -> Iterator[AllocationCounter]:
         return False
 
     resize = torch.UntypedStorage.resize_
-    with AllocationCounter(ours, smallest=SMALLEST) as counter:
+    with AllocationCounter(None if everything else ours, smallest=SMALLEST) as counter:
 
         def counted(self: torch.UntypedStorage, size: int) -> Any:
             result = resize(self, size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,10 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import everybit as eb
 from everybit.optimizer import Unsafe
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.meshes import Mesh, ranks_of
+from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
+from everybit_torch.dtensors import is_dtensor
 from everybit_torch.param_groups import require_float64
+from everybit_torch.sharded.construction.making import Construction
+from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
 from everybit_torch.sharded.fingerprint import describe as text_of
+from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.offload import is_host
@@ -62,6 +66,12 @@ class Arguments:
     keep_gradients: bool
     model_parallel: Mesh
     copies: Collection[str]
+    values: Values | None
+    device: torch.device | str | None
+
+    def to_keep(self) -> Arguments:
+        """Without what may hold a model's values."""
+        return replace(self, values=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,11 @@ class Judged:
 
     Attributes:
         described: The model, with what its parameters are stepped with.
-        device: Where it is.
+        layout: Of its parameters.
+        construction: How it is given to the stepper.
+        ranks: The inner and the outer ranks.
+        beside: The ranks that hold other parts of the model.
+        device: Where it is, or is to be.
         sharding: What is sharded.
         divisor: Of sums over the ranks.
         facts: What has to be the same on every rank.
@@ -78,6 +92,10 @@ class Judged:
     """
 
     described: ModelLayout
+    layout: Layout
+    construction: Construction
+    ranks: tuple[Communicator, Communicator]
+    beside: ModelParallel
     device: torch.device
     sharding: Sharding
     divisor: float
@@ -85,20 +103,29 @@ class Judged:
     facts_of_model: Facts
 
 
-def judge_alike(judge: Callable[[], Judged], inner: Communicator, outer: Communicator, beside: ModelParallel) -> Judged:
-    """Judge arguments on all ranks, and compare them. Every rank has to call it.
+def judge(model: nn.Module, given: Arguments) -> Judged:
+    """Look at all arguments, on all ranks. Nothing is changed.
 
     Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
 
+    Args:
+        model: The model.
+        given: The other arguments.
+
     Raises:
-        RuntimeError: Another rank refuses its arguments; why.
+        OSError: As the stepper.
         TypeError: As the stepper.
-        ValueError: As the stepper; or arguments that differ.
+        ValueError: As the stepper.
     """
+    device = next((p.device for p in model.parameters()), None)
+    if device is not None and device.type == "meta":
+        device = _wanted_device(given.device)
+    inner, outer = communicators(given.mesh, device)
+    beside = ModelParallel.of(model, given.model_parallel, given.copies, ranks_of(given.mesh), device)
     judged: Judged | None = None
     refused: Exception | None = None
     try:
-        judged = judge()
+        judged = _judge(model, given, (inner, outer), beside)
     except Exception as error:
         refused = error
     compared = [(judged and judged.facts, (inner, outer))]
@@ -112,21 +139,14 @@ def judge_alike(judge: Callable[[], Judged], inner: Communicator, outer: Communi
     if refused is not None:
         raise refused
     assert judged is not None
+    judged.construction.meet()
     return judged
 
 
-def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
-    """Look at all arguments. Nothing is changed.
-
-    Args:
-        model: The model.
-        given: The other arguments.
-        ranks: The numbers of inner and outer ranks.
-
-    Raises:
-        TypeError: As the stepper.
-        ValueError: As the stepper.
-    """
+def _judge(
+    model: nn.Module, given: Arguments, between: tuple[Communicator, Communicator], beside: ModelParallel
+) -> Judged:
+    ranks = (between[0].size, between[1].size)
     if given.nan not in ("off", "step", "param"):
         raise ValueError(f"nan: got {given.nan!r}; accepted are 'off', 'step', 'param'.")
     divisor = float(ranks[0] * ranks[1]) if given.divisor is None else given.divisor
@@ -152,7 +172,8 @@ def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
             raise ValueError(
                 f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
             )
-    device = _device_of(described)
+    device = _device_of(described, given)
+    construction = Construction(model, described, given.values, device, between, synchronize=given.synchronize)
     if given.offload and is_host(device):
         raise ValueError(
             "offload: got True for a model in the host's memory, where its state is already; accepted is False."
@@ -167,8 +188,14 @@ def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
             (name, repr(getattr(given, name)))
             for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize")
         ),
+        *construction.facts,
     ]
-    return Judged(described, device, kind, float(divisor), facts, _facts_of_model(given, described))
+    # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
+    layout = build(described.specs, shards=ranks[0] * ranks[1], units=[name for name, _ in described.units])
+    return Judged(
+        described, layout, construction, between, beside, device, kind, float(divisor), facts,
+        _facts_of_model(given, described),
+    )  # fmt: skip
 
 
 def _facts_of_model(given: Arguments, described: ModelLayout) -> Facts:
@@ -181,15 +208,48 @@ def _facts_of_model(given: Arguments, described: ModelLayout) -> Facts:
     return [*((name, repr(getattr(given, name))) for name in ("nan", "metrics")), *reducing]
 
 
-def _device_of(described: ModelLayout) -> torch.device:
+def _device_of(described: ModelLayout, given: Arguments) -> torch.device:
+    """Where the model is, or is to be."""
     devices = {parameter.device for parameter in described.parameters}
     if len(devices) > 1:
         raise ValueError(f"model: has parameters on {', '.join(sorted(map(str, devices)))}; accepted is one device.")
     (device,) = devices
     require_float64(device, "model")
-    if device.type == "meta":
-        raise ValueError(
-            "model: is on the meta device, without values; accepted is a model with values. (everybit_torch.plan and `everybit plan` take"
-            " one on the meta device.)"
+    if given.values is not None and not isinstance(given.values, Values):
+        raise TypeError(
+            f"values: got {given.values!r}; accepted are FromInitializers(...), FromSafetensors(...), FromCheckpoint(...),"
+            " FromStateDict(...), and None for a model that has its values."
         )
-    return device
+    if device.type != "meta":
+        if given.values is not None:
+            raise ValueError(
+                f"values: got {type(given.values).__name__} for a model on {device}, which has values; accepted is a model on the meta"
+                " device, made inside `with torch.device('meta'):`."
+            )
+        if given.device is not None and torch.device(given.device).type != device.type:
+            raise ValueError(
+                f"device: got {given.device} for a model on {device}; accepted is to move the model first:"
+                f" model.to({str(given.device)!r})."
+            )
+        return device
+    if given.values is None:
+        raise ValueError(
+            "model: is on the meta device, without values; accepted is a model with values, or to say where they come from:"
+            " values=FromInitializers(), FromSafetensors(path), FromCheckpoint(path) or FromStateDict(state_dict). (everybit_torch.plan and"
+            " `everybit plan` take one on the meta device.)"
+        )
+    for spec, parameter in zip(described.specs, described.parameters, strict=True):
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"{spec.name}: is a DTensor on the meta device; accepted with values= are plain parameters. A model with tensor parallelism"
+                " gets its values before the stepper is made."
+            )
+    wanted = _wanted_device(given.device)
+    if wanted.type == "meta":
+        raise ValueError("device: got meta; accepted is the device where the model is to be trained.")
+    require_float64(wanted, "model")
+    return wanted
+
+
+def _wanted_device(device: torch.device | str | None) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)

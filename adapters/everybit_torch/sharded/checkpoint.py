@@ -34,17 +34,17 @@ from everybit_torch import streams
 from everybit_torch.collectives import groups
 from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.sharded import dcp_metadata, inventory, saved_hyperparameters
+from everybit_torch.sharded import saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, numbers_of, on_all, same_kind
-from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, overlaps, read_piece
+from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, read_piece
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.save_folders import (
-    MARK,
     folder_of_part,
     latest_checkpoint,
     make_folder,
     next_number,
     point_to,
+    read_inventory_of,
     remove_old,
     remove_unless_named,
     require_part,
@@ -174,7 +174,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     _finish_pending(stepper)
     group = _group(stepper, "loading")
     place = _latest(stepper, path, group)
-    found = on_all(lambda: _read(place, group), group)
+    found = on_all(lambda: read_inventory_of(place, is_judged=_is_first(group)), group)
     optimizer = stepper.as_optimizer()
     labels = labels_of(stepper)
     own = on_all(lambda: model_parts(stepper) | state_parts(stepper), group)
@@ -231,7 +231,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
-    found = on_all(lambda: _read(place, group), group)
+    found = on_all(lambda: read_inventory_of(place, is_judged=_is_first(group)), group)
     weights = get_model_state_dict(model)
     on_all(optimizer.place, group)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -286,26 +286,6 @@ def _require_counts(optimizer: TorchOptimizer, given: Mapping[int, Mapping[str, 
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------------
-
-
-def _read(place: Path, group: dist.ProcessGroup | None) -> Inventory:
-    """Read the inventory of a checkpoint.
-
-    Raises:
-        OSError: Something of it cannot be read.
-        ValueError: It is damaged.
-    """
-    if (place / inventory.FILE).exists():
-        return inventory.read_inventory(place)
-    mark = place / MARK
-    if mark.is_file() and mark.stat().st_size:
-        raise FileNotFoundError(f"{place / inventory.FILE}: does not exist, and was written with this checkpoint.")
-    found = dcp_metadata.read_dcp_metadata(place)
-    if _is_first(group) and (twice := next(overlaps(found), None)) is not None:
-        raise ValueError(
-            f"{place / dcp_metadata.FILE}: {twice!r}: pieces of it overlap; bits have changed since it was written."
-        )
-    return found
 
 
 def _warn_if_unverified(found: Inventory, group: dist.ProcessGroup | None) -> None:

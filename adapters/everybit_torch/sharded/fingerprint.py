@@ -122,20 +122,27 @@ def require_alike(facts: Facts | Exception, inner: Communicator, outer: Communic
     ranks = [tuple(one) for one in table.view(-1, digest.numel()).tolist()]
     broken = [rank for rank, (status, *_) in enumerate(ranks) if status]
     if broken:
-        reason = _fetch(encoded, broken[0], inner, outer)
+        reason = fetch_text(encoded, broken[0], inner, outer)
         if not failed:
             raise RuntimeError(f"rank {broken[0]} could not make its stepper: {reason}")
         return
     others = [rank for rank, one in enumerate(ranks) if one != ranks[0]]
     if others:
-        first, other = (json.loads(_fetch(encoded, rank, inner, outer)) for rank in (0, others[0]))
+        first, other = (json.loads(fetch_text(encoded, rank, inner, outer)) for rank in (0, others[0]))
         raise ValueError(
             f"{_difference(first, other, others[0])}; accepted are steppers of one model, made with the same arguments on every rank."
         )
 
 
-def _fetch(payload: bytes, rank: int, inner: Communicator, outer: Communicator) -> str:
-    """One rank's text, on every rank: through the outer ranks to its row, and through the inner ones along it."""
+def fetch_text(payload: bytes, rank: int, inner: Communicator, outer: Communicator) -> str:
+    """One rank's text, on every rank: through the outer ranks to its row, and through the inner ones along it.
+
+    Args:
+        payload: The text, encoded, of the rank whose it is.
+        rank: That rank, counted row by row.
+        inner: The inner ranks.
+        outer: The outer ranks.
+    """
     sources = ((outer, rank // inner.size), (inner, rank % inner.size))
     for communicator, source in sources:
         length = torch.tensor([len(payload)], dtype=torch.int64, device=communicator.device)

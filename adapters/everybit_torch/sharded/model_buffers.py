@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -32,9 +32,12 @@ class ModelBuffers:
         outer: The ranks that hold copies of the same shards.
         device: Where everything lies.
         beside: The ranks that hold other parts of the model.
+        fill: Has the buffers of weights take the model's values, before anything else is allocated.
         keep_gradients: Keep the memory of main gradients from one cycle to the next.
 
     Attributes:
+        layout: As given.
+        parameters: As given.
         weights: By the number of the group in the layout. Without frozen groups, unless parameters are sharded.
         gradients: By the number of the group; of those that are trained.
         shards: This rank's, of the groups that are trained.
@@ -50,6 +53,7 @@ class ModelBuffers:
         outer: Communicator,
         device: torch.device,
         beside: ModelParallel,
+        fill: Callable[[ModelBuffers], None],
         *,
         keep_gradients: bool,
     ) -> None:
@@ -57,18 +61,23 @@ class ModelBuffers:
         self.weights: dict[int, WeightBuffer] = {}
         self.gradients: dict[int, GradientBuffer] = {}
         self.shards: list[Shard] = []
-        for number, group in enumerate(layout.groups):
-            if not group.requires_grad and not sharding.params:
-                continue
-            members = [parameters[place.spec.name] for place in group.placements]
-            weights = self.weights[number] = WeightBuffer(group, members, sharding, inner, outer)
+        self.layout, self.parameters = layout, dict(parameters)
+        fill(self)
+        for number, weights in self.weights.items():
+            group = weights.group
             if group.requires_grad:
                 main, wires = self._stored(group, labelled)
                 gradients = self.gradients[number] = GradientBuffer(
                     group, sharding, inner, outer, main, *wires, device, keep=keep_gradients
                 )
-                counted = beside.counts(group.placements[0].spec.name, members[0])
+                counted = beside.counts(group.placements[0].spec.name, weights.parameters[0])
                 self.shards.append(Shard.of(weights, gradients, *self.own_range(group), counted=counted))
+
+    def lay_out(self, number: int) -> None:
+        """Allocate what is kept of the weights of one of the layout's groups."""
+        group = self.layout.groups[number]
+        members = [self.parameters[place.spec.name] for place in group.placements]
+        self.weights[number] = WeightBuffer(group, members, self.sharding, self.inner, self.outer, self.device)
 
     def own_range(self, group: Group) -> tuple[int, int]:
         """The part of a group's buffer that this rank steps."""

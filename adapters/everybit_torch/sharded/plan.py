@@ -33,11 +33,14 @@ from everybit.policies import short
 from everybit.transform import any_per_tensor
 from everybit_torch.collectives.reduction import chunk_size
 from everybit_torch.probing import is_number
+from everybit_torch.sharded.construction.schedule import ConstructionSchedule, construction_of
+from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.pass_counts import NUMBERS
+from everybit_torch.sharded.planning.construction import construction_peak
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import StepBytes, meter
 from everybit_torch.sharded.planning.peaks import asked_peak, norm_peak, step_peak
@@ -69,6 +72,7 @@ def plan(
     metrics: bool = False,
     device: torch.device | str = "cpu",
     rank: int | tuple[int, int] = 0,
+    values: Values | type[Values] | None = None,
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
@@ -91,6 +95,8 @@ def plan(
         metrics: Whether steps are measured; metrics persist from the first step on.
         device: Where it will run: accelerators are given larger pieces to work on than a CPU.
         rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
+        values: Where the stepper's model is to get its values from when it is constructed, or the class of that, such as
+            ``FromSafetensors``: nothing is read. None: it has them, so that the phase "construction" begins with the whole model.
 
     Raises:
         TypeError: As the stepper.
@@ -117,6 +123,7 @@ def plan(
     layout = build(described.specs, shards=inner_size * outer_size, units=[name for name, _ in described.units])
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank),
+        construction=construction_of(model, described, layout, kind, values),
         microbatches=microbatches, reshard_after_forward=reshard_after_forward, compile=compile,
         keep_gradients=keep_gradients, metrics=metrics, device=device,
     )  # fmt: skip
@@ -128,6 +135,7 @@ def plan_layout(
     kind: Sharding,
     ranks: Ranks,
     *,
+    construction: ConstructionSchedule,
     microbatches: int = 1,
     reshard_after_forward: bool = True,
     compile: bool = False,
@@ -136,13 +144,32 @@ def plan_layout(
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
-    """Plan for any rank, as :func:`plan`; ``runs`` has for each group that is trained the elements of its runs."""
+    """Plan for any rank, as :func:`plan`.
+
+    Args:
+        layout: Of the model.
+        labelled: What its labels mean.
+        kind: What is sharded.
+        ranks: How many there are, and whose bytes.
+        construction: How the stepper is given the model.
+        microbatches: As :func:`plan`'s, like the next ones.
+        reshard_after_forward: See there.
+        compile: See there.
+        keep_gradients: See there.
+        metrics: See there.
+        device: See there.
+        runs: For each group that is trained, the elements of its runs, where they are known.
+    """
     where = torch.device(device)
     groups = [GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
     if runs is not None:
         trained = [number for number, one in enumerate(groups) if one.resolved is not None]
         for number, given in zip(trained, runs, strict=True):
             groups[number] = replace(groups[number], given_runs=tuple(given))
+    made = construction_peak(
+        construction.events(), construction.tensors, groups, labelled, given=construction.given, chunk=construction.chunk,
+        later=construction.later, keep_gradients=keep_gradients,
+    )  # fmt: skip
     persistent: Counter[str] = Counter()
     for one in groups:
         persistent.update(one.persistent(labelled))
@@ -187,7 +214,8 @@ def plan_layout(
     settings = Settings(kind, reshard_after_forward, keep_gradients)
     # All microbatches between the first and the last are alike.
     stages = cycle(layout, settings, min(microbatches, 3))
-    transient, wire = meter(stages, groups, step, microbatches)
+    cycled, wire = meter(stages, groups, step, microbatches)
+    transient = {"construction": made, **cycled}
     weights: Counter[str] = Counter()
     for one in groups:
         name = "frozen" if one.resolved is None else short(one.resolved.params)

@@ -10,6 +10,8 @@ from pathlib import Path, PurePath
 
 from everybit_torch.checkpoint_file import replace_file
 from everybit_torch.sharded import dcp_metadata, inventory
+from everybit_torch.sharded.checked_storage import overlaps
+from everybit_torch.sharded.inventory import Inventory
 
 LATEST = "latest"
 """The file that names the checkpoint that is whole, with a checksum of the name."""
@@ -70,6 +72,30 @@ def require_part(place: Path) -> None:
             f"{place}: does not exist; {place.parent} holds {there}. Accepted is a checkpoint of as many model-parallel parts; the"
             " number of data-parallel ranks may be another."
         )
+
+
+def read_inventory_of(place: Path, *, is_judged: bool = True) -> Inventory:
+    """Read the inventory of a checkpoint; of one that has none, DCP's metadata.
+
+    Args:
+        place: The checkpoint's folder.
+        is_judged: Look for pieces that overlap, where nothing vouches for them.
+
+    Raises:
+        OSError: Something of it cannot be read.
+        ValueError: It is damaged.
+    """
+    if (place / inventory.FILE).exists():
+        return inventory.read_inventory(place)
+    mark = place / MARK
+    if mark.is_file() and mark.stat().st_size:
+        raise FileNotFoundError(f"{place / inventory.FILE}: does not exist, and was written with this checkpoint.")
+    found = dcp_metadata.read_dcp_metadata(place)
+    if is_judged and (twice := next(overlaps(found), None)) is not None:
+        raise ValueError(
+            f"{place / dcp_metadata.FILE}: {twice!r}: pieces of it overlap; bits have changed since it was written."
+        )
+    return found
 
 
 def next_number(directory: Path) -> int:

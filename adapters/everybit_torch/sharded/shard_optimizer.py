@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -376,6 +376,10 @@ class ShardOptimizer(torch_optimizers.Optimizer):
                 raise
 
         return step
+
+    def pieces(self, unit: Unit, elements: int) -> Iterator[tuple[slice, Unit]]:
+        """Cut a unit into pieces of about so many elements, with their state where the unit is; see :meth:`Unit.pieces`."""
+        return unit.pieces(elements) if self._copies is None else self._copies.pieces(unit)
 
     # -- what one sees --------------------------------------------------------------------------------------------------------------
 

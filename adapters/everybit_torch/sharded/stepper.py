@@ -17,19 +17,18 @@ from everybit.dtypes import FloatDType
 from everybit.optimizer import Unsafe
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
-from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
+from everybit_torch.collectives.meshes import Mesh, ranks_of
 from everybit_torch.collectives.reduction import divide
-from everybit_torch.sharded.arguments import Arguments, claim, judge, judge_alike
+from everybit_torch.sharded.arguments import Arguments, Judged, claim, judge
+from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.full_parameters import FullParameters
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.gradient_wires import GradientWires
 from everybit_torch.sharded.guards import Guards
-from everybit_torch.sharded.layout import build
-from everybit_torch.sharded.model_buffers import ModelBuffers, synchronize_values
+from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
-from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
@@ -51,7 +50,7 @@ class FlatStepper:
     there never is a second full-size gradient. What is summed over the ranks is summed once, by one rule, and divided once.
 
     Args:
-        model: With its values in place, on one device. Parameters may be tied, frozen, of several dtypes.
+        model: On one device; or on the meta device, with ``values``. Parameters may be tied, frozen, of several dtypes.
         transform: What computes updates; or one for each label, with ``labels``.
         policy: How weights, state and gradients are stored and sent: a policy, several by :func:`everybit.by_label`, a
             :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
@@ -77,6 +76,8 @@ class FlatStepper:
             at a time for a step. For models on another device than the host.
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
+        values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
+            ``FromStateDict``. None: it has values. ``device`` says where it is to be. None: torch's default device.
         model_parallel: The ranks that hold other parameters of the same model: stages of a pipeline, or experts. A process group, or a
             ``DeviceMesh`` of any number of dimensions. Ranks of tensor parallelism, over which DTensors lie, are found without it.
         copies: Names of parameters of which another rank of ``model_parallel`` has a copy that it counts, such as a tied embedding of the
@@ -121,58 +122,57 @@ class FlatStepper:
         keep_gradients: bool = True,
         model_parallel: Mesh = None,
         copies: Collection[str] = (),
+        values: Values | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        near = next((p.device for p in model.parameters()), None)
-        self.inner, self.outer = communicators(mesh, near)
-        self.all_ranks = ranks_of(mesh)
-        self.beside = ModelParallel.of(model, model_parallel, copies, self.all_ranks, near)
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
-            synchronize, offload, keep_gradients, model_parallel, copies,
+            synchronize, offload, keep_gradients, model_parallel, copies, values, device,
         )  # fmt: skip
-        judged = judge_alike(
-            lambda: judge(model, given, (self.inner.size, self.outer.size)), self.inner, self.outer, self.beside
-        )
-        self.model, self._given = model, given
-        described, device = judged.described, judged.device
-        self.sharding, self.divisor = judged.sharding, judged.divisor
+        judged = judge(model, given)
+        with judged.construction.all_or_nothing():
+            self._make(model, given, judged)
+        claim(model, self)
+
+    def _make(self, model: nn.Module, given: Arguments, judged: Judged) -> None:
+        """Make it of arguments that can work."""
+        self.model, self._given, (self.inner, self.outer) = model, given.to_keep(), judged.ranks
+        described, device, construction = judged.described, judged.device, judged.construction
+        self.sharding, self.divisor, self.layout = judged.sharding, judged.divisor, judged.layout
         self.closed = False
+        self.all_ranks, self.beside = ranks_of(given.mesh), judged.beside
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: Future[Path] | None = None
-        # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
-        shards = self.inner.size * self.outer.size
-        self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
         self._names = [spec.name for spec in described.specs]
-        if synchronize:
-            synchronize_values(model, (self.outer, self.inner))
         parameters = dict(zip(self._names, described.parameters, strict=True))
         self._parameters = list(parameters.items())
         self.buffers = ModelBuffers(
-            self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device,
-            self.beside, keep_gradients=keep_gradients,
+            self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device, self.beside,
+            construction.fill, keep_gradients=given.keep_gradients,
         )  # fmt: skip
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
+        self._constructed = construction.schedule
         self.completeness = Completeness()  # of weights and state, for checkpoints
-        settings = Settings(self.sharding, reshard_after_forward, keep_gradients)
+        settings = Settings(self.sharding, given.reshard_after_forward, given.keep_gradients)
         self._schedule = Schedule(self.layout, settings)
         self._executor = Executor(self.buffers.weights, self.buffers.gradients, self.divisor, (self.inner, self.outer))
         self._executor.on({"agree": self._agree, "step": self._step_shards})
         self._agreed: StepAgreement | None = None
         self._prepared: Callable[[], None] | None = None
+        self._optimizer = ShardOptimizer(
+            described.labelled, self.buffers.shards, GroupAxis((*self.buffers.sharing, *self.beside.communicators)),
+            self.beside, self.step, self.zero_grad,
+            compile=given.compile, offload=given.offload, metrics=given.metrics, seed=given.seed, unsafe=given.unsafe,
+        )  # fmt: skip
+        construction.finish(self.buffers, self._optimizer, self._hand_out)
         self._passes = Passes(
-            self.layout, parameters, self.buffers.gradients, self._schedule, self._executor, self.sharding, nan,
+            self.layout, parameters, self.buffers.gradients, self._schedule, self._executor, self.sharding, given.nan,
             (self.inner, self.outer), device, self._require_ready,
         )  # fmt: skip
         self._wires = GradientWires(self.buffers, described.labelled, self._passes.holds_gradients)
         self._trained_names = frozenset(s.spec.name for one in self.gradients for s in one.group.placements)
-        # Where gradients are sharded each backward pass is summed over the ranks, and all of them need as many.
-        self._pass_counts = PassCounts(shards, device) if self.sharding.grads else None
+        self._pass_counts = PassCounts(self.layout.shards, device) if self.sharding.grads else None
         self._handles: list[Any] = self._passes.watch(model)
-        self._optimizer = ShardOptimizer(
-            described.labelled, self.buffers.shards, GroupAxis((*self.buffers.sharing, *self.beside.communicators)),
-            self.beside, self.step, self.zero_grad,
-            compile=compile, offload=offload, metrics=metrics, seed=seed, unsafe=unsafe,
-        )  # fmt: skip
         self._gathering: Gathering | None = None
         self._guards: Guards | None = None
         self._full: FullParameters | None = None
@@ -185,7 +185,6 @@ class FlatStepper:
             self._passes.attach(self._gathering, self._made)
             self._guards = Guards(model, self._gathering)
             self._full = FullParameters(self._gathering, self.weights)
-        claim(model, self)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 
@@ -395,7 +394,7 @@ class FlatStepper:
         given = self._given
         return plan_layout(
             self.layout, self.labelled, self.sharding,
-            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank),
+            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank), construction=self._constructed,
             microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(),
@@ -496,13 +495,16 @@ class FlatStepper:
             self._passes.recover()
         if self.completeness.is_complete:
             self.completeness.mark_incomplete("loading a checkpoint ended in an error")
-        self._executor.run(self._schedule.hand_out(list(self.buffers.weights)))
+        self._hand_out()
         if self._gathering is not None:
             self._gathering.free_all()
         if self._pass_counts is not None:
             self._pass_counts.forget()
         self.completeness.mark_complete()
         self._forget()
+
+    def _hand_out(self) -> None:
+        self._executor.run(self._schedule.hand_out(list(self.buffers.weights)))
 
     def __repr__(self) -> str:
         outer = f", outer={self.sharding.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""

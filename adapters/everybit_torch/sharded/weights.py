@@ -47,10 +47,11 @@ class WeightBuffer:
 
     Args:
         group: Of the layout.
-        parameters: The model's, in the group's order. They become pieces of the buffer.
+        parameters: The model's, in the group's order. They become pieces of the buffer when :meth:`take` is called for each.
         sharding: Decides what is kept.
         inner: The ranks that buffers are sharded over.
         outer: The ranks that hold copies of the same shards.
+        device: Where the buffer lies.
 
     Attributes:
         shard: This inner rank's shard, the only weights that are allocated between gatherings if parameters are sharded.
@@ -65,42 +66,67 @@ class WeightBuffer:
         sharding: Sharding,
         inner: Communicator,
         outer: Communicator,
+        device: torch.device,
     ) -> None:
         self.group, self.parameters, self.sharding = group, list(parameters), sharding
-        self._tensors = [
-            local(parameter) for parameter in self.parameters
-        ]  # what has the memory: of a DTensor, this rank's part
+        # What has the memory: of a DTensor, this rank's part.
+        self._tensors = [local(parameter) for parameter in self.parameters]
         self.inner, self.outer = inner, outer
-        device = self._tensors[0].device
-        self.whole = torch.zeros(group.padded, dtype=group.dtype, device=device)
-        for parameter, place in zip(self._tensors, group.placements, strict=True):
-            self.whole[place.start : place.stop].view(parameter.shape).copy_(parameter.detach())
         self._pending: Pending = Done()
-        self.gathered = self.shown = True
+        self._absent: list[Tensor] = []
+        self._absent_at: list[int] = []
         if sharding.params:
-            # The buffer's memory comes and goes, and graphs hold tensors in it: they all have to share its storage.
-            self._pieces = self._views()
-            self.shard = self.whole.view(inner.size, -1)[inner.rank].clone()
+            # The whole is allocated when it is gathered first. Its memory comes and goes, and graphs hold tensors in it: they all have to
+            # share its storage.
+            self.whole = torch.empty(0, dtype=group.dtype, device=device)
+            self._pieces: list[Tensor] = []
+            self.shard = torch.zeros(group.padded // inner.size, dtype=group.dtype, device=device)
             # One element for each, so that who writes to one spoils no other.
             self._nan = [
-                torch.full((min(p.numel(), 1),), torch.nan, dtype=group.dtype, device=device) for p in self._tensors
+                torch.full((min(place.spec.numel, 1),), torch.nan, dtype=group.dtype, device=device)
+                for place in group.placements
             ]
             self._absent = [
-                nan.expand(p.numel()).view(p.shape) for nan, p in zip(self._nan, self._tensors, strict=True)
+                nan.expand(place.spec.numel).view(place.spec.shape)
+                for nan, place in zip(self._nan, group.placements, strict=True)
             ]
             self._absent_at = [tensor.data_ptr() for tensor in self._absent]
             self._offsets = [place.start * group.dtype.itemsize for place in group.placements]
         else:
+            self.whole = torch.zeros(group.padded, dtype=group.dtype, device=device)
             self._pieces = [
-                piece(self.whole, place.start, place.stop, p.shape)
-                for p, place in zip(self._tensors, group.placements, strict=True)
+                piece(self.whole, place.start, place.stop, torch.Size(place.spec.shape)) for place in group.placements
             ]
             self.shard = self.whole.view(inner.size, -1)[inner.rank] if sharding.state else self.whole
-            self._absent = []
-        self._versions: list[int] = []
-        for parameter, tensor in zip(self._tensors, self._pieces, strict=True):
-            streams.keep(parameter)  # which may have been made on another stream
-            parameter.data = tensor
+        self.gathered = self.shown = not sharding.params
+        self._versions = [0 for _ in self.parameters]
+
+    # -- taking the model's tensors ------------------------------------------------------------------------------------------------
+
+    def place_of(self, number: int) -> Tensor:
+        """The tensor that the group's parameter ``number`` is while the model does not compute: its place in the buffer, or no values."""
+        return self._absent[number] if self.sharding.params else self._pieces[number]
+
+    def take(self, number: int) -> None:
+        """Copy the values of the parameter ``number`` to where they are kept, and give the parameter its place for its memory."""
+        tensor, place = self._tensors[number], self.group.placements[number]
+        values = tensor.detach()
+        if self.sharding.params:
+            low, high = self.group.shard(self.inner.rank, self.inner.size)
+            start, stop = max(place.start, low), min(place.stop, high)
+            if start < stop:
+                part = values.reshape(-1)[start - place.start : stop - place.start]
+                self.shard[start - low : stop - low].copy_(part)
+        else:
+            self._pieces[number].copy_(values)
+        del values
+        streams.keep(tensor)  # which may have been made on another stream
+        tensor.data = self.place_of(number)
+        self.adopt(number)
+
+    def adopt(self, number: int) -> None:
+        """The parameter ``number`` is what :meth:`place_of` returns, from now on."""
+        self._versions[number] = version(self._tensors[number])
 
     @property
     def what(self) -> str:
@@ -142,7 +168,7 @@ class WeightBuffer:
                     f"{place.spec.name}: was written to while its values were sharded, and there was nothing to write to; accepted is"
                     " inside `with stepper.full_parameters():`."
                 )
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self._allocate()
         self.gathered = True
         self.gather_again(communicator)
 
@@ -185,6 +211,13 @@ class WeightBuffer:
             self.whole[place.start : place.stop].view(p.shape)
             for p, place in zip(self._tensors, self.group.placements, strict=True)
         ]
+
+    def _allocate(self) -> None:
+        if not self._pieces:
+            self.whole = self.shard.new_empty(self.group.padded)
+            self._pieces = self._views()
+        else:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
 
     def _free(self) -> None:
         if not can_be_freed(self.whole):

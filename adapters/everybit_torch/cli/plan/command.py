@@ -23,6 +23,7 @@ from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.plan.models import build
 from everybit_torch.cli.plan.options import DTypeName, PlanOptions
 from everybit_torch.cli.plan.pictures import draw
+from everybit_torch.sharded.construction.sources import FromInitializers, FromSafetensors, Values
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.model_layout import AnyPrecision
 from everybit_torch.sharded.plan import Plan, plan
@@ -36,6 +37,8 @@ _TRANSFORMS: dict[str, eb.Transform[Any]] = {
     "adamw": eb.adamw(1e-3), "adam": eb.adam(1e-3), "sgd": eb.sgd(1e-3, momentum=0.9), "lion": eb.lion(1e-4),
     "rmsprop": eb.rmsprop(1e-3),
 }  # fmt: skip
+
+_VALUES: dict[str, type[Values] | None] = {"files": FromSafetensors, "initializers": FromInitializers, "model": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +151,12 @@ def _plan(
             microbatches=options.microbatches,
             reshard_after_forward=not options.keep_weights,
             device=options.device,
+            values=_VALUES[options.values],
         )
     except (TypeError, ValueError) as error:
+        if str(error).startswith("values: "):
+            got = f"{options.values} ({str(error).removeprefix('values: ')})"
+            raise OptionError("--values", got, "files, or a model whose modules have initializers") from None
         got = f"{name}, which does not go with the model ({error})"
         raise OptionError("--policies", got, "one that does, or another --dtype") from None
 

@@ -28,7 +28,7 @@ class Plan:
         parameters: Elements of the whole model.
         padding: Elements of all buffers that are no parameter's.
         persistent: Bytes between steps, by use.
-        transient: Peak bytes on top of the persistent ones, by phase: ``forward``, ``backward``, ``step``.
+        transient: Peak bytes on top of the persistent ones, by phase: ``construction`` (once), ``forward``, ``backward``, ``step``.
         wire: Bytes sent in one step, by collective.
         microbatches: Backward passes in one step.
         weights: Elements of the whole model by the format of their weights, as one would write it; ``"frozen"`` those of frozen ones.

@@ -1,0 +1,110 @@
+"""A model in a checkpoint of ``torch.distributed.checkpoint``, read a range of elements at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from everybit_torch.sharded.checked_storage import read_piece
+from everybit_torch.sharded.construction.reading import Entry, Request, require_same
+from everybit_torch.sharded.inventory import Piece
+from everybit_torch.sharded.layout import Box, boxes
+from everybit_torch.sharded.save_folders import latest_checkpoint, read_inventory_of
+
+PREFIX = "model."
+"""Before the model's names in checkpoints that hold something beside it."""
+
+
+class CheckpointFiles:
+    """The model's tensors in a checkpoint.
+
+    Whole pieces are read, however little of one is needed, so that their checksums can be compared; a piece is what one rank wrote of a
+    tensor.
+
+    Args:
+        path: The checkpoint, or the directory of a run's.
+        prefix: Of the model's names; None: :data:`PREFIX` if one of ``first`` is there with it.
+        first: The names of the model's first tensor.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is damaged; the message names the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], prefix: str | None, first: Sequence[str]) -> None:
+        place = latest_checkpoint(path)
+        self.where = str(place)
+        self._inventory = read_inventory_of(Path(place))
+        if prefix is None:
+            prefix = PREFIX if any(PREFIX + name in self._inventory.tensors for name in first) else ""
+        self._prefix = prefix
+        self.others = frozenset(
+            name.removeprefix(prefix) for name in self._inventory.others if prefix and name.startswith(prefix)
+        )
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its pieces have checksums."""
+        return self._inventory.checked
+
+    @property
+    def table(self) -> Mapping[str, Entry]:
+        """All tensors of the model, by the model's names."""
+        return {
+            name.removeprefix(self._prefix): Entry(tensor.dtype, tensor.shape)
+            for name, tensor in self._inventory.tensors.items()
+            if name.startswith(self._prefix)
+        }
+
+    def deliver(self, requests: Sequence[Request]) -> None:
+        """Read what is asked for."""
+        known = self.table.keys()
+        for request in requests:
+            if request.low == request.high:
+                continue
+            first, *others = [name for name in request.names if name in known]
+            self._read(first, request.low, request.high, request.into)
+            for name in others:
+                # Through memory of the first's dtype, which is the other's.
+                one, other = (self._own_dtype(name, request) for name in (first, name))
+                require_same(one, other, (first, name), self.where)
+
+    def _own_dtype(self, name: str, request: Request) -> Tensor:
+        dtype = self._inventory.tensors[self._prefix + name].dtype
+        found = request.into.new_empty(request.high - request.low, dtype=dtype, device="cpu")
+        self._read(name, request.low, request.high, found)
+        return found
+
+    def _read(self, name: str, low: int, high: int, into: Tensor) -> None:
+        saved = self._inventory.tensors[self._prefix + name]
+        wanted = boxes(saved.shape, low, high)
+        for piece in saved.pieces:
+            common = [(box, corner) for box in wanted if (corner := _common(box, piece)) is not None]
+            if not common:
+                continue
+            values = read_piece(self._inventory, self._prefix + name, piece)
+            for box, (start, sizes) in common:
+                target = into[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+                for dimension, (at, size) in enumerate(zip(start, sizes, strict=True)):
+                    target = target.narrow(dimension, at - box.offsets[dimension], size)
+                part = values
+                for dimension, (at, size) in enumerate(zip(start, sizes, strict=True)):
+                    part = part.narrow(dimension, at - piece.offsets[dimension], size)
+                target.copy_(part)
+            del values
+
+
+def _common(box: Box, piece: Piece) -> tuple[list[int], list[int]] | None:
+    """The first corner and the sizes of the elements that are in both; None if there are none."""
+    start, sizes = [], []
+    for a, n, b, m in zip(box.offsets, box.sizes, piece.offsets, piece.sizes, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        start.append(low)
+        sizes.append(high - low)
+    return start, sizes

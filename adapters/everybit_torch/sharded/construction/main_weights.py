@@ -1,0 +1,30 @@
+"""Main weights from values with more bits than the model's dtype: the model's are rounded, and what is kept beside them has the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from everybit_torch.full_precision import PIECE, begin_at
+from everybit_torch.sharded.shard_optimizer import Shard, ShardOptimizer
+from everybit_torch.units import write
+
+
+@torch.no_grad()
+def store(optimizer: ShardOptimizer, shard: Shard, values: Tensor) -> None:
+    """Begin with these weights: the shard's, and everything that the optimizer keeps for it, as before a first step.
+
+    Args:
+        optimizer: Whose shard it is.
+        shard: Of a group.
+        values: Of the elements that this rank steps, in the dtype in which steps are computed.
+    """
+    starts = {id(parameter): s.offset for s, parameter in zip(shard.slices, shard.parameters, strict=True)}
+    for unit in optimizer.engine.units:
+        if not unit.members or (start := starts.get(id(unit.members[0].parameter))) is None:
+            continue
+        stored = optimizer.engine.optimizer_of(unit)
+        for where, piece in optimizer.pieces(unit, PIECE):
+            wide = values[start + where.start : start + where.stop]
+            begun = begin_at(stored, wide, piece.tensor, piece.state.step, piece.first)
+            write(([piece.tensor], piece.state), begun)

@@ -1,0 +1,166 @@
+"""The most that is allocated while a stepper is made, added up over the events of :mod:`..scheduling.construction` and what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+import everybit as eb
+from everybit.dtypes import torch_dtype
+from everybit.optimizer import nbytes
+from everybit_torch.full_precision import PIECE, begin_at
+from everybit_torch.sharded.allocations import AllocationCounter
+from everybit_torch.sharded.planning.groups import GroupPlan
+from everybit_torch.sharded.planning.peaks import SMALLEST
+from everybit_torch.sharded.scheduling.construction import ConstructionEvent, Tensors
+from everybit_torch.sharded.shard_optimizer import LabelledTransform
+from everybit_torch.units import CHUNK, init_state
+
+LOOKED_AT = 1 << 20
+"""Elements of a tensor that are looked at, at a time, after it was initialized."""
+
+
+def construction_peak(
+    events: Iterable[ConstructionEvent],
+    tensors: Tensors,
+    groups: Sequence[GroupPlan],
+    labelled: Mapping[str, LabelledTransform],
+    *,
+    given: bool,
+    chunk: int,
+    later: Sequence[int],
+    keep_gradients: bool,
+) -> int:
+    """Return the most bytes of weights, gradients and state while a stepper is made, less those that persist.
+
+    Tensors of fewer than :data:`SMALLEST` bytes are left out, and so are the model's buffers, what initializers allocate for themselves,
+    and the bytes of files that are read at a time.
+
+    Args:
+        events: Of the weights.
+        tensors: To which these refer.
+        groups: Of the layout.
+        labelled: What the labels mean.
+        given: Whether the model has its values, whose bytes are counted too.
+        chunk: Bytes that are sent at a time, where the first rank sends values; else 0.
+        later: Groups that are read when they have their state, in the dtype in which steps are computed.
+        keep_gradients: Whether main gradients are kept from one step to the next.
+    """
+    weights = _Weights(tensors, groups, given=given, chunk=chunk)
+    for event in events:
+        weights.follow(event)
+    live, peak = weights.live, weights.peak
+    for one in groups:
+        peak = max(peak, live + _seen(one.main_bytes))
+        live += _seen(one.main_bytes) if keep_gradients else 0
+    known: dict[tuple[str, torch.dtype, int], tuple[int, int]] = {}
+    for label in labelled:
+        for one in groups:
+            if one.resolved is None or one.group.label != label:
+                continue
+            for numel in one.runs(labelled):
+                key = (label, one.group.dtype, numel)
+                if key not in known:
+                    known[key] = _state_bytes(one, labelled[label], numel)
+                kept, most = known[key]
+                peak, live = max(peak, live + most), live + kept
+    for number in later:
+        one = groups[number]
+        assert one.resolved is not None
+        wide = torch_dtype(one.resolved.policy.compute).itemsize
+        staged = _seen((one.high - one.low) * wide)
+        sent = _sent(one, wide, chunk)
+        stored = max((_stored_bytes(one, labelled[one.group.label], n) for n in one.runs(labelled)), default=0)
+        peak = max(peak, live + staged + max(sent, stored))
+    numbers = sum(len(one.group.placements) for one in groups) * torch.int64.itemsize  # counts of non-finite gradients
+    return max(peak - live - _seen(numbers), 0)
+
+
+def _sent(one: GroupPlan, itemsize: int, chunk: int) -> int:
+    """The most bytes of a group that are sent at a time."""
+    return _seen(max((min(place.spec.numel * itemsize, chunk) for place in one.group.placements), default=0))
+
+
+class _Weights:
+    """What is allocated of the model's weights, after each event."""
+
+    def __init__(self, tensors: Tensors, groups: Sequence[GroupPlan], *, given: bool, chunk: int) -> None:
+        self._tensors, self._groups, self._given, self._chunk = tensors, groups, given, chunk
+        self._sizes = {
+            member: place.spec.numel * one.group.dtype.itemsize
+            for one, members in zip(groups, tensors.members, strict=True)
+            for member, place in zip(members, one.group.placements, strict=True)
+        }
+        self.live = sum(map(_seen, self._sizes.values())) if given else 0
+        self.peak = self.live
+
+    def follow(self, event: ConstructionEvent) -> None:
+        """Take note of an event."""
+        if event.kind == "lay out":
+            one = self._groups[event.number]
+            self._add(one.weights // (one.ranks.inner if one.kind.params else 1))
+        elif event.kind == "materialize":
+            self._add(self._sizes.get(event.number, 0))
+        elif event.kind in ("take", "settle"):
+            if not self._given:
+                self._briefly(self._looked_at(event.number))
+            if event.kind == "take":
+                self.live -= _seen(self._sizes.get(event.number, 0))
+        elif event.kind == "read":
+            one = self._groups[event.number]
+            self._briefly(_sent(one, one.group.dtype.itemsize, self._chunk))
+        elif event.kind == "read others":
+            for one, has in zip(self._groups, self._tensors.in_buffers, strict=True):
+                self._briefly(0 if has else _sent(one, one.group.dtype.itemsize, self._chunk))
+
+    def _looked_at(self, number: int) -> int:
+        """Bytes in which it is noted which elements of a tensor were written: one for each of those that are looked at, at a time."""
+        if number not in self._tensors.group_of:
+            return 0
+        itemsize = self._groups[self._tensors.group_of[number]].group.dtype.itemsize
+        return _seen(min(self._sizes[number] // itemsize, LOOKED_AT))
+
+    def _briefly(self, size: int) -> None:
+        self.peak = max(self.peak, self.live + size)
+
+    def _add(self, size: int) -> None:
+        self.live += _seen(size)
+        self.peak = max(self.peak, self.live)
+
+
+def _seen(size: int) -> int:
+    return size if size >= SMALLEST else 0
+
+
+def _state_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> tuple[int, int]:
+    """The bytes of a run's first state, and the most that is allocated while it is made."""
+    optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
+    tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
+    if numel <= CHUNK:
+        return _made(optimizer, tensor)
+    block = label.policy.block
+    size = max(CHUNK // block, 1) * block
+    kept = sum(_seen(nbytes(leaf)) for leaf in eb.tree.leaves(optimizer.init([tensor])))
+    pieces = {size, numel % size} - {0}
+    return kept, kept + max(_made(optimizer, tensor[:length])[1] for length in pieces)
+
+
+def _stored_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
+    """What is allocated while main weights are made of values with more bits, a piece at a time."""
+    optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
+    block = label.policy.block
+    tensor = torch.empty(min(numel, max(PIECE // block, 1) * block), dtype=one.group.dtype, device="meta")
+    wide = tensor.to(torch_dtype(label.policy.compute))
+    with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
+        begin_at(optimizer, wide, tensor, torch.zeros((), dtype=torch.int64, device="meta"), 0)
+    peak: int = counter.peak
+    return peak
+
+
+def _made(optimizer: eb.Optimizer[object], tensor: torch.Tensor) -> tuple[int, int]:
+    with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
+        state = init_state(optimizer, tensor, 0)
+        kept = counter.live
+    del state
+    return kept, counter.peak

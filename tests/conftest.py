@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from everybit_torch.torch_internals import compiler
+
 # The runner starts a process per core; tensors are small.
 torch.set_num_threads(1)
 
@@ -19,6 +21,17 @@ settings.load_profile("everybit")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what mypy says, 20 seconds for all of its tests together: at the end a second worker would take some and ask again."""
     items.sort(key=lambda item: item.path.parent.name != "typing")
+
+
+@pytest.fixture
+def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled steps are traced as always, and then their graphs are run as they are; `make exhaustive` makes code of them.
+
+    For tests of what is compiled, how often, and for which inputs: it takes a second to trace a step, and five more to make code of it.
+    """
+    if request.config.getoption("markexpr") != "not exhaustive":
+        return
+    monkeypatch.setattr(compiler, "compile_graph", lambda graph, inputs: graph)  # noqa: ARG005  # the function's names
 
 
 @pytest.hookimpl(trylast=True)

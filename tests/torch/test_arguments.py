@@ -152,6 +152,7 @@ def test_errors_are_about_the_argument_that_was_given(kind: Any, arguments: dict
         optimizer.step()
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     "rate", [np.float32(0.125), np.float64(0.125), np.int64(1), np.array(0.125), Fraction(1, 8), np.float16(0.125)]
 )

@@ -17,6 +17,8 @@ from everybit_torch import SGD, Adam, AdamW, AnyPrecisionAdamW, Lion, RMSprop, T
 from tests.support.small_models import same_bits
 
 Make = Callable[[list[nn.Parameter], bool], torch.optim.Optimizer]
+pytestmark = pytest.mark.usefixtures("traced")
+
 SHAPES = ((3, 2), (5,))
 
 

@@ -67,6 +67,7 @@ def test_a_step_that_overflowed_leaves_every_bit_of_weights_and_state(arguments:
     assert scaler.get_scale() == 512.0
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_learning_rate_may_be_a_tensor_and_is_read_at_every_step(compile: bool) -> None:
     if compile:

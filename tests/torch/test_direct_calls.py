@@ -110,6 +110,7 @@ def the_weights(step: int, parameter: nn.Parameter) -> Tensor:
     return parameter.detach()
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     "kind", [pytest.param(wider, marks=pytest.mark.exhaustive), every_second, with_a_graph, the_weights]
 )
@@ -142,6 +143,7 @@ class Scaled:
         return eb.chain(eb.scale(-1.0 if self.reversed else 1.0), eb.sgd(learning_rate, momentum=0.9))
 
 
+@pytest.mark.usefixtures("traced")
 def test_what_may_change_besides_is_left_to_dynamo(through_dynamo: list[int]) -> None:
     """A function of the user's own may be given other numbers by its closure at any time, and compiled code follows it."""
     found = []
@@ -159,6 +161,7 @@ def test_what_may_change_besides_is_left_to_dynamo(through_dynamo: list[int]) ->
     assert not through_dynamo, "no direct calls at all"
 
 
+@pytest.mark.usefixtures("traced")
 def test_numbers_of_each_parameter_are_left_to_dynamo(
     monkeypatch: pytest.MonkeyPatch, through_dynamo: list[int]
 ) -> None:
@@ -179,6 +182,7 @@ def test_numbers_of_each_parameter_are_left_to_dynamo(
     assert through_dynamo == list(range(6))
 
 
+@pytest.mark.usefixtures("traced")
 def test_no_gradient_is_kept_alive(through_dynamo: list[int]) -> None:
     parameter = nn.Parameter(torch.ones(50))
     optimizer = AdamW([parameter], compile=True, layout="tree")

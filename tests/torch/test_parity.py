@@ -86,6 +86,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("scheduler", "compile"),
     [
@@ -108,6 +109,7 @@ def test_lr_schedulers_drive_it_as_they_drive_torch(scheduler: str, compile: boo
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_schedule_recompiles_nothing() -> None:
     torch._dynamo.reset()
     model = Awkward()

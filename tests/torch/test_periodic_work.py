@@ -374,6 +374,7 @@ def test_a_compiled_step_has_one_variant_for_each_answer_and_the_same_bits(polic
     assert_same_bits(model.values(), decided_on_the_device(counted, policy), "compiled")
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_compiled_step_with_reductions_in_its_work_has_the_same_bits() -> None:
     """Also where answers are dropped, because a parameter without a gradient counts for itself."""
     found = []
@@ -398,6 +399,7 @@ class LibraryWork(CountedWork):
 library_factory.__module__ = "everybit.of_the_test"
 
 
+@pytest.mark.usefixtures("traced")
 def test_direct_calls_of_both_variants_do_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a transform as the library's own, of which nothing can change: after each answer was seen Dynamo is not asked."""
     through: list[Any] = []

@@ -58,6 +58,37 @@ def on_all(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return value  # type: ignore[return-value]
 
 
+def require_same_call(call: str, ready: str, problem: str | None, group: dist.ProcessGroup | None) -> None:
+    """Compare what ranks are about to do together. Every rank has to call it.
+
+    Args:
+        call: What this rank does, with its arguments.
+        ready: What has to be the same for it.
+        problem: Why this rank cannot do it; None if it can.
+        group: The ranks; None for one process.
+
+    Raises:
+        RuntimeError: Some rank cannot, or ranks do different things; the same on every rank.
+    """
+    found: list[Any] = [(call, ready, problem)]
+    if group is not None:
+        require_group(group)
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, (call, ready, problem), group=group)
+    for rank, (other, state, reason) in enumerate(found):
+        if reason is not None:
+            raise RuntimeError(reason if problem is not None else f"on rank {rank}: {reason}")
+        if other != found[0][0]:
+            raise RuntimeError(
+                f"rank 0 calls {found[0][0]}, and rank {rank} calls {other}; accepted is the same call on every rank."
+            )
+        if state != found[0][1]:
+            raise RuntimeError(
+                f"{call}: rank 0 has {found[0][1] or 'no unit'} gathered, and rank {rank} {state or 'none'}; accepted is a call at the same"
+                " place of the program on every rank."
+            )
+
+
 def require_group(group: dist.ProcessGroup | None) -> None:
     """Refuse to go on without the other ranks.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,11 +28,14 @@ from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.gradient_wires import GradientWires
 from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import build
+from everybit_torch.sharded.model_access import ModelAccess
 from everybit_torch.sharded.model_buffers import ModelBuffers, synchronize_values
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
+from everybit_torch.sharded.model_state import ModelState
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
+from everybit_torch.sharded.registered_methods import RegisteredMethods
 from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
@@ -44,7 +47,7 @@ from everybit_torch.sharded.unit_weights import UnitWeights
 from everybit_torch.torch_internals.optimizers import note_step
 
 
-class FlatStepper:
+class FlatStepper(ModelAccess):
     """Step a model on flat buffers, alone or with other ranks, each dtype where the policy says.
 
     Parameters become pieces of flat buffers. In the backward pass every gradient is added (or copied) to its place in a buffer and freed;
@@ -170,7 +173,7 @@ class FlatStepper:
         )  # fmt: skip
         self._gathering: Gathering | None = None
         self._guards: Guards | None = None
-        self._full: FullParameters | None = None
+        self._full = None
         self._made: list[Communicator] = []
         if self.sharding.params:
             unit_weights = UnitWeights.of(described.units, self.weights, self._schedule, self.inner, self.outer)
@@ -180,6 +183,10 @@ class FlatStepper:
             self._passes.attach(self._gathering, self._made)
             self._guards = Guards(model, self._gathering)
             self._full = FullParameters(self._gathering, self.weights)
+        self._state = ModelState(
+            model, self.layout, parameters, self.buffers, self._schedule, self._executor, self._guards
+        )
+        self._methods = RegisteredMethods(model, self.layout, self._gathering)
         claim(model, self)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
@@ -412,30 +419,6 @@ class FlatStepper:
         with self._wires.changed(dtype, reduce):
             yield
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[nn.Module]:
-        """The model with all of its weights on every rank, to look at, evaluate or save. What is written to them in here is kept.
-
-        Every rank has to do it.
-
-        Raises:
-            RuntimeError: Inside a backward pass.
-        """
-        if self._passes.in_pass:
-            raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
-        with nullcontext() if self._full is None else self._full.show():
-            yield self.model
-
-    @property
-    def in_full_parameters(self) -> bool:
-        """Whether all weights are shown, inside :meth:`full_parameters`."""
-        return self._full is not None and self._full.shown
-
-    def own_state_dict(self) -> dict[str, Any]:
-        """The model's ``state_dict()``, where tensors of sharded parameters have no values. For checkpoints, which know."""
-        with nullcontext() if self._guards is None else self._guards.lifted():
-            return dict(self.model.state_dict())
-
     def close(self) -> None:
         """Give the model back, with all of its weights: no hooks, no sharding. Every rank has to call it; nothing steps any more.
 
@@ -449,6 +432,7 @@ class FlatStepper:
             self._gathering.close()
         if self._guards is not None:
             self._guards.close()
+        self._methods.close()
         for handle in self._handles:
             handle.remove()
         if self.saving is not None:

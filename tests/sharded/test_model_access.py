@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +392,159 @@ def test_calls_at_the_wrong_place_or_on_some_ranks_only_are_refused() -> None:
         assert len(said) == len(patterns)
         for message, pattern in zip(said, patterns, strict=True):
             assert re.search(pattern, message), message
+
+
+# -- copies -------------------------------------------------------------------------------------------------------------------------------
+
+
+def averaged(update: Callable[[Tensor, Tensor], Any], models: list[State]) -> State:
+    """What torch's own formula makes of the weights after each step, in one process."""
+    average = copy.deepcopy(models[0])
+    for state in models[1:]:
+        for name, value in state.items():
+            if value.is_floating_point():
+                update(average[name], value)
+    return average
+
+
+def copies() -> list[str]:
+    wrong = []
+    for name, arguments in layouts():
+        model = tied()
+        stepper = stepper_of(model, **arguments)
+        stepper.register_method(model, "encode")
+        trained(model, stepper, 1)
+        made = [stepper.copy_model("full"), stepper.copy_model()]
+        if (made[1] is None) != (dist.get_rank() > 0):
+            wrong.append(f"{name}: a copy on the wrong rank")
+        shards = stepper.model_state_dict("sharded")
+        history = [stepper.model_state_dict("full")]
+        once = dict.fromkeys(n for n, _ in model.named_parameters())
+        with stepper.full_parameters():
+            average = AveragedModel(model, multi_avg_fn=None, avg_fn=lambda a, b, n: a.lerp(b, 0.25))
+            average.update_parameters(model)  # the first one is a copy
+            made.append(copy.deepcopy(model))
+        x = data(0, 0, 0, torch.float32)
+        with stepper.full_parameters(), torch.no_grad():
+            expected_outputs = [model.eval()(x), model.encode(x)]
+        model.train()
+        for one in made:
+            if one is None:
+                continue
+            assert isinstance(one, Tied)
+            pickle.loads(pickle.dumps(one))
+            with torch.no_grad():
+                outputs = [one.eval()(x), one.encode(x)]
+            if not same(dict(one.state_dict()), history[0]) or not all(map(torch.equal, outputs, expected_outputs)):
+                wrong.append(f"{name}: a copy")
+            if one.again.weight is not one.entry.weight or one.blocks[0].outer.weight.requires_grad:  # type: ignore[union-attr]
+                wrong.append(f"{name}: a copy's ties, or what it trains")
+            one(x).sum().backward()  # a plain model, whose gradients are its own
+            if one.exit.weight.grad is None:
+                wrong.append(f"{name}: a copy has hooks")
+            stepper.zero_grad()
+        for _ in range(3):
+            trained(model, stepper, 1)
+            history.append(stepper.model_state_dict("full"))
+            with stepper.full_parameters():
+                average.update_parameters(model)
+            # The average of this rank's shards, which is nobody's but this rank's.
+            now = stepper.model_state_dict("sharded")
+            for key, value in shards.items():
+                if hasattr(value, "local") and key in once:
+                    value.local.lerp_(now[key].local, 0.25)
+        expected = averaged(lambda a, b: a.lerp_(b, 0.25), [{n: one[n] for n in once} for one in history])
+        mine = whole(shards)
+        if not all(torch.equal(mine[n], expected[n]) for n in once):
+            wrong.append(f"{name}: an average of shards")
+        if not all(torch.equal(average.module.get_parameter(n), expected[n]) for n in once):
+            wrong.append(f"{name}: AveragedModel made inside full_parameters()")
+        stepper.load_model_state_dict({n: v for n, v in shards.items() if n in once}, strict=False)
+        if not all(torch.equal(stepper.model_state_dict("full")[n], expected[n]) for n in once):
+            wrong.append(f"{name}: the average loaded")
+    return wrong
+
+
+def test_copies_are_plain_models_and_averages_of_shards_are_averages() -> None:
+    for wrong in run(2, copies):
+        assert wrong == []
+
+
+# -- some modules -------------------------------------------------------------------------------------------------------------------------
+
+
+def shown(stepper: FlatStepper) -> set[str]:
+    """The names of parameters that have their values; all of them do where nothing is sharded."""
+    return {name for name, p in stepper.model.named_parameters() if p.numel() and not bool(p.isnan().any())}
+
+
+def chosen_modules() -> list[str]:
+    wrong = []
+    for name, arguments in layouts():
+        model, plain = tied(), tied()
+        stepper = stepper_of(model, **arguments)
+        sharded = stepper.sharding.params
+        first = {n for n, _ in model.named_parameters() if n.startswith("blocks.0")}
+        # One weight of block 1 and 2 is one tensor, and lies in the model's own unit.
+        second = {f"blocks.1.{n}" for n in ("inner.bias", "outer.weight", "outer.bias")}
+        own = {n for n, p in model.named_parameters() if not n.startswith("blocks") and p.numel()} | {
+            "blocks.1.inner.weight"
+        }
+        cases: list[tuple[Any, set[str]]] = [
+            ([model.blocks[0]], first), (["blocks.0.inner"], first), ([model.blocks[1]], second | own), (["exit"], own), ([], set()),
+        ]  # fmt: skip
+        for modules, expected in cases:
+            with stepper.full_parameters(modules) as given:
+                if sharded and shown(stepper) != expected:
+                    wrong.append(f"{name}: {modules} shows {shown(stepper)}")
+                with stepper.full_parameters([model.blocks[0]]):
+                    if sharded and shown(stepper) != expected | first:
+                        wrong.append(f"{name}: one in another shows {shown(stepper)}")
+                if given is not model or (sharded and shown(stepper) != expected):
+                    wrong.append(f"{name}: after one in another {shown(stepper)}")
+                # Passes inside, which need other units too.
+                x = data(0, 0, 0, torch.float32)
+                with torch.no_grad():
+                    if not torch.equal(model.eval()(x), plain.eval()(x)):
+                        wrong.append(f"{name}: a pass inside")
+                if sharded and shown(stepper) != expected:
+                    wrong.append(f"{name}: after a pass inside {shown(stepper)}")
+            if sharded and shown(stepper):
+                wrong.append(f"{name}: afterwards {shown(stepper)}")
+        # Writing, and a step inside, are as if all were shown.
+        other = stepper_of(plain, **arguments)
+        for one, modules in ((stepper, ["blocks.0", "exit"]), (other, None)):
+            with one.full_parameters(modules) as there, torch.no_grad():
+                there.train()
+                there.blocks[0].inner.bias.fill_(3.0)  # type: ignore[union-attr, operator]
+                with torch.enable_grad():
+                    trained(there, one, 1)
+                there.exit.weight.mul_(2.0)  # type: ignore[operator, union-attr]
+            trained(one.model, one, 1)
+        states = [one.model_state_dict("full") for one in (stepper, other)]
+        if not same(*states):
+            wrong.append(f"{name}: written")
+        with stepper.full_parameters(["exit"], writeback=False):
+            model.exit.weight.sum()
+        try:
+            with stepper.full_parameters(["exit"], writeback=False), torch.no_grad():
+                model.exit.weight.zero_()
+            wrong.append(f"{name}: written to what is for reading")
+        except RuntimeError as error:
+            if not re.search(
+                r"exit\.weight: was written to, or stepped, inside full_parameters\(writeback=False\)", str(error)
+            ):
+                wrong.append(f"{name}: {error}")
+        if sharded and not same(stepper.model_state_dict("full"), states[0]):
+            wrong.append(f"{name}: kept what was written to what is for reading")
+        for modules in (["strange"], [nn.Linear(1, 1)]):
+            with pytest.raises(ValueError, match=r"modules: got .* which is not in the model"):
+                stepper.full_parameters(modules).__enter__()  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"modules: got .*; accepted is a list"):
+            stepper.full_parameters("exit").__enter__()
+    return wrong
+
+
+def test_the_weights_of_some_modules_are_shown_and_no_others() -> None:
+    for wrong in run(2, chosen_modules):
+        assert wrong == []

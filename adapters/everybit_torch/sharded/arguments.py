@@ -15,6 +15,7 @@ from everybit.optimizer import Unsafe
 from everybit_torch.collectives.meshes import Mesh
 from everybit_torch.param_groups import require_float64
 from everybit_torch.sharded.fingerprint import Facts, facts_of
+from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.reports import NanCheck
@@ -56,6 +57,7 @@ class Arguments:
     synchronize: bool
     offload: bool
     keep_gradients: bool
+    ignored: Ignored | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
         raise ValueError(
             "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
         )
-    described = describe(model, given.transform, given.policy, given.units, given.labels)
+    described = describe(model, given.transform, given.policy, given.units, given.labels, given.ignored)
     for spec, parameter in zip(described.specs, described.parameters, strict=True):
         if parameter.grad is not None:
             raise ValueError(

@@ -8,12 +8,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.sharded.agreement import require_same_call
+from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.full_parameters import FullParameters, read_only
 from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.model_buffers import ModelBuffers
@@ -36,8 +34,6 @@ class ModelAccess:
     buffers: ModelBuffers
     inner: Communicator
     outer: Communicator
-    all_ranks: list[int]
-    groups: dict[str, dist.ProcessGroup]
     _passes: Passes
     _optimizer: ShardOptimizer
     _full: FullParameters | None
@@ -81,7 +77,7 @@ class ModelAccess:
             if self._full is not None:
                 self._full.keep()
             return self._state.sharded()
-        return self._state.full(here=form == "full" or self._is_first)
+        return self._state.full(here=form == "full" or self._everyone.is_first)
 
     def load_model_state_dict(
         self, state_dict: Mapping[str, Any] | None, *, strict: bool = True, broadcast_from_rank0: bool = False
@@ -123,7 +119,7 @@ class ModelAccess:
                 f"{name}: in the middle of a cycle, with gradients of other weights; accepted is after step() or zero_grad()."
             )
         keys = load_state(
-            self._state, self._optimizer.engine, state_dict, (self.inner, self.outer), self._host_group(),
+            self._state, self._optimizer.engine, state_dict, (self.inner, self.outer), self._everyone,
             strict=strict, broadcast=broadcast_from_rank0,
             begin=lambda: self.mark_incomplete(f"{name} ended in an error after some of the weights were replaced"),
         )  # fmt: skip
@@ -158,7 +154,7 @@ class ModelAccess:
             ValueError: ``max_shard_size`` or ``dtype`` is none.
         """
         self._require_between_passes("export_safetensors", f"{max_shard_size!r}, {dtype}")
-        export(self._state, path, self._host_group(), max_shard_size=max_shard_size, dtype=dtype, metadata=metadata)
+        export(self._state, path, self._everyone, max_shard_size=max_shard_size, dtype=dtype, metadata=metadata)
 
     def copy_model(self, form: StateForm = "rank0") -> nn.Module | None:
         """A plain copy of the model, with all of its weights, in the host's memory. Every rank has to call it.
@@ -175,7 +171,7 @@ class ModelAccess:
         """
         require_form(form, FORMS[:2])
         self._require_between_passes("copy_model", form)
-        return self._state.copy(here=form == "full" or self._is_first)
+        return self._state.copy(here=form == "full" or self._everyone.is_first)
 
     def own_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict()``, where tensors of sharded parameters have no values. For checkpoints, which know."""
@@ -245,16 +241,8 @@ class ModelAccess:
     # -- helpers --------------------------------------------------------------------------------------------------------------------
 
     @property
-    def _is_first(self) -> bool:
-        return self.inner.rank == self.outer.rank == 0
-
-    def _host_group(self) -> dist.ProcessGroup | None:
-        """All ranks, for Python objects, with an order of collectives of their own."""
-        if self.inner.group is None:
-            return None
-        if "access" not in self.groups:
-            self.groups["access"] = groups.take(self.all_ranks, "gloo", self.inner.timeout)
-        return self.groups["access"]
+    def _everyone(self) -> Everyone:
+        return Everyone(self.inner, self.outer)
 
     def _require_between_passes(self, name: str, arguments: str) -> None:
         """Refuse what cannot be done now, or is not done by all ranks alike.
@@ -266,7 +254,7 @@ class ModelAccess:
         if self._passes.in_pass or self._passes.in_forward:
             problem = f"{name}: inside a forward or backward pass, or after one that ended in an error; accepted is between passes."
         gathered = "" if self._full is None else self._full.gathered
-        require_same_call(f"{name}({arguments})", gathered, problem, self._host_group())
+        self._everyone.require_same_call(f"{name}({arguments})", gathered, problem)
 
     def _units_of(self, modules: Modules | None) -> tuple[set[int] | None, list[tuple[str, nn.Parameter]]]:
         """The units in which the parameters of some modules lie; and all parameters of these units."""

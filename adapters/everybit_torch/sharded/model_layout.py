@@ -16,6 +16,7 @@ from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
 from everybit.transform import require_transform
 from everybit_torch.choosing import choices, chosen
 from everybit_torch.dtensors import is_dtensor
+from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -51,6 +52,7 @@ def describe(
     policy: AnyPrecision,
     units: Units | None = None,
     labels: Labels | None = None,
+    ignored: Ignored | None = None,
 ) -> ModelLayout:
     """Look at a model, which may be on the meta device.
 
@@ -59,10 +61,12 @@ def describe(
         ValueError: A unit that the model does not have, a transform that must see whole tensors, a label without transform, or a policy
             that does not fit a parameter. Messages name what it is about.
     """
-    found = _find_units(model, units)
+    found, left_alone = _find_units(model, units), ignored_ids(model, ignored)
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in left_alone:
+            continue
         if is_dtensor(parameter):
             raise TypeError(
                 f"{name}: got a DTensor (of fully_shard, or tensor parallelism); accepted are plain parameters, which the stepper shards."
@@ -71,7 +75,7 @@ def describe(
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     if not parameters:
-        raise ValueError("model: has no parameters; accepted is a module with at least one.")
+        raise ValueError("model: has no parameters (that are not ignored); accepted is a module with at least one.")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError(
             "model: all of its parameters are frozen; accepted is a module with at least one that requires a gradient."

@@ -35,9 +35,11 @@ from everybit_torch.collectives.reduction import chunk_size
 from everybit_torch.probing import is_number
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.hyperparameters import hyperparameters
+from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.pass_counts import NUMBERS
+from everybit_torch.sharded.planning.access import access_bytes
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import StepBytes, meter
 from everybit_torch.sharded.planning.peaks import asked_peak, norm_peak, step_peak
@@ -69,6 +71,7 @@ def plan(
     metrics: bool = False,
     device: torch.device | str = "cpu",
     rank: int | tuple[int, int] = 0,
+    ignored: Ignored | None = None,
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
@@ -91,6 +94,7 @@ def plan(
         metrics: Whether steps are measured; metrics persist from the first step on.
         device: Where it will run: accelerators are given larger pieces to work on than a CPU.
         rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
+        ignored: What the stepper leaves alone, and is not counted.
 
     Raises:
         TypeError: As the stepper.
@@ -113,7 +117,7 @@ def plan(
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
     kind = sharding(strategy, outer)
-    described = describe(model, transform, policy, units, labels)
+    described = describe(model, transform, policy, units, labels, ignored)
     layout = build(described.specs, shards=inner_size * outer_size, units=[name for name, _ in described.units])
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank),
@@ -188,8 +192,11 @@ def plan_layout(
     # All microbatches between the first and the last are alike.
     stages = cycle(layout, settings, min(microbatches, 3))
     transient, wire = meter(stages, groups, step, microbatches)
+    access = access_bytes(layout, settings, groups, step)
     weights: Counter[str] = Counter()
     for one in groups:
         name = "frozen" if one.resolved is None else short(one.resolved.params)
         weights[name] += one.group.numel
-    return Plan(kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights))
+    return Plan(
+        kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights), access
+    )

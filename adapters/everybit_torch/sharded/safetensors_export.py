@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from everybit_torch.checkpoint_file import replace_file
-from everybit_torch.sharded.agreement import from_first, on_all
+from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.model_state import ModelState
 from everybit_torch.sharded.safetensors_files import (
     DTYPES,
@@ -34,7 +33,7 @@ from everybit_torch.weights import TIED
 def export(
     state: ModelState,
     path: str | os.PathLike[str],
-    group: dist.ProcessGroup | None,
+    ranks: Everyone,
     *,
     max_shard_size: int | str | None,
     dtype: torch.dtype | None,
@@ -50,23 +49,20 @@ def export(
     for key, value in (metadata or {}).items():
         if not (isinstance(key, str) and isinstance(value, str)):
             raise TypeError(f"metadata: got {key!r}: {value!r}; accepted are strings.")
-    tensors, values, tied = on_all(lambda: _described(state, dtype), group)
+    tensors, values, tied = ranks.on_all(lambda: _described(state, dtype))
     head = {"format": "pt"} | dict(metadata or {}) | ({TIED: json.dumps(tied)} if tied else {})
-    first = group is None or dist.get_rank(group) == 0
     if most is None:
-        _write(state, target, tensors, values, head, group, first=first)
+        _write(state, target, tensors, values, head, ranks)
         return
     files = split(tensors, most)
     names = (
         [SINGLE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     )
     # Nobody takes files of two exports for one model: the old index goes first, and the new one comes last.
-    from_first(lambda: _prepare(target), group)
+    ranks.on_first(lambda: _prepare(target))
     for name, here in zip(names, files, strict=True):
-        _write(state, target / name, here, values, head, group, first=first)
-    from_first(
-        partial(_finish, target, dict(zip(names, files, strict=True)), {TIED: head[TIED]} if tied else {}), group
-    )
+        _write(state, target / name, here, values, head, ranks)
+    ranks.on_first(partial(_finish, target, dict(zip(names, files, strict=True)), {TIED: head[TIED]} if tied else {}))
 
 
 def _described(state: ModelState, dtype: torch.dtype | None) -> tuple[list[Stored], dict[str, Tensor], dict[str, str]]:
@@ -113,9 +109,7 @@ def _write(
     tensors: Sequence[Stored],
     values: Mapping[str, Tensor],
     head: Mapping[str, str],
-    group: dist.ProcessGroup | None,
-    *,
-    first: bool,
+    ranks: Everyone,
 ) -> None:
     """Write one file, with the units that have something in it; what goes wrong on the first rank is raised on all of them."""
     here = {id(values[one.name]): one for one in tensors}
@@ -150,10 +144,7 @@ def _write(
                 with suppress(Exception):
                     visit(lambda members: None)  # noqa: ARG005
 
-    if first:
-        on_all(on_the_first, group)
-    else:
-        on_all(lambda: visit(lambda members: None), group)  # noqa: ARG005
+    ranks.on_all(on_the_first if ranks.is_first else lambda: visit(lambda members: None))  # noqa: ARG005
 
 
 def _others(state: ModelState, tensors: Sequence[Stored], values: Mapping[str, Tensor]) -> Iterable[Stored]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import everybit as eb
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.engine import Engine
-from everybit_torch.sharded.agreement import from_first
+from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.host_bytes import bytes_of, same_bits
 from everybit_torch.sharded.model_state import ModelState
 from everybit_torch.sharded.shard_tensor import ShardTensor
@@ -50,7 +51,7 @@ def load_state(
     engine: Engine,
     given: Mapping[str, Any] | None,
     communicators: tuple[Communicator, Communicator],
-    group: dist.ProcessGroup | None,
+    ranks: Everyone,
     *,
     strict: bool,
     broadcast: bool,
@@ -63,7 +64,7 @@ def load_state(
         engine: Of its optimizer, whose main weights and residuals follow.
         given: By name: tensors of the whole, or this rank's shards.
         communicators: The inner and the outer ranks.
-        group: All of them, for Python objects; None for one process.
+        ranks: All of them.
         strict: Refuse names that do not match.
         broadcast: The first rank alone has it.
         begin: Called when nothing is refused any more, before anything is changed.
@@ -72,9 +73,8 @@ def load_state(
         ValueError: It does not fit, with the same message on every rank. Nothing is changed.
     """
     named, firsts = state.named(), _first_names(state.named())
-    first = group is None or dist.get_rank(group) == 0
     own = state.own()
-    if first or not broadcast:
+    if ranks.is_first or not broadcast:
         judged = _judge(state, named, firsts, own, given, strict=strict)
         if broadcast:
             sharded = [name for name, value in (given or {}).items() if isinstance(value, ShardTensor)]
@@ -84,9 +84,9 @@ def load_state(
     else:
         extra = [f"{len(given)} entries on another rank than the first, with broadcast_from_rank0"] if given else []
         judged = _Judged(extra, IncompatibleKeys([], []), {}, {})
-    problems = _of_all_ranks(judged.problems, group)
+    problems = _of_all_ranks(judged.problems, ranks)
     if not problems and not broadcast:
-        problems = _differences(given or {}, judged.given, group)
+        problems = _differences(given or {}, judged.given, ranks)
     if problems:
         more = f"\n  and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
         raise ValueError(
@@ -95,7 +95,7 @@ def load_state(
             + more
         )
     if broadcast:
-        judged = from_first(lambda: judged, group)
+        judged = _of_first_rank(judged, ranks)
     begin()
     with torch.no_grad():
         for name, value in firsts.items():
@@ -217,12 +217,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return type(one) is type(other) and (one is other or same_bits(one, other))
 
 
-def _of_all_ranks(problems: list[str], group: dist.ProcessGroup | None) -> list[str]:
+def _of_all_ranks(problems: list[str], ranks: Everyone) -> list[str]:
     """The problems of all ranks, each with the first rank that has it; the same list everywhere."""
-    if group is None:
-        return problems
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, problems, group=group)
+    found = ranks.gather(problems)
     merged: dict[str, int] = {}
     for rank, one in enumerate(found):
         for problem in one:
@@ -231,23 +228,29 @@ def _of_all_ranks(problems: list[str], group: dist.ProcessGroup | None) -> list[
     return [problem if problem in everywhere else f"{problem} (on rank {rank})" for problem, rank in merged.items()]
 
 
-def _differences(given: Mapping[str, Any], names: Mapping[str, str], group: dist.ProcessGroup | None) -> list[str]:
+def _differences(given: Mapping[str, Any], names: Mapping[str, str], ranks: Everyone) -> list[str]:
     """Whole tensors that are not the same on all ranks: ranks that hold copies would go their own ways."""
-    if group is None:
-        return []
     whole = {
         name: zlib.crc32(bytes_of(given[source].detach().cpu().contiguous()))
         for name, source in names.items()
         if not isinstance(given[source], ShardTensor)
     }
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, whole, group=group)
+    found = ranks.gather(whole)
     return [
         f"{name}: differs between rank 0 and rank {rank}; accepted are the same values on every rank"
         for rank, one in enumerate(found)
         for name in {**found[0], **one}
         if one.get(name) != found[0].get(name)
     ]
+
+
+def _of_first_rank(judged: _Judged, ranks: Everyone) -> _Judged:
+    """What the first rank has found. The values of ``get_extra_state`` may be anything, and are pickled, as torch pickles them."""
+    extra = base64.b64encode(pickle.dumps(judged.extra)).decode()
+    (missing, unexpected), given, pickled = ranks.gather(
+        (judged.keys, judged.given, extra) if ranks.is_first else None
+    )[0]
+    return _Judged([], IncompatibleKeys(missing, unexpected), given, pickle.loads(base64.b64decode(pickled)))
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------------------------

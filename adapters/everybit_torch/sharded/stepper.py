@@ -27,6 +27,7 @@ from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.gradient_wires import GradientWires
 from everybit_torch.sharded.guards import Guards
+from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.layout import build
 from everybit_torch.sharded.model_access import ModelAccess
 from everybit_torch.sharded.model_buffers import ModelBuffers, synchronize_values
@@ -80,6 +81,8 @@ class FlatStepper(ModelAccess):
             at a time for a step. For models on another device than the host.
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
+        ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
+            the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
@@ -118,11 +121,12 @@ class FlatStepper(ModelAccess):
         synchronize: bool = True,
         offload: bool = False,
         keep_gradients: bool = True,
+        ignored: Ignored | None = None,
     ) -> None:
         self.inner, self.outer = communicators(mesh, next((p.device for p in model.parameters()), None))
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
-            synchronize, offload, keep_gradients,
+            synchronize, offload, keep_gradients, ignored,
         )  # fmt: skip
         # Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
         try:
@@ -143,7 +147,7 @@ class FlatStepper(ModelAccess):
         self.layout = build(described.specs, shards=shards, units=[name for name, _ in described.units])
         self._names = [spec.name for spec in described.specs]
         if synchronize:
-            synchronize_values(model, (self.outer, self.inner))
+            synchronize_values(model, (self.outer, self.inner), described.parameters)
         parameters = dict(zip(self._names, described.parameters, strict=True))
         self._parameters = list(parameters.items())
         self.buffers = ModelBuffers(

@@ -16,6 +16,7 @@ from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.layout import Layout, Slice
 from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.scheduling.copies import copy_out
+from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.shard_tensor import ShardTensor
 
@@ -106,17 +107,16 @@ class ModelState:
         """
         failed: list[BaseException] = []
 
-        def copied(number: int) -> None:
+        def copied(event: Event) -> None:
             if not failed:
                 try:
-                    take([(name, self.parameters[name]) for name in self.members[number]])
+                    take([(name, self.parameters[name]) for name in self.members[event.number]])
                 except BaseException as error:
                     failed.append(error)
 
-        self._executor.on({"copy out": lambda event: copied(event.number)})
+        numbers = range(len(self.members)) if units is None else units
         self._executor.begin_here()
-        with torch.no_grad():
-            numbers = range(len(self.members)) if units is None else units
+        with torch.no_grad(), self._executor.handling("copy out", copied):
             self._executor.run(copy_out(numbers, self._schedule.weights))
         if failed:
             raise failed[0]

@@ -56,6 +56,7 @@ def outputs(model: Any, action: str, stepper: FlatStepper | None) -> list[Tensor
             return [model(x), model.blocks[0].inner.weight.clone()]
     if action == "copy":
         made = model if stepper is None else stepper.copy_model("full")
+        assert made is not None
         with torch.no_grad():
             return [made.eval()(x)]
     state = model.state_dict() if stepper is None else stepper.model_state_dict("full")
@@ -181,7 +182,7 @@ def through(arguments: dict[str, Any], method: str) -> State:
                     loss = model.around(x)["loss"]
                 else:
                     loss = model.blocks[1].twice(torch.cat([x, x[:, :2]], 1)).square().mean()  # type: ignore[operator]
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
         stepper.step()
     return stepper.model_state_dict("full")
 

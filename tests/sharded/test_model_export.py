@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -80,10 +81,10 @@ def exporting(path: Path) -> list[str]:
         files = sorted(one.name for one in (place / "parts").glob("*.safetensors"))
         if sorted(set(index["weight_map"].values())) != files:
             wrong.append(f"{name}: files of the export before are left: {files}")
-        for one in files:
-            tensors = load_file(place / "parts" / one)
+        for file_name in files:
+            tensors = load_file(place / "parts" / file_name)
             if len(tensors) > 1 and sum(x.nbytes for x in tensors.values()) > 100:
-                wrong.append(f"{name}: {one} is too large")
+                wrong.append(f"{name}: {file_name} is too large")
     return wrong
 
 
@@ -114,7 +115,7 @@ def failing(path: Path) -> list[str]:
         (path / "x", {"dtype": torch.int8}),
     ):
         try:
-            stepper.export_safetensors(target, **options)  # type: ignore[arg-type]
+            stepper.export_safetensors(target, **options)
             said.append("accepted")
         except (OSError, ValueError) as error:
             said.append(f"{type(error).__name__}: {error}")
@@ -186,7 +187,10 @@ def measured(path: Path, strategy: Strategy, low: bool) -> tuple[dict[str, int],
         during("model_state_dict, full", lambda: stepper.model_state_dict("full"))
         during("model_state_dict, sharded", lambda: stepper.model_state_dict("sharded"))
         during("export_safetensors", lambda: stepper.export_safetensors(path / "model.safetensors"))
-        during("full_parameters", lambda: stepper.full_parameters().__enter__() and None)
+        with contextlib.ExitStack() as stack:
+            before = counter.peak = counter.live
+            stack.enter_context(stepper.full_parameters())
+            found["full_parameters"] = counter.peak - before
     return dict(stepper.plan().access), found
 
 
@@ -222,9 +226,8 @@ def ignoring(path: Path) -> list[str]:
         with torch.no_grad():
             for one in (model, plain):
                 one.exit.bias.fill_(float(rank))  # is not made the same on all ranks
-        given: list[Any] = [[model.exit], [model.exit.weight, "exit.bias"], ["exit"], ["exit.weight", model.exit.bias]][
-            number % 4
-        ]
+        ways: list[Any] = [[model.exit], [model.exit.weight, "exit.bias"], ["exit"], ["exit.weight", model.exit.bias]]
+        given = ways[number % 4]
         stepper = FlatStepper(model, eb.sgd(2**-4), units=[Block], ignored=given, **arguments)
         own = torch.optim.SGD(model.exit.parameters(), lr=0.5)
         # Products with a power of two are exact, and so is the mean of two equal gradients: one rounding for each element, here as there.
@@ -263,13 +266,11 @@ def ignoring(path: Path) -> list[str]:
         ).parameters
         if planned != stepper.layout.numel or planned != sum(p.numel() for p in rest.param_groups[0]["params"]):
             wrong.append(f"{name}: planned {planned}")
-        for bad, error in (
-            (["strange"], ValueError),
-            ([nn.Linear(1, 1)], ValueError),
-            ([3], TypeError),
-            ("exit", TypeError),
-        ):
-            with pytest.raises(error, match="ignored: got"):
+        refused: list[tuple[Any, type[Exception]]] = [
+            (["strange"], ValueError), ([nn.Linear(1, 1)], ValueError), ([3], TypeError), ("exit", TypeError),
+        ]  # fmt: skip
+        for bad, kind in refused:
+            with pytest.raises(kind, match="ignored: got"):
                 stepper_of(tied(), ignored=bad, **arguments)
         stepper.close()
     return wrong
@@ -286,8 +287,8 @@ def buffers(values: Any) -> list[Tensor]:
     stepper = stepper_of(model, strategy=3)
     rank = dist.get_rank()
     with torch.no_grad():
-        model.norm.running_mean.copy_(data(7, rank, 0, torch.float32).sum(0)[0] + torch.arange(5))  # type: ignore[union-attr, operator]
-        model.norm.num_batches_tracked.fill_(10 + rank)  # type: ignore[union-attr, operator]
+        model.norm.running_mean.copy_(data(7, rank, 0, torch.float32).sum(0)[0] + torch.arange(5))  # type: ignore[union-attr]
+        model.norm.num_batches_tracked.fill_(10 + rank)  # type: ignore[union-attr]
     own = copy.deepcopy(model.norm.running_mean)
     stepper.synchronize_buffers(values)
     with pytest.raises(ValueError, match="values: got 'most'; accepted are 'first', 'mean'"):

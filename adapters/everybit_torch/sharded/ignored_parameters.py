@@ -31,7 +31,7 @@ def ignored_ids(model: nn.Module, ignored: Ignored | None) -> set[int]:
         if isinstance(given, nn.Parameter):
             known, here = parameters.values(), [given]
         elif isinstance(given, nn.Module):
-            known, here = modules.values(), list(given.parameters())  # type: ignore[assignment]
+            known, here = modules.values(), list(given.parameters())
         else:
             raise TypeError(f"ignored: got {type(one).__name__}; accepted are parameters, modules and names.")
         if all(given is not other for other in known):

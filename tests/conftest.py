@@ -31,7 +31,7 @@ def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """
     if request.config.getoption("markexpr") != "not exhaustive":
         return
-    monkeypatch.setattr(compiler, "compile_graph", lambda graph, inputs: graph)  # noqa: ARG005  # the function's names
+    monkeypatch.setattr(compiler, "compile_graph", lambda graph, inputs: graph)  # the function's names
 
 
 @pytest.hookimpl(trylast=True)

@@ -127,12 +127,11 @@ def weights_of(stepper: FlatStepper) -> Weights:
 def cut(model: nn.Module, mesh: DeviceMesh, dimension: int) -> None:
     """Weights in parts, biases as copies, scales as they were."""
     for module in model.modules():
-        for name, placement in (("weight", Shard(dimension)), ("bias", Replicate())):
-            if isinstance(getattr(module, name, None), nn.Parameter):
+        for name, placement in (("weight", Shard(dimension)), ("bias", Replicate()), ("frozen", Shard(0))):
+            if isinstance(parameter := getattr(module, name, None), nn.Parameter):
                 placements: list[Placement] = [placement]
-                module.register_parameter(
-                    name, nn.Parameter(distribute_tensor(getattr(module, name).detach(), mesh, placements))
-                )
+                part = distribute_tensor(parameter.detach(), mesh, placements)
+                module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 def with_tensor_parallelism(stored: str, names: list[str]) -> dict[tuple[str, str], Any]:
@@ -385,8 +384,11 @@ def norms_and_saves(directory: str) -> dict[str, Any]:
     """What is asked of gradients outside of a step, and a save that was interrupted between the parts of a model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = Model(["first"], torch.float32)
+    model.frozen = nn.Parameter(torch.arange(6.0), requires_grad=False)
     cut(model, mesh["tensor"], 0)
     stepper = FlatStepper(model, eb.adamw(1e-2), mesh=mesh["data"], nan="param")
+    with pytest.raises(RuntimeError, match=r"^model_state_dict: the model has DTensors, .* accepted is save_sharded"):
+        stepper.model_state_dict()
     found: dict[str, Any] = {"weights": []}
     for step in range(2):
         with stepper.microbatch(last=True):
@@ -400,6 +402,7 @@ def norms_and_saves(directory: str) -> dict[str, Any]:
     if torch.distributed.get_rank() == 3:  # its part of the second save does not count as whole
         point_to(Path(directory) / "part-2-of-2", "000001")
     torch.distributed.barrier()
+    model.frozen.to_local().zero_()
     load_sharded(stepper, directory)
     found["loaded"] = weights_of(stepper)
     with stepper.microbatch(last=True):  # of one rank's own part of a weight, a gradient is not finite
@@ -431,6 +434,7 @@ def test_norms_count_copies_once_and_a_save_of_all_parts_counts_or_the_one_befor
         assert found["norm inf"] == float(gradients.abs().max())
         assert found["reported"] == float(gradients.norm())
         assert equal(found["loaded"], found["weights"][0])
+        assert torch.equal(found["loaded"]["frozen"], torch.arange(6.0))
         assert not equal(*found["weights"])
         assert found["skipped"]
         assert found["named"] == (["parts.first.weight"] if rank % 2 else [])

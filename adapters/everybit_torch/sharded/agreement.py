@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from everybit_torch.checkpoint_file import with_message
+from everybit_torch.collectives.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -66,6 +69,90 @@ def numbers_of(own: int, group: dist.ProcessGroup | None) -> list[int]:
     found = [own] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     return found
+
+
+class Everyone:
+    """All ranks of a stepper, for what they tell each other: JSON, over the groups that gradients are sent over, so that none is made.
+
+    Args:
+        inner: The inner ranks.
+        outer: The outer ranks.
+    """
+
+    def __init__(self, inner: Communicator, outer: Communicator) -> None:
+        self._inner, self._outer = inner, outer
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank."""
+        return self._inner.rank == self._outer.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in the order of the ranks; what JSON can hold."""
+        row = self._gather(self._inner, json.dumps(value))
+        return [json.loads(text) for one in self._gather(self._outer, json.dumps(row)) for text in json.loads(one)]
+
+    @staticmethod
+    def _gather(communicator: Communicator, text: str) -> list[str]:
+        if communicator.size == 1:
+            return [text]
+        payload = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(communicator.device)
+        length = torch.tensor([payload.numel()], dtype=torch.int64, device=communicator.device)
+        lengths = length.new_empty(communicator.size)
+        communicator.all_gather(lengths, length, "what ranks agree on").wait()
+        sizes = lengths.tolist()
+        mine = payload.new_zeros(max(sizes))
+        mine[: payload.numel()] = payload
+        everyone = mine.new_empty(communicator.size * mine.numel())
+        communicator.all_gather(everyone, mine, "what ranks agree on").wait()
+        rows = zip(everyone.view(communicator.size, -1).tolist(), sizes, strict=True)
+        return [bytes(row[:size]).decode() for row, size in rows]
+
+    def on_all(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on all ranks, and return this rank's result; an exception on one rank is raised on all of them."""
+        value: T | None = None
+        error: Exception | None = None
+        try:
+            value = function()
+        except Exception as raised:
+            error = raised
+        found = self.gather(None if error is None else _told(error))
+        if error is not None:
+            raise error
+        for rank, told in enumerate(found):
+            if told is not None:
+                raise _again(told, f"on rank {rank}: {told[1]}")
+        return value  # type: ignore[return-value]
+
+    def on_first(self, function: Callable[[], None]) -> None:
+        """Call ``function`` on the first rank; an exception is raised on all of them."""
+        self.on_all(function if self.is_first else lambda: None)
+
+    def require_same_call(self, call: str, ready: str, problem: str | None) -> None:
+        """Compare what ranks are about to do together.
+
+        Args:
+            call: What this rank does, with its arguments.
+            ready: What has to be the same for it: names of units that are gathered.
+            problem: Why this rank cannot do it; None if it can.
+
+        Raises:
+            RuntimeError: Some rank cannot, or ranks do different things; on every rank.
+        """
+        found = self.gather((call, ready, problem))
+        first, there, _ = found[0]
+        for rank, (other, state, reason) in enumerate(found):
+            if reason is not None:
+                raise RuntimeError(problem if problem is not None else f"on rank {rank}: {reason}")
+            if other != first:
+                raise RuntimeError(
+                    f"rank 0 calls {first}, and rank {rank} calls {other}; accepted is the same call on every rank."
+                )
+            if state != there:
+                raise RuntimeError(
+                    f"{call}: rank 0 has {there or 'no unit'} gathered, and rank {rank} {state or 'none'}; accepted is a call at the same"
+                    " place of the program on every rank."
+                )
 
 
 def require_group(group: dist.ProcessGroup | None) -> None:

@@ -21,6 +21,7 @@ from everybit_torch.sharded.construction.making import Construction
 from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
 from everybit_torch.sharded.fingerprint import describe as text_of
+from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.model_parallel import ModelParallel
@@ -68,6 +69,7 @@ class Arguments:
     copies: Collection[str]
     values: Values | None
     device: torch.device | str | None
+    ignored: Ignored | None
 
     def to_keep(self) -> Arguments:
         """Without what may hold a model's values."""
@@ -121,10 +123,13 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
     if device is not None and device.type == "meta":
         device = _wanted_device(given.device)
     inner, outer = communicators(given.mesh, device)
-    beside = ModelParallel.of(model, given.model_parallel, given.copies, ranks_of(given.mesh), device)
+    beside = ModelParallel()
     judged: Judged | None = None
     refused: Exception | None = None
     try:
+        left_alone = ignored_ids(model, given.ignored)
+        laid_out = [p for p in model.parameters() if id(p) not in left_alone]
+        beside = ModelParallel.of(laid_out, given.model_parallel, given.copies, ranks_of(given.mesh), device)
         judged = _judge(model, given, (inner, outer), beside)
     except Exception as error:
         refused = error
@@ -165,14 +170,21 @@ def _judge(
             "model: belongs to a stepper already, whose buffers its parameters lie in; call that stepper's close() first."
         )
     described = describe(
-        model, given.transform, given.policy, given.units, given.labels, ranks_of(given.mesh), given.copies
+        model,
+        given.transform,
+        given.policy,
+        given.units,
+        given.labels,
+        given.ignored,
+        ranks_of(given.mesh),
+        given.copies,
     )
     for spec, parameter in zip(described.specs, described.parameters, strict=True):
         if parameter.grad is not None:
             raise ValueError(
                 f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
             )
-    device = _device_of(described, given)
+    device = _device_of(model, described, given)
     construction = Construction(model, described, given.values, device, between, synchronize=given.synchronize)
     if given.offload and is_host(device):
         raise ValueError(
@@ -208,7 +220,7 @@ def _facts_of_model(given: Arguments, described: ModelLayout) -> Facts:
     return [*((name, repr(getattr(given, name))) for name in ("nan", "metrics")), *reducing]
 
 
-def _device_of(described: ModelLayout, given: Arguments) -> torch.device:
+def _device_of(model: nn.Module, described: ModelLayout, given: Arguments) -> torch.device:
     """Where the model is, or is to be."""
     devices = {parameter.device for parameter in described.parameters}
     if len(devices) > 1:
@@ -238,6 +250,13 @@ def _device_of(described: ModelLayout, given: Arguments) -> torch.device:
             " values=FromInitializers(), FromSafetensors(path), FromCheckpoint(path) or FromStateDict(state_dict). (everybit_torch.plan and"
             " `everybit plan` take one on the meta device.)"
         )
+    left_alone = ignored_ids(model, given.ignored)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in left_alone and parameter.device.type == "meta":
+            raise ValueError(
+                f"ignored: {name} is on the meta device, and values= are of what the stepper lays out; accepted is a parameter that has its"
+                " values."
+            )
     for spec, parameter in zip(described.specs, described.parameters, strict=True):
         if is_dtensor(parameter):
             raise ValueError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Literal
 
@@ -76,6 +76,15 @@ class Executor:
     def on(self, handlers: Mapping[Kind, Callable[[Event], None]]) -> None:
         """Have other events carried out, too."""
         self._handlers.update(handlers)
+
+    @contextmanager
+    def handling(self, kind: Kind, handler: Callable[[Event], None]) -> Iterator[None]:
+        """Have events of a kind carried out inside; what carries them out is forgotten then."""
+        self._handlers[kind] = handler
+        try:
+            yield
+        finally:
+            del self._handlers[kind]
 
     def run(self, events: Iterable[Event], gradient: Tensor | None = None) -> None:
         """Carry out events; ``gradient`` is what arrives in them."""

@@ -1,53 +1,94 @@
-"""All weights on every rank for a while, to look at, evaluate or save."""
+"""All weights, or those of some units, on every rank for a while, to look at, evaluate or save."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+
+from torch import nn
 
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.unit_weights import each
 from everybit_torch.sharded.weights import WeightBuffer
+from everybit_torch.torch_internals.tensors import version
 
 
 class FullParameters:
-    """Shows all weights of a model whose parameters are sharded, and keeps what is written to them.
+    """Shows weights of a model whose parameters are sharded, and keeps what is written to them.
 
     Args:
         gathering: Gathers them.
         weights: The buffers.
 
     Attributes:
-        shown: Whether all weights are shown now.
+        shown: Whether weights are shown now.
     """
 
     def __init__(self, gathering: Gathering, weights: Sequence[WeightBuffer]) -> None:
         self._gathering, self._weights = gathering, list(weights)
-        self.shown = False
+        self._units: set[int] = set()
+        self._all = set(range(len(gathering.units)))
+
+    @property
+    def shown(self) -> bool:
+        """Whether weights are shown now."""
+        return bool(self._units)
+
+    @property
+    def gathered(self) -> str:
+        """The units that are gathered now, by name."""
+        names = [str(self._gathering.units[number]) for number in sorted(self._gathering.scheduled.gathered)]
+        return ", ".join(names)
 
     @contextmanager
-    def show(self) -> Iterator[None]:
-        """All weights are shown inside."""
-        if self.shown:
+    def show(self, units: Collection[int] | None = None, *, writeback: bool = True) -> Iterator[None]:
+        """Weights are shown inside.
+
+        Args:
+            units: Numbers of units; None: all weights.
+            writeback: Keep what is written to them.
+        """
+        new = (self._all if units is None else set(units)) - self._units
+        if not new:
             yield
             return
-        with self._gathering.everything():
-            self.shown = True
+        with self._gathering.everything() if new == self._all else self._gathering.keeping(new):
+            self._units |= new
             try:
                 yield
             finally:
                 try:
-                    self.keep()
+                    if writeback:
+                        self._keep(new)
                 finally:
-                    self.shown = False
+                    self._units -= new
 
     def keep(self) -> None:
-        """This rank's shards are what the model's tensors are now, if they are shown."""
-        if self.shown:
-            each([weights.keep_what_was_written for weights in self._weights])
+        """This rank's shards are what the model's tensors are now, where they are shown."""
+        self._keep(self._units)
+
+    def _keep(self, units: Collection[int]) -> None:
+        each([weights.keep_what_was_written for weights in self._weights if weights.group.unit in units])
 
     def renew(self) -> None:
-        """The model's tensors are what the shards are now, if they are shown."""
-        if self.shown:
-            for one in [weights.gather_again(self._gathering.communicator) for weights in self._weights]:
-                one.wait()
+        """The model's tensors are what the shards are now, where they are shown."""
+        shown = [weights for weights in self._weights if weights.group.unit in self._units]
+        for one in [weights.gather_again(self._gathering.communicator) for weights in shown]:
+            one.wait()
+
+
+@contextmanager
+def read_only(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    """Refuse, at the end, that parameters were written to inside.
+
+    Raises:
+        RuntimeError: One was; the message names it.
+    """
+    before = [version(parameter) for _, parameter in parameters]
+    yield
+    for (name, parameter), known in zip(parameters, before, strict=True):
+        if version(parameter) != known:
+            raise RuntimeError(
+                f"{name}: was written to, or stepped, inside full_parameters(writeback=False), which is for reading only; where weights are"
+                " sharded it was not kept. Accepted is full_parameters()."
+            )

@@ -6,7 +6,7 @@ When a unit's weights are gathered and freed is decided in :mod:`.scheduling.wei
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,44 @@ class Gathering:
             yield
         finally:
             self._executor.run_all(self.scheduled.stop_holding(held=before))
+
+    @contextmanager
+    def keeping(self, numbers: Collection[int]) -> Iterator[None]:
+        """Keep some units gathered, whatever passes come."""
+        new = set(numbers) - self.scheduled.kept
+        self._executor.begin_here()
+        self._executor.run(self.scheduled.keep(new))
+        try:
+            yield
+        finally:
+            self._executor.run_all(self.scheduled.release(new))
+
+    @contextmanager
+    def running(self, numbers: Collection[int]) -> Iterator[Callable[[Any], None]]:
+        """Keep the units of a method that runs inside, as if it were their forward pass.
+
+        Yields:
+            What is to be told of the method's outputs, from which a backward pass comes.
+        """
+        follow = [number for number in numbers if number not in self.scheduled.gathered]
+
+        def returned(outputs: Any) -> None:
+            differentiable = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+            if differentiable and torch.is_grad_enabled():
+                for number in follow:
+                    self.scheduled.ran.add(number)
+                    self._follow(number, differentiable)
+
+        if self.scheduled.in_backward:  # a checkpoint runs it again
+            for number in numbers:
+                self._before_forward(number, None)
+            outputs: list[Any] = []
+            yield outputs.append
+            for number in numbers:
+                self._after_forward(number, None, outputs)
+            return
+        with self.keeping(numbers):
+            yield returned
 
     # -- forward ------------------------------------------------------------------------------------------------------------------
 

@@ -111,9 +111,13 @@ class ModelBuffers:
         return torch_dtype(resolved.grads_main), Wire.pair(resolved, self.inner.size, self.outer.size)
 
 
-def synchronize_values(model: nn.Module, communicators: Sequence[Communicator]) -> None:
-    """Copy the first rank's parameters and buffers to all ranks."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+def synchronize_values(
+    model: nn.Module, communicators: Sequence[Communicator], parameters: Sequence[nn.Parameter]
+) -> None:
+    """Copy the first rank's values of these parameters, and of all buffers, to all ranks."""
+    ids = {id(parameter) for parameter in parameters}
+    named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in ids]
+    for name, tensor in [*named, *model.named_buffers()]:
         for communicator in communicators:
             values = local(tensor).detach()
             whole = values if values.is_contiguous() else values.contiguous()

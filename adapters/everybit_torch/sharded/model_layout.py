@@ -16,6 +16,7 @@ from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
 from everybit.transform import any_per_tensor, require_transform
 from everybit_torch.choosing import choices, chosen
 from everybit_torch.dtensors import is_dtensor, local, mesh_of
+from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -52,6 +53,7 @@ def describe(
     policy: AnyPrecision,
     units: Units | None = None,
     labels: Labels | None = None,
+    ignored: Ignored | None = None,
     ranks: Collection[int] = (),
     copies: Collection[str] = (),
 ) -> ModelLayout:
@@ -63,6 +65,7 @@ def describe(
         policy: As the stepper's.
         units: As the stepper's.
         labels: As the stepper's.
+        ignored: As the stepper's.
         ranks: Those that the stepper shards over, numbered as in the world, if they are known.
         copies: As the stepper's.
 
@@ -71,15 +74,17 @@ def describe(
         ValueError: A unit that the model does not have, a transform that must see whole tensors, a label without transform, or a policy
             that does not fit a parameter. Messages name what it is about.
     """
-    found = _find_units(model, units)
+    found, left_alone = _find_units(model, units), ignored_ids(model, ignored)
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in left_alone:
+            continue
         require_beside(name, parameter, ranks)
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     if not parameters:
-        raise ValueError("model: has no parameters; accepted is a module with at least one.")
+        raise ValueError("model: has no parameters (that are not ignored); accepted is a module with at least one.")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError(
             "model: all of its parameters are frozen; accepted is a module with at least one that requires a gradient."

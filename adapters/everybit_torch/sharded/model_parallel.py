@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from everybit_torch.collectives.communicator import Communicator
@@ -36,7 +36,7 @@ class ModelParallel:
     @classmethod
     def of(
         cls,
-        model: nn.Module,
+        parameters: Sequence[Tensor],
         given: Mesh,
         copies: Collection[str],
         ranks: Collection[int],
@@ -45,7 +45,7 @@ class ModelParallel:
         """Return the ranks beside a model's.
 
         Args:
-            model: Whose DTensors say over which mesh they lie.
+            parameters: Those that the stepper lays out; DTensors among them say over which mesh they lie.
             given: Stages of a pipeline, or experts: a process group, or a mesh of any number of dimensions.
             copies: Names of parameters that another rank of ``given`` counts.
             ranks: Those that the stepper shards over.
@@ -55,7 +55,7 @@ class ModelParallel:
             TypeError: ``given`` is no mesh.
             ValueError: It has ranks that the stepper shards over, or that tensor parallelism has.
         """
-        mesh = mesh_of(list(model.parameters()))
+        mesh = mesh_of(parameters)
         found = [] if mesh is None else _dimensions(mesh)
         taken = {"mesh": set(ranks)}
         for number, group in enumerate(found):

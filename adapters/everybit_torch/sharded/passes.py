@@ -95,8 +95,12 @@ class Passes:
     @property
     def interrupted(self) -> bool:
         """Whether an error was not recovered from, or a pass goes on."""
-        in_forward = self._gathering is not None and self._gathering.scheduled.in_forward
-        return self.failed or self.in_pass or in_forward
+        return self.failed or self.in_pass or self.in_forward
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward pass of the model goes on, or has failed, as far as hooks tell: where parameters are sharded."""
+        return self._gathering is not None and self._gathering.scheduled.in_forward
 
     # -- gradients arrive ------------------------------------------------------------------------------------------------------------
 

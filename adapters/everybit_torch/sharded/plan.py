@@ -37,9 +37,11 @@ from everybit_torch.sharded.construction.schedule import ConstructionSchedule, c
 from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.hyperparameters import hyperparameters
+from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.pass_counts import NUMBERS
+from everybit_torch.sharded.planning.access import access_bytes
 from everybit_torch.sharded.planning.construction import construction_peak
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import StepBytes, meter
@@ -73,6 +75,7 @@ def plan(
     device: torch.device | str = "cpu",
     rank: int | tuple[int, int] = 0,
     values: Values | type[Values] | None = None,
+    ignored: Ignored | None = None,
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
@@ -97,6 +100,7 @@ def plan(
         rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
         values: Where the stepper's model is to get its values from when it is constructed, or the class of that, such as
             ``FromSafetensors``: nothing is read. None: it has them, so that the phase "construction" begins with the whole model.
+        ignored: What the stepper leaves alone, and is not counted.
 
     Raises:
         TypeError: As the stepper.
@@ -119,7 +123,7 @@ def plan(
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
     kind = sharding(strategy, outer)
-    described = describe(model, transform, policy, units, labels)
+    described = describe(model, transform, policy, units, labels, ignored)
     layout = build(described.specs, shards=inner_size * outer_size, units=[name for name, _ in described.units])
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank),
@@ -216,8 +220,11 @@ def plan_layout(
     stages = cycle(layout, settings, min(microbatches, 3))
     cycled, wire = meter(stages, groups, step, microbatches)
     transient = {"construction": made, **cycled}
+    access = access_bytes(layout, settings, groups, step)
     weights: Counter[str] = Counter()
     for one in groups:
         name = "frozen" if one.resolved is None else short(one.resolved.params)
         weights[name] += one.group.numel
-    return Plan(kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights))
+    return Plan(
+        kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights), access
+    )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everybit_torch.dtensors import local
+from everybit_torch.sharded.host_bytes import same_bits
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.shard_tensor import ShardTensor
 
@@ -33,7 +34,7 @@ def require_ties(own: Mapping[str, Tensor], aside: Mapping[str, Tensor], place: 
         if not key.startswith("model.") or not here.numel():
             continue
         other = first.setdefault((here.data_ptr(), here.shape), key)
-        if other != key and not _same_bits(elements(aside[other]), elements(aside[key])):
+        if other != key and not same_bits(elements(aside[other]), elements(aside[key])):
             raise ValueError(
                 f"{place}: does not fit: {other} and {key} are one tensor here, and differ there. Nothing was changed."
             )
@@ -71,8 +72,3 @@ def require_same(
             f"{found.folder}: does not fit: {'; '.join(problems[:5])}{more}. It was written for another model, transform or policy; nothing"
             " is cast, and nothing was changed."
         )
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    left, right = (x.detach().reshape(-1).view(torch.uint8) for x in (one, other))
-    return torch.equal(left, right)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from everybit.entries import Entry
+from everybit_torch.dtensors import local
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.saved_fit import elements
 from everybit_torch.sharded.shard_optimizer import ShardOptimizer
@@ -38,7 +39,7 @@ def model_parts(stepper: FlatStepper) -> Flat:
                 " it beside them."
             )
         if name not in laid_out:
-            found[f"model.{name}"] = tensor.detach()
+            found[f"model.{name}"] = local(tensor).detach()
     return found
 
 

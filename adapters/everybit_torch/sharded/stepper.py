@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,15 @@ from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.gradient_wires import GradientWires
 from everybit_torch.sharded.guards import Guards
+from everybit_torch.sharded.ignored_parameters import Ignored
+from everybit_torch.sharded.model_access import ModelAccess
 from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
+from everybit_torch.sharded.model_state import ModelState
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
+from everybit_torch.sharded.registered_methods import RegisteredMethods
 from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
@@ -43,7 +47,7 @@ from everybit_torch.sharded.unit_weights import UnitWeights
 from everybit_torch.torch_internals.optimizers import note_step
 
 
-class FlatStepper:
+class FlatStepper(ModelAccess):
     """Step a model on flat buffers, alone or with other ranks, each dtype where the policy says.
 
     Parameters become pieces of flat buffers. In the backward pass every gradient is added (or copied) to its place in a buffer and freed;
@@ -76,6 +80,8 @@ class FlatStepper:
             at a time for a step. For models on another device than the host.
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
+        ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
+            the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
         values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
             ``FromStateDict``. None: it has values. ``device`` says where it is to be. None: torch's default device.
         model_parallel: The ranks that hold other parameters of the same model: stages of a pipeline, or experts. A process group, or a
@@ -124,10 +130,11 @@ class FlatStepper:
         copies: Collection[str] = (),
         values: Values | None = None,
         device: torch.device | str | None = None,
+        ignored: Ignored | None = None,
     ) -> None:
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
-            synchronize, offload, keep_gradients, model_parallel, copies, values, device,
+            synchronize, offload, keep_gradients, model_parallel, copies, values, device, ignored,
         )  # fmt: skip
         judged = judge(model, given)
         with judged.construction.all_or_nothing():
@@ -175,7 +182,7 @@ class FlatStepper:
         self._handles: list[Any] = self._passes.watch(model)
         self._gathering: Gathering | None = None
         self._guards: Guards | None = None
-        self._full: FullParameters | None = None
+        self._full = None
         self._made: list[Communicator] = []
         if self.sharding.params:
             unit_weights = UnitWeights.of(described.units, self.weights, self._schedule, self.inner, self.outer)
@@ -185,6 +192,10 @@ class FlatStepper:
             self._passes.attach(self._gathering, self._made)
             self._guards = Guards(model, self._gathering)
             self._full = FullParameters(self._gathering, self.weights)
+        self._state = ModelState(
+            model, self.layout, parameters, self.buffers, self._schedule, self._executor, self._guards
+        )
+        self._methods = RegisteredMethods(model, self.layout, self._gathering)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 
@@ -422,34 +433,10 @@ class FlatStepper:
         with self._wires.changed(dtype, reduce):
             yield
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[nn.Module]:
-        """The model with all of its weights on every rank, to look at, evaluate or save. What is written to them in here is kept.
-
-        Every rank has to do it.
-
-        Raises:
-            RuntimeError: Inside a backward pass.
-        """
-        if self._passes.in_pass:
-            raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
-        with nullcontext() if self._full is None else self._full.show():
-            yield self.model
-
-    @property
-    def in_full_parameters(self) -> bool:
-        """Whether all weights are shown, inside :meth:`full_parameters`."""
-        return self._full is not None and self._full.shown
-
     @property
     def labelled(self) -> Mapping[str, LabelledTransform]:
         """The transform and policy of each label, with the dtypes in which gradients are sent now."""
         return self._wires.labelled
-
-    def own_state_dict(self) -> dict[str, Any]:
-        """The model's ``state_dict()``, where tensors of sharded parameters have no values. For checkpoints, which know."""
-        with nullcontext() if self._guards is None else self._guards.lifted():
-            return dict(self.model.state_dict())
 
     def close(self) -> None:
         """Give the model back, with all of its weights: no hooks, no sharding. Every rank has to call it; nothing steps any more.
@@ -464,6 +451,7 @@ class FlatStepper:
             self._gathering.close()
         if self._guards is not None:
             self._guards.close()
+        self._methods.close()
         for handle in self._handles:
             handle.remove()
         if self.saving is not None:

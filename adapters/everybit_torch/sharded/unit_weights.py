@@ -131,7 +131,8 @@ class UnitWeights:
         self.communicator.drain()
         self._comparison = None
         if not self._schedule.held:
-            for buffer in (buffer for unit in self.units for buffer in unit.buffers):
+            freed = [unit for number, unit in enumerate(self.units) if number not in self._schedule.kept]
+            for buffer in (buffer for unit in freed for buffer in unit.buffers):
                 buffer.reset()
 
     def compare_again_with_others(self) -> None:

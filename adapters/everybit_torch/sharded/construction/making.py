@@ -191,7 +191,7 @@ class Construction:
         }
         if self._values is None:
             if self._synchronize:
-                synchronize_values(self._model, (self._ranks[1], self._ranks[0]))
+                synchronize_values(self._model, (self._ranks[1], self._ranks[0]), self._described.parameters)
             self._carry_out(events, handlers)
             return
         seed = self._values.seed if isinstance(self._values, FromInitializers) else 0

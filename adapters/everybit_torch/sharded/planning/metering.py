@@ -50,11 +50,13 @@ class Meter:
         live: Bytes that are allocated now.
         peak: The most that were, since this was last set.
         sent: Bytes that were sent, by collective.
+        copies: Asked for the bytes of a group that is copied out, which stay allocated; None: nothing stays.
     """
 
     def __init__(self, groups: Sequence[GroupPlan], step: StepBytes) -> None:
         self._groups, self._step = list(groups), step
         self.live = self.peak = 0
+        self.copies: Callable[[GroupPlan], int] | None = None
         self.sent: Counter[str] = Counter()
         self._units: dict[int, list[GroupPlan]] = {}
         for group in groups:
@@ -65,6 +67,7 @@ class Meter:
         self._handlers: dict[Kind, Callable[[Event], None]] = {
             "gather": self._gather,
             "free": self._free,
+            "copy out": self._copy_out,
             "compare backward": lambda _: self._send(compared_bytes(self._ranks)),
             "open bucket": lambda event: self._open(self._buckets, event.number, self._groups[event.number].bucket),
             "open main": lambda event: self._open(self._mains, event.number, self._groups[event.number].main_bytes),
@@ -110,6 +113,10 @@ class Meter:
 
     def _free(self, event: Event) -> None:
         self.live -= sum(one.weights for one in self._units.get(event.number, []))
+
+    def _copy_out(self, event: Event) -> None:
+        if self.copies is not None:
+            self._add(sum(map(self.copies, self._units.get(event.number, []))))
 
     def _spread(self, event: Event) -> None:
         one = self._groups[event.number]

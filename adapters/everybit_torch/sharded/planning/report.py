@@ -32,6 +32,9 @@ class Plan:
         wire: Bytes sent in one step, by collective.
         microbatches: Backward passes in one step.
         weights: Elements of the whole model by the format of their weights, as one would write it; ``"frozen"`` those of frozen ones.
+        access: Peak bytes of what is done between passes if one asks for it, by call, on top of the persistent ones, and not in
+            :attr:`peak_bytes`. They are the device's; of a model in the host's memory with the copies, which else are beside them under
+            names that end in ``", host"``. Buffers and ignored parameters are not counted.
     """
 
     sharding: Sharding
@@ -43,6 +46,7 @@ class Plan:
     wire: Mapping[str, int]
     microbatches: int = field(default=1)
     weights: Mapping[str, int] = field(default_factory=dict)
+    access: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def persistent_bytes(self) -> int:

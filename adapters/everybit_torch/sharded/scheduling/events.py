@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    # Weights, of a unit: start to gather them; wait until they are gathered, and show them to the model; free them.
+    # Weights, of a unit: start to gather them; wait until they are gathered, and show them to the model; free them. Copy them out, while
+    # they are gathered, for a state dict or a file.
     "gather",
     "wait",
     "free",
+    "copy out",
     # Comparisons between the ranks: two of forward passes, two of backward passes.
     "compare forward",
     "compare again",

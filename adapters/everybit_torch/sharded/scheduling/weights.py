@@ -14,7 +14,7 @@ The model itself, the first unit, keeps what is in no other unit from its forwar
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.ways import Nesting, UseKey, Ways
@@ -30,6 +30,7 @@ class WeightSchedule:
     Attributes:
         gathered: Units that are gathered, or being gathered.
         held: Nothing is freed.
+        kept: Units that are not freed, until :meth:`release`.
         in_forward: Whether the model's forward pass is going on, or has failed.
         in_backward: Whether a backward pass is going on.
         forward_over: Whether the model's forward pass has ended in this microbatch.
@@ -44,6 +45,7 @@ class WeightSchedule:
         self.gathered = set(range(len(units)))
         self.entered: set[int] = set()
         self.ran: set[int] = set()
+        self.kept: set[int] = set()
         self.held = self.in_forward = self.in_backward = self.forward_over = False
         # Whether the model's forward pass that is going on, or none, is for a backward pass.
         self._records = False
@@ -68,7 +70,7 @@ class WeightSchedule:
         self._begin_at_the_first()
         if self.held:
             return []
-        freed, self.gathered = sorted(self.gathered), set()
+        freed, self.gathered = sorted(self.gathered - self.kept), self.gathered & self.kept
         return [Event("free", number) for number in freed]
 
     def stop_holding(self, *, held: bool) -> list[Event]:
@@ -78,6 +80,40 @@ class WeightSchedule:
         events = self.free_all()
         self._graph_pending, self._forwards = pending, forwards
         return events
+
+    def keep(self, numbers: Iterable[int]) -> Iterator[Event]:
+        """Gather these units, and free none of them, whatever passes come, until they are released."""
+        units = sorted(numbers)
+        for number in units:
+            yield from self._gather(number)
+        for number in units:
+            yield Event("wait", number)
+        self.kept.update(units)
+
+    def release(self, numbers: Iterable[int]) -> list[Event]:
+        """Free units that were kept, and what was gathered ahead of them; not what a pass that goes on or is still to come has use for."""
+        released = sorted(self.kept.intersection(numbers))
+        self.kept.difference_update(released)
+        if self.held or self.in_forward or self.in_backward:
+            return []
+        if self._graph_pending:
+            freed = [number for number in released if number > 0 and self.reshard_after_forward]
+            self.gathered.difference_update(freed)
+            return [Event("free", number) for number in freed]
+        forwards = self._forwards
+        events = self.free_all()
+        self._forwards = forwards
+        return events
+
+    def copy_out(self, numbers: Iterable[int]) -> Iterator[Event]:
+        """Gather one unit after the other for a copy of it, and free each again; those that are gathered stay so."""
+        for number in numbers:
+            frees = number not in self.gathered
+            yield from self._gather(number)
+            yield Event("wait", number)
+            yield Event("copy out", number)
+            if frees:
+                yield from self._free(number)
 
     def begin_cycle(self) -> None:
         """Begin a new cycle after a step, and forget the ways of the last one."""
@@ -91,9 +127,10 @@ class WeightSchedule:
 
     def before_forward(self, number: int, *, recording: bool) -> Iterator[Event]:
         """A unit's forward pass begins, out of a backward pass; ``recording`` if autograd records it."""
-        self.ran.add(number)
         if number == 0:
             yield from self._begin_model(recording=recording)
+        if recording or self._records:
+            self.ran.add(number)
         self._forwards = max(self._forwards, 1)
         while self._next_forward <= min(number + 1, self._count - 1):
             yield from self._gather(self._next_forward)
@@ -263,7 +300,7 @@ class WeightSchedule:
         self.in_forward = self.forward_over = self._records = False
         self.ways.forget()
         if not self.held:
-            self.gathered = set()
+            self.gathered = set(self.kept)
 
     # -- one unit -------------------------------------------------------------------------------------------------------------------
 
@@ -283,7 +320,7 @@ class WeightSchedule:
             self.gathered.add(number)
 
     def _free(self, number: int) -> Iterator[Event]:
-        if number in self.gathered and not self.held:
+        if number in self.gathered and not self.held and number not in self.kept:
             yield Event("free", number)
             self.gathered.discard(number)
 

@@ -1,0 +1,50 @@
+"""The buffers of a model's modules, such as the running statistics of a BatchNorm: made the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from everybit_torch.collectives.communicator import Communicator
+
+BufferValues = Literal["first", "mean"]
+"""What buffers become: those of the first rank, or the mean over all ranks."""
+
+
+def synchronize_buffers(model: nn.Module, communicators: Sequence[Communicator], values: BufferValues) -> None:
+    """Make the buffers of a model the same on all ranks. Every rank has to call it.
+
+    Args:
+        model: The model.
+        communicators: The outer and the inner ranks.
+        values: What they become. A mean is computed in float64, in the order of the ranks, and rounded once; what is not floating-point is
+            the first rank's.
+
+    Raises:
+        ValueError: ``values`` is none of the two.
+    """
+    if values not in get_args(BufferValues):
+        raise ValueError(f"values: got {values!r}; accepted are {', '.join(map(repr, get_args(BufferValues)))}.")
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if values == "mean" and buffer.is_floating_point():
+                _average(buffer, communicators, name)
+            else:
+                whole = buffer.detach().contiguous()
+                for communicator in communicators:
+                    communicator.broadcast(whole, name)
+                buffer.copy_(whole)
+
+
+def _average(buffer: Tensor, communicators: Sequence[Communicator], name: str) -> None:
+    total, ranks = buffer.detach().double().reshape(-1), 1
+    for communicator in reversed(communicators):
+        everyone = total.new_empty((communicator.size, total.numel()))
+        communicator.all_gather(everyone.view(-1), total, name).wait()
+        total, ranks = everyone[0].clone(), ranks * communicator.size
+        for other in everyone[1:]:
+            total += other
+    buffer.copy_((total / ranks).view(buffer.shape))

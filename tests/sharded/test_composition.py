@@ -402,7 +402,8 @@ def norms_and_saves(directory: str) -> dict[str, Any]:
     if torch.distributed.get_rank() == 3:  # its part of the second save does not count as whole
         point_to(Path(directory) / "part-2-of-2", "000001")
     torch.distributed.barrier()
-    model.frozen.to_local().zero_()
+    fixed: Any = model.frozen
+    fixed.to_local().zero_()
     load_sharded(stepper, directory)
     found["loaded"] = weights_of(stepper)
     with stepper.microbatch(last=True):  # of one rank's own part of a weight, a gradient is not finite

@@ -56,6 +56,7 @@ class Arguments:
     synchronize: bool
     offload: bool
     keep_gradients: bool
+    defer_reduction: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def judge(model: nn.Module, given: Arguments, ranks: tuple[int, int]) -> Judged:
         ("divisor", repr(float(divisor))),
         *(
             (name, repr(getattr(given, name)))
-            for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize")
+            for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize", "defer_reduction")
         ),
     ]
     return Judged(described, device, kind, float(divisor), facts)

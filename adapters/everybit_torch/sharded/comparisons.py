@@ -11,13 +11,18 @@ from torch import Tensor
 
 from everybit_torch.collectives.communicator import Communicator, Pending
 
-Turn = Literal["forward", "again", "backward"]
+Turn = Literal["forward", "again", "backward", "deferred"]
 
 _TURNS: dict[Turn, str] = {
     "forward": "begins another forward pass",
     "again": "needs the weights of a unit that it has used in this forward pass already",
     "backward": "begins its backward pass",
+    "deferred": "begins a backward pass whose gradients are not summed over the ranks yet",
 }
+
+
+class DifferentReductionsError(RuntimeError):
+    """Some ranks sum the gradients of a backward pass over the ranks, and others do not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +55,22 @@ class Comparison:
 
         Raises:
             RuntimeError: Another rank is about to do something else.
+            DifferentReductionsError: It is about to reduce the gradients of this pass, and this one is not, or the other way around.
         """
         if self._result is None:
             self._pending.wait()
             most, least, digest, other_digest, disordered = self._message.tolist()
             alike, in_order = digest == -other_digest, not disordered
             turns = list(_TURNS)
-            if most != -least or (turns[most] != "backward" and not alike):
+            if most != -least or (turns[most] not in ("backward", "deferred") and not alike):
                 mine = turns.index(self._turn)
                 other = turns[most if mine != most else -least]
+                if {turns[most], turns[-least]} == {"backward", "deferred"}:
+                    raise DifferentReductionsError(
+                        f"optim_grads_params: this rank {'sums' if self._turn == 'backward' else 'does not sum'} the gradients of this"
+                        f" backward pass over the ranks, and another rank {'does not' if self._turn == 'backward' else 'does'}. Accepted"
+                        " are the same `last` and set_requires_gradient_sync() on every rank; accepted next is zero_grad(), on every rank."
+                    )
                 raise RuntimeError(
                     f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank"
                     f" {_TURNS[other] if other != self._turn else 'does so for another unit'}. Between two backward passes all ranks run"

@@ -174,14 +174,17 @@ class Gathering:
 
     # -- after an error -------------------------------------------------------------------------------------------------------------
 
-    def begin_to_recover(self) -> bool:
-        """Continue this rank's collectives after an error, without computing; return whether a backward pass is among them."""
+    def begin_to_recover(self) -> tuple[bool, bool]:
+        """Continue this rank's collectives after an error, without computing.
+
+        Returns:
+            Whether a backward pass is among them; and whether all ranks reduce its gradients, or none does.
+        """
         evaluating = self.scheduled.evaluating
         self._executor.run(self.scheduled.rejoin())
         if evaluating and not self.scheduled.in_backward:
-            return False
-        self._weights.compare_again_with_others()
-        return True
+            return False, True
+        return True, self._weights.compare_again_with_others(reduces=self._schedule.reduces)
 
     def recover(self) -> None:
         """Recover from an error: end all collectives and the pass, and free all gathered weights, whatever failed."""

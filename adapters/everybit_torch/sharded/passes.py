@@ -45,10 +45,11 @@ class Passes:
         require_ready: Raises where a pass may not begin; it is told what is refused.
 
     Attributes:
+        require_ready: As given.
         in_pass: A backward pass goes on.
         in_context: Inside ``microbatch``, ``sync`` or ``no_sync``.
         failed: An error was not recovered from; so it is while something goes on that may fail.
-        number: How many passes there were in this cycle.
+        reduced: How many passes of this cycle were summed over the ranks.
         total: How many there were since the stepper was made.
         touched: For each parameter, whether it had a gradient in this cycle.
         nonfinite: For each parameter, how many elements of this rank's own gradients were not finite, if that is looked at.
@@ -70,7 +71,7 @@ class Passes:
         self._layout, self._gradients = layout, dict(gradients)
         self._schedule, self._executor = schedule, executor
         self._nan, self._communicators = nan, communicators
-        self._require_ready = require_ready
+        self.require_ready = require_ready
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         groups = [buffer.group for buffer in self._gradients.values()]
@@ -84,7 +85,7 @@ class Passes:
         self.touched = [False] * len(self._names)
         self.nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
         self.in_context = self.in_pass = self.failed = False
-        self.number = self.total = 0
+        self.reduced = self.total = 0
         self._others: tuple[Communicator, ...] = ()
         self._owes_pass = self._finishing = False
 
@@ -197,7 +198,7 @@ class Passes:
         """
         if self.in_pass:
             return
-        self._require_ready("backward")
+        self.require_ready("backward")
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -243,7 +244,7 @@ class Passes:
             self._gathering.free_all()
         self.in_pass = False
         self.total += 1
-        self.number += 1
+        self.reduced += self._schedule.reduces
 
     # -- contexts --------------------------------------------------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class Passes:
             raise RuntimeError(
                 f"{name}: a microbatch, sync or no_sync is open already; accepted is one after the other."
             )
-        self._require_ready(name)
+        self.require_ready(name)
         passes = self.total
         self.in_context, self._schedule.last = True, last
         try:
@@ -318,20 +319,22 @@ class Passes:
         self.nonfinite.zero_()
         for parameter in self._parameters:
             parameter.grad = None
-        self.number = 0
+        self.reduced = 0
 
     def recover(self) -> None:
         """After an error: take part to the end in what other ranks may be doing, wait for all that is under way, and forget it."""
         gathering = self._gathering
         self._executor.begin_here()
         with suppress(Exception):  # a rank may be gone; what comes next says so
-            owes = self._owes_pass or self.in_pass
+            owes, alike = self._owes_pass or self.in_pass, True
             if gathering is not None and (owes or gathering.scheduled.unfinished):
-                owes = gathering.begin_to_recover() or owes
-            if owes and self._schedule.reduces:
+                in_backward, alike = gathering.begin_to_recover()
+                owes = in_backward or owes
+            reduces = self._schedule.reduces and alike
+            if owes and (reduces or gathering is not None):
                 if not self.in_pass:
                     self._schedule.gradients.begin_reductions()
-                self._executor.run(self._schedule.take_part())
+                self._executor.run(self._schedule.take_part(reduces=reduces))
             elif self._finishing:
                 self._executor.run([Event("drain")])
                 self.finish_gradients()

@@ -16,6 +16,8 @@ optim                 ``c + w``
 optim_grads           ``k c + w``
 optim_grads_params    ``k (c + 2 w)``, without ``reshard_after_forward`` ``k (c + w)``
 ====================  ===============================================================
+
+With ``defer_reduction`` ``c`` is sent once instead of ``k`` times.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ def plan(
     reshard_after_forward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
+    defer_reduction: bool = False,
     metrics: bool = False,
     device: torch.device | str = "cpu",
     rank: int | tuple[int, int] = 0,
@@ -88,6 +91,8 @@ def plan(
         reshard_after_forward: Whether a unit's weights are freed after its forward pass, under ``optim_grads_params``.
         compile: Whether the step is compiled, which changes its transient memory.
         keep_gradients: Whether main gradients are kept from one step to the next; if not, they count as transient.
+        defer_reduction: Whether sharded gradients are summed over the ranks in a step's last backward pass only. Between the others whole
+            gradients are kept, which count as transient.
         metrics: Whether steps are measured; metrics persist from the first step on.
         device: Where it will run: accelerators are given larger pieces to work on than a CPU.
         rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
@@ -118,7 +123,7 @@ def plan(
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank),
         microbatches=microbatches, reshard_after_forward=reshard_after_forward, compile=compile,
-        keep_gradients=keep_gradients, metrics=metrics, device=device,
+        keep_gradients=keep_gradients, defer_reduction=defer_reduction, metrics=metrics, device=device,
     )  # fmt: skip
 
 
@@ -132,6 +137,7 @@ def plan_layout(
     reshard_after_forward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
+    defer_reduction: bool = False,
     metrics: bool = False,
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
@@ -184,7 +190,7 @@ def plan_layout(
         tuple(reduced_numbers(labelled, len(numbered), alone=groups[0].alone)[answered:]),
         where,
     )
-    settings = Settings(kind, reshard_after_forward, keep_gradients)
+    settings = Settings(kind, reshard_after_forward, keep_gradients, defer_reduction)
     # All microbatches between the first and the last are alike.
     stages = cycle(layout, settings, min(microbatches, 3))
     transient, wire = meter(stages, groups, step, microbatches)

@@ -20,6 +20,7 @@ from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
 from everybit_torch.collectives.reduction import divide
 from everybit_torch.sharded.arguments import Arguments, claim, judge
+from everybit_torch.sharded.control import Control
 from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.fingerprint import require_alike
 from everybit_torch.sharded.full_parameters import FullParameters
@@ -44,7 +45,7 @@ from everybit_torch.sharded.unit_weights import UnitWeights
 from everybit_torch.torch_internals.optimizers import note_step
 
 
-class FlatStepper:
+class FlatStepper(Control):
     """Step a model on flat buffers, alone or with other ranks, each dtype where the policy says.
 
     Parameters become pieces of flat buffers. In the backward pass every gradient is added (or copied) to its place in a buffer and freed;
@@ -77,6 +78,8 @@ class FlatStepper:
             at a time for a step. For models on another device than the host.
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
+        defer_reduction: With sharded gradients: sum them over the ranks in the last backward pass of a cycle, and not in each. Until then a
+            rank keeps whole gradients. See :meth:`set_requires_gradient_sync`.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
@@ -115,11 +118,12 @@ class FlatStepper:
         synchronize: bool = True,
         offload: bool = False,
         keep_gradients: bool = True,
+        defer_reduction: bool = False,
     ) -> None:
         self.inner, self.outer = communicators(mesh, next((p.device for p in model.parameters()), None))
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
-            synchronize, offload, keep_gradients,
+            synchronize, offload, keep_gradients, defer_reduction,
         )  # fmt: skip
         # Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
         try:
@@ -149,7 +153,7 @@ class FlatStepper:
         )  # fmt: skip
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
         self._completeness = Completeness()
-        settings = Settings(self.sharding, reshard_after_forward, keep_gradients)
+        settings = Settings(self.sharding, reshard_after_forward, keep_gradients, defer_reduction)
         self._schedule = Schedule(self.layout, settings)
         self._executor = Executor(self.buffers.weights, self.buffers.gradients, self.divisor, (self.inner, self.outer))
         self._executor.on({"agree": self._agree, "step": self._step_shards})
@@ -183,50 +187,6 @@ class FlatStepper:
         claim(model, self)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def microbatch(self, *, last: bool) -> Iterator[None]:
-        """One microbatch: its backward pass, and on the ``last`` one of a step the sum over the ranks.
-
-        A rank whose loss reaches no parameter takes part with zeros. Without this context gradients are summed over the ranks by
-        :meth:`step` (``no_shard``, ``optim``), or in every backward pass; then every rank needs one each time.
-
-        Raises:
-            RuntimeError: Inside another, or after the last one without a step.
-        """
-        if self._passes.in_context:
-            raise RuntimeError("microbatch: one is open already; accepted is one after the other.")
-        if any(buffer.phase == "final" for buffer in self.gradients):
-            raise RuntimeError(
-                "microbatch: the last one of this cycle is over; accepted next is step() or zero_grad()."
-            )
-        with self._passes.context(last=last, name="microbatch"):
-            before = self._passes.total
-            yield
-            if self._passes.total == before:
-                self._passes.empty_pass()
-            if last:
-                self._optimizer.attach_gradients()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes in here are not the last of their step. Sharded gradients are summed over the ranks all the same.
-
-        Raises:
-            RuntimeError: Inside a microbatch.
-        """
-        with self._passes.context(last=False, name="no_sync"):
-            yield
-
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        """The one backward pass in here is the last of its step: gradients are summed over the ranks while it goes on.
-
-        Raises:
-            RuntimeError: Inside a microbatch.
-        """
-        with self._passes.context(last=True, name="sync"):
-            yield
 
     def _require_ready(self, name: str) -> None:
         """Refuse to go on from a state that is not what it seems.
@@ -361,7 +321,7 @@ class FlatStepper:
             here for name, here in zip(self._names, self._passes.touched, strict=True) if name in self._trained_names
         )
         self._agreed = agree(
-            self._names, self._passes.touched, self._passes.number, self._passes.nonfinite, self.buffers.shards, self._given.nan,
+            self._names, self._passes.touched, self._passes.reduced, self._passes.nonfinite, self.buffers.shards, self._given.nan,
             self.inner, self.outer, self.buffers.sharing, self._pass_counts, looks=not all(trained) or bool(self._idle),
             as_written=not self._optimizer.gradients_were_handed_out,
         )  # fmt: skip
@@ -387,7 +347,7 @@ class FlatStepper:
             Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank),
             microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
-            runs=self._optimizer.runs(),
+            runs=self._optimizer.runs(), defer_reduction=self._schedule.defers,
         )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:

@@ -70,5 +70,8 @@ class PlanOptions:
     keep_weights: bool = False
     """With optim_grads_params: keep weights after the forward pass instead of gathering them twice."""
 
+    defer_reduction: bool = False
+    """With sharded gradients: sum them over the ranks in the last backward pass of a step, and keep whole gradients until then."""
+
     out: Path | None = None
     """Folder for plan.json and plan.png; made if need be."""

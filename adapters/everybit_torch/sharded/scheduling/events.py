@@ -9,15 +9,18 @@ Kind = Literal[
     "gather",
     "wait",
     "free",
-    # Comparisons between the ranks: two of forward passes, two of backward passes.
+    # Comparisons between the ranks: two of forward passes, three of backward passes, which are reduced or deferred.
     "compare forward",
     "compare again",
     "compare backward",
+    "compare deferred",
     "require compared",
     "require alike",
-    # Gradients, of a group: allocate the bucket for sending, or the main gradient; a parameter's gradient arrives, and is copied or added;
-    # zeros for a parameter without one; free what nothing arrived in; start to reduce; divide; forget.
+    # Gradients, of a group: allocate the bucket for sending, or the sum of passes that are not reduced, or the main gradient; a parameter's
+    # gradient arrives, and is copied or added; zeros for a parameter without one; free what nothing arrived in; start to reduce; divide;
+    # forget.
     "open bucket",
+    "open unreduced",
     "open main",
     "copy",
     "add",

@@ -22,11 +22,13 @@ class Settings:
         sharding: What is sharded.
         reshard_after_forward: Whether a unit's weights are freed after its forward pass, where they are sharded.
         keep_gradients: Whether main gradients are kept from one step to the next.
+        defer_reduction: Whether sharded gradients are summed over the ranks in the last backward pass of a cycle only.
     """
 
     sharding: Sharding
     reshard_after_forward: bool = True
     keep_gradients: bool = True
+    defer_reduction: bool = False
 
 
 class Schedule:
@@ -42,6 +44,7 @@ class Schedule:
         weights: Of units; None where parameters are not sharded.
         gradients: Of groups.
         last: Whether the backward pass that goes on, or comes next, is the last of its cycle; None if nobody has said.
+        defers: Whether a backward pass that is not known to be the last is not reduced, where gradients are sharded. Set between passes.
         accumulates: Whether the pass that goes on accumulates a parameter's gradient, as far as its graph tells.
         arrived: Whether one has arrived.
     """
@@ -62,6 +65,7 @@ class Schedule:
             else None
         )
         self.last: bool | None = None
+        self.defers = settings.defer_reduction
         self.accumulates = self.arrived = False
 
     # -- one backward pass ------------------------------------------------------------------------------------------------------------
@@ -69,14 +73,14 @@ class Schedule:
     @property
     def reduces(self) -> bool:
         """Whether gradients are summed over the ranks in this backward pass."""
-        return self._settings.sharding.grads or self.last is True
+        return self.last is True or (self._settings.sharding.grads and not self.defers)
 
     def begin_pass(self, expected: Sequence[int], *, accumulates: bool = True) -> Iterator[Event]:
         """A backward pass begins; see :meth:`.gradients.GradientSchedule.begin_pass`."""
         self.accumulates, self.arrived = accumulates, False
-        yield from self.gradients.begin_pass(expected)
+        yield from self.gradients.begin_pass(expected, defers=not self.reduces)
         if self.weights is not None:
-            yield from self.weights.begin_backward()
+            yield from self.weights.begin_backward(reduces=self.reduces)
 
     def come_to(self, number: int, use: UseKey, *, recording: bool = False) -> Iterator[Event]:
         """The backward pass comes to what a use of a unit returned; parameters are sharded."""
@@ -128,6 +132,7 @@ class Schedule:
         while self.reduces and (group := self.gradients.next) is not None:
             yield from self._reduce_next(group.unit)
         yield Event("finish")
+        self.gradients.end_pass()
         if self.weights is not None:
             yield from self.weights.end_backward()
 
@@ -142,12 +147,16 @@ class Schedule:
         if self.weights is not None:
             if not self.weights.forward_over:
                 yield from self.weights.skip_forward()
-            yield from self.weights.begin_backward()
-        yield from self.gradients.begin_pass()
+            yield from self.weights.begin_backward(reduces=self.reduces)
+        yield from self.gradients.begin_pass(defers=not self.reduces)
 
-    def take_part(self) -> Iterator[Event]:
-        """Reduce what is left of a pass that an error ended, whatever it holds: it is forgotten here, and nobody waits for it elsewhere."""
-        while (group := self.gradients.next) is not None:
+    def take_part(self, *, reduces: bool) -> Iterator[Event]:
+        """Reduce what is left of a pass that an error ended, whatever it holds: it is forgotten here, and nobody waits for it elsewhere.
+
+        Args:
+            reduces: Whether the other ranks reduce it.
+        """
+        while reduces and (group := self.gradients.next) is not None:
             if self.weights is not None:
                 yield from self.weights.before_reduction(group.unit)
             yield Event("drain")

@@ -152,14 +152,14 @@ class WeightSchedule:
 
     # -- backward -----------------------------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> Iterator[Event]:
-        """A backward pass begins: compare the way that this rank took with the other ranks'."""
+    def begin_backward(self, *, reduces: bool = True) -> Iterator[Event]:
+        """A backward pass begins: compare the way that this rank took with the other ranks', and whether they reduce its gradients."""
         if not self.forward_over:
             yield from self._gather_the_rest(recording=True)
         yield from self._free_for_backward()
         self.ways.begin_backward()
         self._graph_created = False
-        yield Event("compare backward", self.ways.digest)
+        yield Event("compare backward" if reduces else "compare deferred", self.ways.digest)
 
     def _free_for_backward(self) -> Iterator[Event]:
         """All ranks gather every unit in the backward pass, so none keeps one from before."""

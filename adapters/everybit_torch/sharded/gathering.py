@@ -22,7 +22,12 @@ from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.scheduling.ways import UseKey
 from everybit_torch.sharded.unit_weights import UnitWeights
-from everybit_torch.torch_internals.autograd import in_a_backward_pass, recorded_nodes, saved_tensors_hooks
+from everybit_torch.torch_internals.autograd import (
+    in_a_backward_pass,
+    recorded_nodes,
+    reentrant_checkpoint,
+    saved_tensors_hooks,
+)
 
 
 class Gathering:
@@ -196,7 +201,9 @@ class Gathering:
 def _checkpoint(*, differentiable: bool) -> int:
     """A number for the checkpoint that is being recorded; 0 for none."""
     if not differentiable:
-        # A reentrant one, or no_grad(). Nothing is recorded in it, so that autograd's count of what it records stands still.
-        return -1 - recorded_nodes()
+        # A reentrant one. Or another's implementation of it, or no_grad(), in which autograd's count of what it records stands still, but
+        # for functions of the user's.
+        reentrant = reentrant_checkpoint()
+        return -1 - recorded_nodes() if reentrant is None else reentrant
     hooks = saved_tensors_hooks()
     return id(hooks[0]) if hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "") else 0

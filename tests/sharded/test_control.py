@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch import AdamW
@@ -97,20 +98,22 @@ def in_pairs(strategy: Strategy, policy: eb.Policy | None, dtype: torch.dtype) -
     return weights_of(stepper)
 
 
-def sync_of_some(size: int) -> list[str]:
+def sync_of_some() -> list[str]:
     wrong = []
     for policy, dtype in WIRES[:2]:
         for strategy in ("optim_grads", "optim_grads_params"):
             expected = in_pairs(strategy, policy, dtype)
-            for pattern in ("microbatch", "neither"):
-                if not equal(directed(strategy, policy, dtype, pattern), expected):
-                    wrong.append(f"{strategy} {pattern} {dtype}")
+            wrong += [
+                f"{strategy} {pattern} {dtype}"
+                for pattern in ("microbatch", "neither")
+                if not equal(directed(strategy, policy, dtype, pattern), expected)
+            ]
     return wrong
 
 
 def test_backward_passes_are_summed_over_the_ranks_where_it_is_said() -> None:
     """A pass that is summed takes along what came before it; two ranks, whose sums are divided exactly."""
-    for wrong in run(2, sync_of_some, 2):
+    for wrong in run(2, sync_of_some):
         assert not wrong
 
 
@@ -138,7 +141,10 @@ def test_ranks_that_sum_different_passes_are_told_so() -> None:
     for rank, (said, goes_on) in enumerate(run(2, unalike, "optim_grads_params", timeout=20)):
         assert len(said) == 2
         for turn, text in enumerate(said):
-            assert f"this rank {'sums' if rank == turn else 'does not sum'} the gradients of this backward pass" in text
+            assert (
+                f"this rank {'does' if rank == turn else 'does not'} sum the gradients of this backward pass over"
+                in text
+            )
             assert "set_requires_gradient_sync() on every rank; accepted next is zero_grad()" in text
         assert goes_on
 
@@ -171,9 +177,8 @@ class Adversaries(nn.Module):
 
     def losses(self, noise: Tensor, turn: int) -> Tensor:
         made = self.generator(noise)
-        if turn == 0:
-            return (self.judge(made.detach()).square().mean() - self.judge(noise).mean()) / 2
-        return self.judge(made).square().mean()
+        judged: Tensor = self.judge(made.detach() if turn == 0 else made).square().mean()
+        return (judged - self.judge(noise).mean()) / 2 if turn == 0 else judged
 
     def forward(self, noise: Tensor, turn: int) -> Tensor:
         self.generator.requires_grad_(turn == 1)
@@ -194,7 +199,7 @@ def taking_turns(strategy: Strategy, directory: Path, resume: Strategy) -> tuple
             stepper = FlatStepper(model, eb.adamw(1e-2, weight_decay=0.1), strategy=resume, units=[Block])
             load_sharded(stepper, directory)
         with stepper.microbatch(last=True):
-            model(data(step, 0, 0, torch.float32), int(step in (1, 2, 5))).backward()  # type: ignore[no-untyped-call]
+            model(data(step, 0, 0, torch.float32), int(step in (1, 2, 5))).backward()
         untouched.append(stepper.step().untouched)
     return weights_of(stepper), untouched
 
@@ -204,7 +209,7 @@ def all_taking_turns(directory: Path) -> list[str]:
     optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(6):
         optimizer.zero_grad()
-        model(data(step, 0, 0, torch.float32), int(step in (1, 2, 5))).backward()  # type: ignore[no-untyped-call]
+        model(data(step, 0, 0, torch.float32), int(step in (1, 2, 5))).backward()
         optimizer.step()
     expected = {name: p.detach() for name, p in model.named_parameters()}
     wrong = []
@@ -223,3 +228,113 @@ def test_one_stepper_trains_two_models_in_turns_and_goes_on_from_a_checkpoint(tm
     """As one process with a torch optimizer does: who stands still is neither moved nor decayed nor counted."""
     for wrong in run(2, all_taking_turns, tmp_path):
         assert not wrong
+
+
+# -- gradients of gradients ---------------------------------------------------------------------------------------------------------------
+
+
+def slopes(strategy: Strategy, kind: str, checkpointed: bool) -> Weights:
+    """Losses that have a gradient in them; of kind "alone" nothing else, so that no pass need come to what units return."""
+    model = Slope(checkpointed)
+    stepper = FlatStepper(
+        model, eb.adamw(1e-2), strategy=strategy, units=[Block], reshard_after_forward=not checkpointed
+    )
+    for step, number in itertools.product(range(2), range(2)):
+        with stepper.microbatch(last=number == 1):
+            x = data(step, dist.get_rank(), number, torch.float32).requires_grad_()
+            out = model(x).square().sum()
+            (slope,) = torch.autograd.grad(out, x, create_graph=True)
+            with torch.no_grad():
+                model(x)  # evaluation in between
+            loss = slope.square().sum()
+            (loss if kind != "and loss" else loss + model(x.detach()).sum() + out).backward()
+        stepper.step()
+    return weights_of(stepper)
+
+
+class Slope(nn.Module):
+    """A network whose blocks may be recomputed."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.inside, self.checkpointed = network(), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside.entry(x)
+        for block in self.inside.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        out: Tensor = self.inside.exit(x) * self.inside.scale
+        return out
+
+
+def all_slopes() -> list[str]:
+    wrong = []
+    for kind, checkpointed in (("alone", True), ("and loss", False)):
+        expected = slopes("no_shard", kind, checkpointed)
+        wrong += [
+            f"{strategy}, {kind}, {checkpointed}"
+            for strategy in STRATEGIES[1:]
+            if not equal(slopes(strategy, kind, checkpointed), expected)
+        ]
+    return wrong
+
+
+def test_gradients_of_gradients_have_the_same_bits_under_every_strategy() -> None:
+    """Where weights are sharded, they stay gathered from the pass of which a graph was made to the end of the next."""
+    for wrong in run(2, all_slopes):
+        assert not wrong
+
+
+def freed_again() -> list[bool]:
+    """Whether weights are there: after the pass that made a graph; after the next; and after an error between the two."""
+    model = Slope(False)
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])
+    seen = []
+    block = model.inside.blocks[0]
+    assert isinstance(block, Block)
+    for fails in (False, True):
+        with contextlib.suppress(ZeroDivisionError), stepper.microbatch(last=False):
+            x = data(0, dist.get_rank(), 0, torch.float32).requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            seen.append(not block.inner.weight.isnan().any())
+            if fails:
+                raise ZeroDivisionError
+            slope.square().sum().backward()  # type: ignore[no-untyped-call]
+        if fails:
+            stepper.zero_grad()
+        seen.append(not block.inner.weight.isnan().any())
+    with stepper.microbatch(last=True):
+        model(data(0, dist.get_rank(), 0, torch.float32)).sum().backward()
+    stepper.step()
+    return seen
+
+
+def test_weights_that_were_kept_for_a_graph_are_given_back() -> None:
+    assert run(2, freed_again) == [[True, False, True, False]] * 2
+
+
+def only_one_penalizes() -> tuple[str, bool]:
+    """What ranks are told of which one has a graph of its backward pass; and whether they go on from there."""
+    model, rank, said = network(), dist.get_rank(), "nothing"
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])
+    x = data(0, rank, 0, torch.float32).requires_grad_()
+    try:
+        with stepper.microbatch(last=True):
+            loss = model(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=rank == 0, retain_graph=True)
+            (loss + slope.square().sum()).backward()
+    except RuntimeError as error:
+        said = str(error)
+    stepper.zero_grad()
+    with stepper.microbatch(last=True):
+        model(x.detach()).square().mean().backward()
+    stepper.step()
+    weights = weights_of(stepper)
+    return said, equal(weights, train("no_shard", None, eb.sgd(0.1), steps=1, microbatches=1)[0])
+
+
+def test_a_graph_that_only_some_ranks_make_is_refused_by_name() -> None:
+    """They would keep weights that the others gather again."""
+    for rank, (said, goes_on) in enumerate(run(2, only_one_penalizes, timeout=20)):
+        assert f"this rank {'does not' if rank else 'does'} make a graph of this backward pass" in said
+        assert goes_on

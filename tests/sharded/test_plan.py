@@ -59,7 +59,7 @@ class Nested(Model):
 def measured(
     strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
     outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True, nested: bool = False, steps: int = 2,
-    defer: bool = False,
+    defer: bool = False, second_order: bool = False,
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
     """The plan; and of the steps from the second on: what persists, the most by phase on top of it, and what was sent in the last."""
     torch.manual_seed(0)
@@ -87,12 +87,16 @@ def measured(
             for communicator in communicators.values():
                 communicator.sent.clear()
             for number in range(microbatches):
-                x = torch.ones(2, 9, dtype=model.entry.weight.dtype)
+                x = torch.ones(2, 9, dtype=model.entry.weight.dtype, requires_grad=second_order)
                 with stepper.microbatch(last=number == microbatches - 1):
                     counter.peak = counter.live
                     loss = model(x).float().square().mean()
                     forward = max(forward, counter.peak)
                     counter.peak = counter.live
+                    if second_order:
+                        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                        loss = loss + slope.square().sum()
+                        del slope
                     loss.backward()
                     backward = max(backward, counter.peak)
                 del loss
@@ -106,7 +110,7 @@ def measured(
         for communicator in communicators.values():
             for name, size in communicator.sent.items():
                 sent[name] = sent.get(name, 0) + size
-        predicted = stepper.plan(microbatches=microbatches)
+        predicted = stepper.plan(microbatches=microbatches, second_order=second_order)
         # Tensors of one element that persist are in the plan; the counter leaves them out.
         small = sum(
             tensor.nbytes
@@ -246,6 +250,30 @@ def test_whole_gradients_are_planned_while_their_reduction_is_deferred() -> None
             assert predicted.persistent_bytes == persistent
             assert predicted.transient == peaks
             assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_weights_that_are_kept_for_a_graph_of_a_backward_pass_are_planned(reshard: bool) -> None:
+    policy, low, _, transform = CASES[0]
+    arguments = (
+        "optim_grads_params",
+        policy,
+        low,
+        2,
+        transform,
+        reshard,
+        "no_shard",
+        None,
+        True,
+        False,
+        2,
+        False,
+        True,
+    )
+    for predicted, persistent, peaks, sent in run(2, measured, *arguments):
+        assert predicted.persistent_bytes == persistent
+        assert predicted.transient == peaks
+        assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
 def test_the_price_of_deferred_reduction_is_a_whole_gradient_and_its_gain_is_traffic() -> None:

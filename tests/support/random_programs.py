@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,10 +28,7 @@ from tests.support.weights import Weights
 
 WIDTH = 3
 UNITS = 4
-import os
-
-PENALTIES = not os.environ.get("NOPEN")
-Recompute = Literal["no", "saved tensors", "reentrant", "nested"]
+Recompute = Literal["no", "saved tensors", "reentrant", "nested", "nested reentrant"]
 Context = Literal["microbatch", "no_sync", "neither"]
 Place = Literal["forward", "backward", "after"]
 
@@ -160,8 +157,8 @@ class Model(nn.Module):
         if way.recompute in ("saved tensors", "reentrant"):
             for unit in units:
                 x = checkpoint(self.units[unit], x, way.biased, use_reentrant=way.recompute == "reentrant")
-        elif way.recompute == "nested" and units:
-            x = checkpoint(self._outer, x, way, use_reentrant=False)
+        elif way.recompute.startswith("nested") and units:
+            x = checkpoint(self._outer, x, way, use_reentrant=way.recompute == "nested reentrant")
         else:
             x = self._run(x, units, way.biased)
         out: Tensor = (x * self.exit).sum()
@@ -175,7 +172,9 @@ class Model(nn.Module):
     def _outer(self, x: Tensor, way: Way) -> Tensor:
         """A checkpoint inside of a checkpoint."""
         x = self._run(x, way.units[:1], way.biased)
-        out: Tensor = checkpoint(self._run, x, way.units[1:], way.biased, use_reentrant=False)
+        out: Tensor = checkpoint(
+            self._run, x, way.units[1:], way.biased, use_reentrant=way.recompute == "nested reentrant"
+        )
         return out
 
 
@@ -185,28 +184,25 @@ FREEZABLE = ("entry", "exit", "units.0", "units.1", "units.1.first", "units.2.we
 
 
 @st.composite
-def ways(draw: Any, *, penalties: bool) -> Way:
+def ways(draw: Any) -> Way:
     units = tuple(number for number in range(UNITS) if draw(st.booleans()) or draw(st.booleans()))
-    penalty = penalties and draw(st.booleans())
-    recompute = draw(st.sampled_from(["no", "no", "saved tensors", "nested", "no" if penalty else "reentrant"]))
-    return Way(units, draw(st.booleans()), recompute, penalty, draw(st.integers(0, 99)))
+    recompute = draw(st.sampled_from(["no", "no", "saved tensors", "nested", "reentrant", "nested reentrant"]))
+    return Way(units, draw(st.booleans()), recompute, False, draw(st.integers(0, 99)))
 
 
 @st.composite
 def cycles(draw: Any, ranks: int) -> Cycle:
     context: Context = draw(st.sampled_from(["microbatch", "microbatch", "no_sync", "neither"]))
-    penalties, alike = draw(st.integers(0, 3)) == 0 and PENALTIES, draw(st.booleans())
+    penalties, alike = draw(st.integers(0, 3)) == 0, draw(st.booleans())
     microbatches = []
     for _ in range(draw(st.integers(1, 3))):
         penalty = penalties and draw(st.booleans())
-        one = draw(ways(penalties=False))
-        own = [one if alike else draw(ways(penalties=False)) for _ in range(ranks)]
+        one = draw(ways())
+        own = [one if alike else draw(ways()) for _ in range(ranks)]
         if penalty:
-            # All ranks have a penalty, or none: it is a forward pass's graph more. (See below for what differs.)
-            own = [
-                Way(w.units, w.biased, "no" if w.recompute == "reentrant" else w.recompute, True, w.seed) for w in own
-            ]
-        if any(w.recompute == "nested" for w in own):
+            # Of all ranks, or of none; torch has no graph of a pass through a reentrant checkpoint.
+            own = [replace(w, recompute="no" if "reentrant" in w.recompute else w.recompute, penalty=True) for w in own]
+        if any(w.recompute.startswith("nested") for w in own):
             own = [own[0]] * ranks  # ranks have to run the units in a checkpoint of a checkpoint alike
         frozen = tuple(name for name in FREEZABLE if draw(st.integers(0, 4)) == 0)
         if context != "microbatch":
@@ -247,7 +243,7 @@ def _freeze(model: nn.Module, frozen: Sequence[str]) -> None:
 def _input(way: Way) -> Tensor:
     generator = torch.Generator().manual_seed(way.seed)
     x = torch.randint(-4, 5, (2, WIDTH), generator=generator).double()
-    return x.requires_grad_(way.penalty or way.recompute == "reentrant" or way.seed % 2 == 0)
+    return x.requires_grad_(way.penalty or way.recompute.endswith("reentrant") or way.seed % 2 == 0)
 
 
 def _loss(model: nn.Module, way: Way) -> Tensor:
@@ -261,7 +257,8 @@ def _loss(model: nn.Module, way: Way) -> Tensor:
 
 def reference(program: Program, ranks: int) -> list[Outcome]:
     """What plain torch has, in one process, for each rank."""
-    model, seen = Model(), [[] for _ in range(ranks)]  # type: list[Any], list[list[Any]]
+    model = Model()
+    seen: list[list[Any]] = [[] for _ in range(ranks)]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0)
     for cycle in program.cycles:
         for number, one in enumerate(cycle.microbatches):
@@ -327,7 +324,8 @@ def _raising(model: Model, place: Place | None) -> Iterator[None]:
 
 def carried_out(program: Program, strategy: Strategy, directory: Path) -> Outcome:
     """What a stepper has on this rank."""
-    rank, model, seen = dist.get_rank(), Model(), []  # type: int, Model, list[Any]
+    rank, model = dist.get_rank(), Model()
+    seen: list[Any] = []
     stepper = _stepper(model, program, strategy)
     for count, cycle in enumerate(program.cycles):
         failed = False

@@ -160,22 +160,12 @@ class Gathering:
         begin = self._on_backward()
         if begin is not None:
             begin()
-        self._executor.run(self._schedule.come_to(number, use, recording=torch.is_grad_enabled()))
+        self._executor.run(self._schedule.come_to(number, use))
 
-    def cancel_backward(self) -> None:
-        """The pass computed gradients that no parameter receives (``torch.autograd.grad``): there is still one to come.
-
-        Raises:
-            RuntimeError: A graph of the gradients was made, which needs weights at times that nothing tells.
-        """
-        created = self.scheduled.graph_without_weights
-        self._executor.run(self._schedule.cancel_pass())
-        if created:
-            raise RuntimeError(
-                "optim_grads_params: torch.autograd.grad(create_graph=True), as a gradient penalty has it, makes a graph that needs weights"
-                " when nothing tells that they should be gathered. Accepted are the other strategies; or the forward pass, the penalty and"
-                " the backward pass inside `with stepper.full_parameters():`, with room for all weights."
-            )
+    def end_backward(self) -> None:
+        """The backward pass is over: free everything, unless a graph was made of it, which another pass may come to."""
+        if not self.scheduled.keeps_for_graph:
+            self.free_all()
 
     # -- after an error -------------------------------------------------------------------------------------------------------------
 
@@ -183,13 +173,13 @@ class Gathering:
         """Continue this rank's collectives after an error, without computing.
 
         Returns:
-            Whether a backward pass is among them; and whether all ranks reduce its gradients, or none does.
+            Whether a backward pass is among them; and whether other ranks go on with it.
         """
         evaluating = self.scheduled.evaluating
         self._executor.run(self.scheduled.rejoin())
         if evaluating and not self.scheduled.in_backward:
             return False, True
-        return True, self._weights.compare_again_with_others(reduces=self._schedule.reduces)
+        return True, self._weights.compare_again_with_others()
 
     def recover(self) -> None:
         """Recover from an error: end all collectives and the pass, and free all gathered weights, whatever failed."""

@@ -129,19 +129,19 @@ class Passes:
         # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
         reference = weakref.ref(self)
 
-        @torch.no_grad()  # backward(create_graph=True) runs hooks with gradients enabled
         def arrive(parameter: Tensor) -> None:
             passes = reference()
             if passes is not None:
                 gradient, parameter.grad = parameter.grad, None
                 assert gradient is not None
-                passes._take(gradient.detach(), group, place, number)
+                passes.begin()
+                with torch.no_grad():  # backward(create_graph=True) runs hooks with gradients enabled
+                    passes._take(gradient.detach(), group, place, number)
 
         return arrive
 
     def _take(self, gradient: Tensor, group: int, place: int, number: int) -> None:
         """A parameter's gradient has arrived."""
-        self.begin()
         if gradient.layout is not torch.strided:
             raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
         if self._gathering is not None:
@@ -164,7 +164,8 @@ class Passes:
             RuntimeError: The message names the parameter.
         """
         assert self._gathering is not None
-        if unit > 0 and unit not in self._gathering.scheduled.entered:
+        scheduled = self._gathering.scheduled
+        if unit > 0 and unit not in scheduled.entered and not scheduled.keeps_all:
             raise RuntimeError(
                 f"{self._names[number]}: its gradient came before that of what its unit, {self._layout.units[unit]}, returned, so the"
                 " unit's weights may not have been there. Accepted are units that return every tensor that the loss depends on."
@@ -211,7 +212,8 @@ class Passes:
             self._executor.begin_here()
         expected = [sum(parameter.requires_grad for parameter in members) for members in self._members]
         accumulates = any(map(_accumulates, self._parameters))
-        self._executor.run(self._schedule.begin_pass(expected, accumulates=accumulates))
+        creates_graph = torch.is_grad_enabled()  # hooks are run so where autograd records the pass
+        self._executor.run(self._schedule.begin_pass(expected, accumulates=accumulates, creates_graph=creates_graph))
         autograd.at_the_end_of_the_pass(self._end_autograd)
 
     def require_in_place(self) -> None:
@@ -233,15 +235,12 @@ class Passes:
             return
         # torch.autograd.grad, for which this is not the backward pass. (A loss that reaches no parameter: its microbatch takes part.)
         self.in_pass = False
-        if self._gathering is None:
-            self._executor.run(self._schedule.cancel_pass())
-        else:
-            self._gathering.cancel_backward()
+        self._executor.run(self._schedule.cancel_pass())
 
     def _end_pass(self) -> None:
         self._executor.run(self._schedule.end_pass())
         if self._gathering is not None:
-            self._gathering.free_all()
+            self._gathering.end_backward()
         self.in_pass = False
         self.total += 1
         self.reduced += self._schedule.reduces
@@ -326,11 +325,10 @@ class Passes:
         gathering = self._gathering
         self._executor.begin_here()
         with suppress(Exception):  # a rank may be gone; what comes next says so
-            owes, alike = self._owes_pass or self.in_pass, True
+            owes, reduces = self._owes_pass or self.in_pass, self._schedule.reduces
             if gathering is not None and (owes or gathering.scheduled.unfinished):
-                in_backward, alike = gathering.begin_to_recover()
-                owes = in_backward or owes
-            reduces = self._schedule.reduces and alike
+                in_backward, others_go_on = gathering.begin_to_recover()
+                owes, reduces = in_backward or owes, reduces and others_go_on
             if owes and (reduces or gathering is not None):
                 if not self.in_pass:
                     self._schedule.gradients.begin_reductions()

@@ -70,6 +70,7 @@ def plan(
     keep_gradients: bool = True,
     defer_reduction: bool = False,
     metrics: bool = False,
+    second_order: bool = False,
     device: torch.device | str = "cpu",
     rank: int | tuple[int, int] = 0,
 ) -> Plan:
@@ -94,6 +95,8 @@ def plan(
         defer_reduction: Whether sharded gradients are summed over the ranks in a step's last backward pass only. Between the others whole
             gradients are kept, which count as transient.
         metrics: Whether steps are measured; metrics persist from the first step on.
+        second_order: Whether each microbatch has ``torch.autograd.grad(create_graph=True)`` of its input before its backward pass, as a
+            gradient penalty does; weights of ``optim_grads_params`` then stay gathered in between.
         device: Where it will run: accelerators are given larger pieces to work on than a CPU.
         rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
 
@@ -123,7 +126,8 @@ def plan(
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank),
         microbatches=microbatches, reshard_after_forward=reshard_after_forward, compile=compile,
-        keep_gradients=keep_gradients, defer_reduction=defer_reduction, metrics=metrics, device=device,
+        keep_gradients=keep_gradients, defer_reduction=defer_reduction, metrics=metrics, second_order=second_order,
+        device=device,
     )  # fmt: skip
 
 
@@ -139,6 +143,7 @@ def plan_layout(
     keep_gradients: bool = True,
     defer_reduction: bool = False,
     metrics: bool = False,
+    second_order: bool = False,
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
@@ -192,7 +197,7 @@ def plan_layout(
     )
     settings = Settings(kind, reshard_after_forward, keep_gradients, defer_reduction)
     # All microbatches between the first and the last are alike.
-    stages = cycle(layout, settings, min(microbatches, 3))
+    stages = cycle(layout, settings, min(microbatches, 3), second_order=second_order)
     transient, wire = meter(stages, groups, step, microbatches)
     weights: Counter[str] = Counter()
     for one in groups:

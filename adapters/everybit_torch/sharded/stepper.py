@@ -335,11 +335,12 @@ class FlatStepper(Control):
         """
         return self._optimizer
 
-    def plan(self, *, microbatches: int = 1) -> Plan:
+    def plan(self, *, microbatches: int = 1, second_order: bool = False) -> Plan:
         """Where this rank's memory goes, and what it sends in a step.
 
         Args:
             microbatches: In a step.
+            second_order: See :func:`everybit_torch.plan`.
         """
         given = self._given
         return plan_layout(
@@ -348,6 +349,7 @@ class FlatStepper(Control):
             microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(), defer_reduction=self._schedule.defers,
+            second_order=second_order,
         )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.sharded.comparisons import Agreement, Comparer, Comparison, DifferentReductionsError, Turn
-from everybit_torch.sharded.scheduling.events import Event, Kind
+from everybit_torch.sharded.comparisons import Agreement, Comparer, Comparison, DifferentPassesError
+from everybit_torch.sharded.scheduling.events import Event, Kind, PassFlags
 from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.scheduling.weights import WeightSchedule
 from everybit_torch.sharded.weights import WeightBuffer
@@ -112,8 +112,7 @@ class UnitWeights:
             "free": self._free,
             "compare forward": self._compare_forward,
             "compare again": self._compare_again,
-            "compare backward": lambda event: self._compare_backward(event, "backward"),
-            "compare deferred": lambda event: self._compare_backward(event, "deferred"),
+            "compare backward": self._compare_backward,
             "require compared": lambda _: self._end_comparison(),
             "require alike": self._require_alike,
         }
@@ -135,26 +134,22 @@ class UnitWeights:
             for buffer in (buffer for unit in self.units for buffer in unit.buffers):
                 buffer.reset()
 
-    def compare_again_with_others(self, *, reduces: bool) -> bool:
+    def compare_again_with_others(self) -> bool:
         """After an error: be compared where other ranks' backward passes are, in this one or in the one that they come to next.
 
-        Args:
-            reduces: Whether this rank's pass is one that is reduced.
-
         Returns:
-            Whether that is the same on all ranks. If not, none of them has begun to reduce.
+            Whether the others go on with this pass. They do not, and have sent no gradient of it, if passes with different flags were
+            compared: all ranks were told so then.
         """
         if self._comparison is not None:
             try:
                 self._comparison.result()
+            except DifferentPassesError:
+                return False
             except RuntimeError:
                 self._comparison = None  # it was with a rank that was elsewhere, and will come here
         if self._comparison is None:
-            self._comparison = self._comparer.start("backward" if reduces else "deferred", self._schedule.ways.digest)
-        try:
-            self._comparison.result()
-        except DifferentReductionsError:
-            return False
+            self._comparison = self._comparer.start("backward", self._schedule.ways.digest)
         return True
 
     def _gather(self, event: Event) -> None:
@@ -174,9 +169,11 @@ class UnitWeights:
     def _compare_again(self, event: Event) -> None:
         self._comparer.start("again", event.number).result()
 
-    def _compare_backward(self, event: Event, turn: Turn) -> None:
+    def _compare_backward(self, event: Event) -> None:
         in_order = self._schedule.ways.in_the_layouts_order
-        self._comparison = self._comparer.start(turn, event.number, in_order=in_order)
+        self._comparison = self._comparer.start(
+            "backward", event.number, in_order=in_order, flags=PassFlags(event.place)
+        )
 
     def _end_comparison(self) -> None:
         self.agreement()

@@ -43,17 +43,17 @@ def recorded_nodes() -> int:
 
 
 def reentrant_checkpoint() -> int | None:
-    """Return what names the innermost reentrant checkpoint whose forward pass is going on, as long as its graph lives; None if there is none.
+    """Return what names the outermost reentrant checkpoint whose forward pass is going on, while its graph lives; None if there is none.
 
     Nothing is recorded inside it, so that autograd has no sign of it but the call on the stack.
     """
-    code = CheckpointFunction.forward.__code__
+    code, found = CheckpointFunction.forward.__code__, None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
-            return id(frame.f_locals[code.co_varnames[0]])
+            found = id(frame.f_locals[code.co_varnames[0]])
         frame = frame.f_back
-    return None
+    return found
 
 
 def saved_tensors_hooks() -> tuple[Any, ...]:

@@ -67,7 +67,6 @@ class Meter:
             "gather": self._gather,
             "free": self._free,
             "compare backward": lambda _: self._send(compared_bytes(self._ranks)),
-            "compare deferred": lambda _: self._send(compared_bytes(self._ranks)),
             "open bucket": lambda event: self._open(self._buckets, event.number, self._groups[event.number].bucket),
             "open unreduced": lambda event: self._open(
                 self._unreduced, event.number, self._groups[event.number].unreduced

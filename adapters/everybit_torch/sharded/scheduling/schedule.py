@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from everybit_torch.sharded.layout import Layout
-from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.events import Event, PassFlags
 from everybit_torch.sharded.scheduling.gradients import GradientSchedule, Phase, TrainedGroup
 from everybit_torch.sharded.scheduling.ways import Nesting, UseKey
 from everybit_torch.sharded.scheduling.weights import WeightSchedule
@@ -75,17 +75,23 @@ class Schedule:
         """Whether gradients are summed over the ranks in this backward pass."""
         return self.last is True or (self._settings.sharding.grads and not self.defers)
 
-    def begin_pass(self, expected: Sequence[int], *, accumulates: bool = True) -> Iterator[Event]:
-        """A backward pass begins; see :meth:`.gradients.GradientSchedule.begin_pass`."""
+    def flags(self, *, creates_graph: bool = False) -> PassFlags:
+        """Return the flags of a backward pass that begins now."""
+        return PassFlags(PassFlags.REDUCES * self.reduces | PassFlags.CREATES_GRAPH * creates_graph)
+
+    def begin_pass(
+        self, expected: Sequence[int], *, accumulates: bool = True, creates_graph: bool = False
+    ) -> Iterator[Event]:
+        """A backward pass begins; see :meth:`.gradients.GradientSchedule.begin_pass`. ``creates_graph`` if autograd records it."""
         self.accumulates, self.arrived = accumulates, False
         yield from self.gradients.begin_pass(expected, defers=not self.reduces)
         if self.weights is not None:
-            yield from self.weights.begin_backward(reduces=self.reduces)
+            yield from self.weights.begin_backward(self.flags(creates_graph=creates_graph))
 
-    def come_to(self, number: int, use: UseKey, *, recording: bool = False) -> Iterator[Event]:
+    def come_to(self, number: int, use: UseKey) -> Iterator[Event]:
         """The backward pass comes to what a use of a unit returned; parameters are sharded."""
         assert self.weights is not None
-        self.weights.enter(number, use, recording=recording)
+        self.weights.enter(number, use)
         if number > 0:
             yield from self.advance()
             yield from self.weights.free_what_is_over()
@@ -147,7 +153,7 @@ class Schedule:
         if self.weights is not None:
             if not self.weights.forward_over:
                 yield from self.weights.skip_forward()
-            yield from self.weights.begin_backward(reduces=self.reduces)
+            yield from self.weights.begin_backward(self.flags())
         yield from self.gradients.begin_pass(defers=not self.reduces)
 
     def take_part(self, *, reduces: bool) -> Iterator[Event]:
@@ -209,7 +215,7 @@ class Stage(NamedTuple):
     events: list[Event]
 
 
-def cycle(layout: Layout, settings: Settings, microbatches: int = 1) -> list[Stage]:
+def cycle(layout: Layout, settings: Settings, microbatches: int = 1, *, second_order: bool = False) -> list[Stage]:
     """The events of a cycle in which every unit runs once in each microbatch, in the layout's order, and every gradient arrives.
 
     Of each of a unit's groups one gradient arrives when the backward pass comes to what the unit returned, and the others when it has left
@@ -219,6 +225,7 @@ def cycle(layout: Layout, settings: Settings, microbatches: int = 1) -> list[Sta
         layout: Of the model.
         settings: See there.
         microbatches: Backward passes in the cycle, each inside ``microbatch()``.
+        second_order: In each of them ``torch.autograd.grad(create_graph=True)`` of the input comes before the backward pass.
     """
     schedule = Schedule(layout, settings)
     if schedule.weights is not None:
@@ -228,6 +235,8 @@ def cycle(layout: Layout, settings: Settings, microbatches: int = 1) -> list[Sta
         schedule.last = number == microbatches - 1
         uses: dict[int, UseKey] = {}
         stages.append(Stage("forward", number, list(_forward(schedule, layout.units, uses))))
+        if second_order:
+            stages.append(Stage("backward", number, list(_slope(schedule, layout.units, uses))))
         stages.append(Stage("backward", number, list(_backward(schedule, layout.units, uses))))
     phases: list[Phase] = ["final" for _ in schedule.trained]
     step = [*schedule.finish_gradients(phases), *schedule.agree(), *schedule.update(), *schedule.gradients.clear()]
@@ -257,6 +266,14 @@ def _forward(schedule: Schedule, units: Sequence[str], uses: dict[int, UseKey]) 
         else:
             yield from schedule.weights.after_forward(unit, recording=True)
             uses[unit] = schedule.weights.is_used(unit, differentiable=True, checkpoint=0)
+
+
+def _slope(schedule: Schedule, units: Sequence[str], uses: Mapping[int, UseKey]) -> Iterator[Event]:
+    yield from schedule.begin_pass([group.members for group in schedule.trained], accumulates=False, creates_graph=True)
+    for unit, begins in reversed(list(_in_order(units))):
+        if not begins and schedule.weights is not None:
+            yield from schedule.come_to(unit, uses[unit])
+    yield from schedule.cancel_pass()
 
 
 def _backward(schedule: Schedule, units: Sequence[str], uses: Mapping[int, UseKey]) -> Iterator[Event]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 
-from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.events import Event, PassFlags
 from everybit_torch.sharded.scheduling.ways import Nesting, UseKey, Ways
 
 
@@ -30,6 +30,8 @@ class WeightSchedule:
     Attributes:
         gathered: Units that are gathered, or being gathered.
         held: Nothing is freed.
+        keeps_for_graph: Nothing is freed, for a graph of a backward pass that another one will come to: nothing tells which weights it
+            needs, and when.
         in_forward: Whether the model's forward pass is going on, or has failed.
         in_backward: Whether a backward pass is going on.
         forward_over: Whether the model's forward pass has ended in this microbatch.
@@ -44,10 +46,11 @@ class WeightSchedule:
         self.gathered = set(range(len(units)))
         self.entered: set[int] = set()
         self.ran: set[int] = set()
-        self.held = self.in_forward = self.in_backward = self.forward_over = False
+        self.held = self.keeps_for_graph = False
+        self.in_forward = self.in_backward = self.forward_over = False
         # Whether the model's forward pass that is going on, or none, is for a backward pass.
         self._records = False
-        self._graph_pending = self._graph_created = False
+        self._graph_pending = self._creates_graph = False
         self._forwards = self._next_forward = 0
         self._next_backward = len(units) - 1
         self._running_again: set[int] = set()
@@ -63,7 +66,7 @@ class WeightSchedule:
 
     def free_all(self) -> list[Event]:
         """Free everything, and begin anew: after a step all weights are others. The events count at once."""
-        self._graph_pending = False
+        self._graph_pending = self.keeps_for_graph = False
         self._forwards = 0
         self._begin_at_the_first()
         if self.held:
@@ -74,6 +77,8 @@ class WeightSchedule:
     def stop_holding(self, *, held: bool) -> list[Event]:
         """Free everything after it was held, if it was not before; a graph that waits for its backward pass still does."""
         self.held = held
+        if self.keeps_for_graph:
+            return []
         pending, forwards = self._graph_pending, self._forwards
         events = self.free_all()
         self._graph_pending, self._forwards = pending, forwards
@@ -103,7 +108,7 @@ class WeightSchedule:
     def _begin_model(self, *, recording: bool) -> Iterator[Event]:
         """The model's own forward pass begins; if it is not the first since the last backward pass, on all ranks or on none."""
         self.in_forward, self._records = True, recording
-        if self._forwards and not self.held:
+        if self._forwards and not self.keeps_all:
             yield from self._free_units()
             yield Event("compare forward", zlib.crc32(bytes(n in self.gathered for n in range(self._count))))
         self._forwards += 1
@@ -152,24 +157,24 @@ class WeightSchedule:
 
     # -- backward -----------------------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, *, reduces: bool = True) -> Iterator[Event]:
-        """A backward pass begins: compare the way that this rank took with the other ranks', and whether they reduce its gradients."""
+    def begin_backward(self, flags: PassFlags) -> Iterator[Event]:
+        """A backward pass begins: compare its flags, and the way that this rank took, with the other ranks'."""
         if not self.forward_over:
             yield from self._gather_the_rest(recording=True)
         yield from self._free_for_backward()
         self.ways.begin_backward()
-        self._graph_created = False
-        yield Event("compare backward" if reduces else "compare deferred", self.ways.digest)
+        yield Event("compare backward", self.ways.digest, flags)
+        self._creates_graph = PassFlags.CREATES_GRAPH in flags
+        self.keeps_for_graph = self.keeps_for_graph or self._creates_graph
 
     def _free_for_backward(self) -> Iterator[Event]:
         """All ranks gather every unit in the backward pass, so none keeps one from before."""
         if self.reshard_after_forward:
             yield from self._free_units()
 
-    def enter(self, number: int, use: UseKey, *, recording: bool) -> None:
-        """The backward pass has come to what a use of a unit returned; ``recording`` if autograd records the backward pass."""
+    def enter(self, number: int, use: UseKey) -> None:
+        """The backward pass has come to what a use of a unit returned."""
         self.in_backward = True
-        self._graph_created = self._graph_created or recording
         self.entered.add(number)
         self.ways.came_to(number, use)
 
@@ -212,6 +217,7 @@ class WeightSchedule:
         yield Event("require compared")
         self.end_pass()
         self.forward_over = False
+        self.keeps_for_graph = self._creates_graph
         self.ways.end_backward()
 
     def cancel_backward(self) -> Iterator[Event]:
@@ -219,14 +225,14 @@ class WeightSchedule:
         yield from self.take_part(1)
         yield Event("require compared")
         self.end_pass()
-        if self.reshard_after_forward or self.graph_without_weights:
+        if self.reshard_after_forward:
             yield from self._free_units()
         self._next_backward = self._count - 1
 
     @property
-    def graph_without_weights(self) -> bool:
-        """Whether the backward pass recorded a graph of its own, which needs weights at times that nothing tells."""
-        return self._graph_created and not self.held
+    def keeps_all(self) -> bool:
+        """Whether nothing is freed."""
+        return self.held or self.keeps_for_graph
 
     def end_pass(self) -> None:
         """The backward pass is over, or was given up."""
@@ -260,7 +266,7 @@ class WeightSchedule:
     def recover(self) -> None:
         """The pass was given up, and all gathers are over; unless units are held, nothing is gathered."""
         self.end_pass()
-        self.in_forward = self.forward_over = self._records = False
+        self.in_forward = self.forward_over = self._records = self.keeps_for_graph = False
         self.ways.forget()
         if not self.held:
             self.gathered = set()
@@ -283,7 +289,7 @@ class WeightSchedule:
             self.gathered.add(number)
 
     def _free(self, number: int) -> Iterator[Event]:
-        if number in self.gathered and not self.held:
+        if number in self.gathered and not self.keeps_all:
             yield Event("free", number)
             self.gathered.discard(number)
 

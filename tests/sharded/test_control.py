@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,55 @@ def test_a_graph_that_only_some_ranks_make_is_refused_by_name() -> None:
     for rank, (said, goes_on) in enumerate(run(2, only_one_penalizes, timeout=20)):
         assert f"this rank {'does not' if rank else 'does'} make a graph of this backward pass" in said
         assert goes_on
+
+
+# -- when weights are gathered ------------------------------------------------------------------------------------------------------------
+
+
+def by_hand() -> list[str]:
+    model = network()
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])
+    one, two = model.blocks
+    assert isinstance(one, Block)
+    assert isinstance(two, Block)
+    said = []
+    calls: list[Callable[[], object]] = [
+        lambda: stepper.unshard(model.entry),
+        lambda: stepper.set_modules_to_forward_prefetch(two, [one]),
+        lambda: stepper.set_modules_to_backward_prefetch(one, [model]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        said.append(str(error.value))
+    loss = model(data(0, 0, 0, torch.float32)).sum()
+    for name in ("unshard", "reshard"):
+        with pytest.raises(RuntimeError, match=f"^{name}: inside a forward or a backward pass, or between the two"):
+            getattr(stepper, name)(one)
+    loss.backward()
+    stepper.step()
+    # Those before it in the layout's order too, and no others; given back from a unit on.
+    stepper.unshard(one)
+    there = [bool(p.isnan().any()) for p in (one.inner.weight, two.inner.weight)]
+    stepper.reshard(one)
+    there.append(bool(one.inner.weight.isnan().any()))
+    assert there == [False, True, True]
+    stepper.reshard(model)
+    # Only one rank gathers by hand: it may not give back what the other never had.
+    if dist.get_rank() == 0:
+        stepper.unshard(two, async_op=True)
+    with pytest.raises(RuntimeError, match=r"this rank gives back weights by reshard\(\)"):
+        stepper.reshard(two)
+    with torch.no_grad():
+        said.append(str(float(model(data(0, 0, 0, torch.float32)).sum())))
+    return said
+
+
+def test_weights_are_gathered_and_given_back_by_hand() -> None:
+    first, second = run(2, by_hand, timeout=15)
+    assert first[:3] == [
+        "unshard: got a Linear that is no unit; accepted are units, and the model.",
+        "set_modules_to_forward_prefetch: got blocks.0 for blocks.1; accepted are units that come after it in the model.",
+        "set_modules_to_backward_prefetch: got the model for blocks.0; accepted are units that come before it in the model.",
+    ]
+    assert first == second

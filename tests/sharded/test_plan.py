@@ -59,7 +59,7 @@ class Nested(Model):
 def measured(
     strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
     outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True, nested: bool = False, steps: int = 2,
-    defer: bool = False, second_order: bool = False,
+    defer: bool = False, second_order: bool = False, ahead: int | None = None,
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
     """The plan; and of the steps from the second on: what persists, the most by phase on top of it, and what was sent in the last."""
     torch.manual_seed(0)
@@ -77,6 +77,9 @@ def measured(
             keep_gradients=keep,
             defer_reduction=defer,
         )
+        for number, block in enumerate(model.blocks if ahead is not None else ()):
+            stepper.set_modules_to_forward_prefetch(block, list(model.blocks)[number + 1 :][:ahead])
+            stepper.set_modules_to_backward_prefetch(block, list(model.blocks)[:number][::-1][:ahead])
         communicators = {id(c): c for c in (stepper.inner, stepper.outer)}
         if stepper._gathering is not None:
             communicators[id(stepper._gathering.communicator)] = stepper._gathering.communicator
@@ -274,6 +277,18 @@ def test_weights_that_are_kept_for_a_graph_of_a_backward_pass_are_planned(reshar
         assert predicted.persistent_bytes == persistent
         assert predicted.transient == peaks
         assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+def test_lists_of_units_that_are_gathered_ahead_are_planned() -> None:
+    peaks_by_list = []
+    for ahead in (0, 2):
+        arguments = ("optim_grads_params", *CASES[0], True, "no_shard", None, True, False, 2, False, False, ahead)
+        for predicted, persistent, peaks, sent in run(2, measured, *arguments):
+            assert predicted.persistent_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+        peaks_by_list.append(predicted.transient["forward"])
+    assert peaks_by_list[0] < peaks_by_list[1]
 
 
 def test_the_price_of_deferred_reduction_is_a_whole_gradient_and_its_gain_is_traffic() -> None:

@@ -26,7 +26,7 @@ def all_differences(drawn: list[Program], directory: Path) -> list[str]:
 
 
 @settings(max_examples=2)
-@given(st.lists(programs(2), min_size=5, max_size=5))
+@given(st.lists(programs(2), min_size=3, max_size=3))
 def test_random_programs_have_the_bits_of_plain_torch(drawn: list[Program]) -> None:
     require_plain_torchs_bits(2, drawn)
 

@@ -90,6 +90,7 @@ class Way:
         recompute: How checkpoints cover them.
         penalty: Whether the slope at the input is a part of the loss.
         seed: Of its data.
+        unshards: The module that is gathered by hand before it, by its number; None: none is.
     """
 
     units: tuple[int, ...]
@@ -97,6 +98,7 @@ class Way:
     recompute: Recompute
     penalty: bool
     seed: int
+    unshards: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,14 @@ class Microbatch:
         syncs: What ``set_requires_gradient_sync`` is told before it; None: it is not called.
         frozen: The beginnings of the names of parameters that require no gradient in it.
         evaluates: Whether the model runs without a gradient before it.
+        reshards: Whether what was gathered by hand is given back first, and gathered again.
     """
 
     ways: tuple[Way, ...]
     syncs: bool | None
     frozen: tuple[str, ...]
     evaluates: bool
+    reshards: bool
 
 
 @dataclass(frozen=True)
@@ -135,11 +139,19 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Program:
-    """Cycles, and how the stepper is made."""
+    """Cycles, and how the stepper is made.
+
+    Attributes:
+        cycles: In order.
+        reshard: Whether weights are freed after the forward pass.
+        defers: Whether reductions are deferred.
+        ahead: By rank, how many units are asked for ahead, forwards and backwards; None: as it is without being told.
+    """
 
     cycles: tuple[Cycle, ...]
     reshard: bool
     defers: bool
+    ahead: tuple[tuple[int, int] | None, ...]
 
 
 class Model(nn.Module):
@@ -187,7 +199,8 @@ FREEZABLE = ("entry", "exit", "units.0", "units.1", "units.1.first", "units.2.we
 def ways(draw: Any) -> Way:
     units = tuple(number for number in range(UNITS) if draw(st.booleans()) or draw(st.booleans()))
     recompute = draw(st.sampled_from(["no", "no", "saved tensors", "nested", "reentrant", "nested reentrant"]))
-    return Way(units, draw(st.booleans()), recompute, False, draw(st.integers(0, 99)))
+    unshards = draw(st.sampled_from([None, None, *range(UNITS + 1)]))
+    return Way(units, draw(st.booleans()), recompute, False, draw(st.integers(0, 99)), unshards)
 
 
 @st.composite
@@ -207,11 +220,12 @@ def cycles(draw: Any, ranks: int) -> Cycle:
         frozen = tuple(name for name in FREEZABLE if draw(st.integers(0, 4)) == 0)
         if context != "microbatch":
             frozen = tuple(name for name in frozen if name != "exit")  # each rank needs a backward pass
-        microbatches.append(
-            Microbatch(
-                tuple(own), draw(st.sampled_from([None, None, True, False])), frozen, draw(st.integers(0, 3)) == 0
-            )
-        )
+        reshards = draw(st.integers(0, 3)) == 0
+        if reshards:
+            own = [replace(way, unshards=2) for way in own]  # all ranks do it alike
+        evaluates = draw(st.integers(0, 3)) == 0
+        syncs = draw(st.sampled_from([None, None, True, False]))
+        microbatches.append(Microbatch(tuple(own), syncs, frozen, evaluates, reshards))
     fails = None
     if draw(st.integers(0, 3)) == 0:
         places = (
@@ -226,7 +240,8 @@ def cycles(draw: Any, ranks: int) -> Cycle:
 def programs(draw: Any, ranks: int) -> Program:
     """A program for so many ranks."""
     drawn = tuple(draw(cycles(ranks)) for _ in range(draw(st.integers(1, 4))))
-    return Program(drawn, draw(st.booleans()), draw(st.booleans()))
+    ahead = st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 3)))
+    return Program(drawn, draw(st.booleans()), draw(st.booleans()), tuple(draw(ahead) for _ in range(ranks)))
 
 
 # -- carrying out -------------------------------------------------------------------------------------------------------------------
@@ -284,7 +299,7 @@ def reference(program: Program, ranks: int) -> list[Outcome]:
 
 
 def _stepper(model: Model, program: Program, strategy: Strategy) -> FlatStepper:
-    return FlatStepper(
+    stepper = FlatStepper(
         model,
         eb.sgd(1.0, momentum=1.0),
         strategy=strategy,
@@ -293,6 +308,26 @@ def _stepper(model: Model, program: Program, strategy: Strategy) -> FlatStepper:
         reshard_after_forward=program.reshard,
         defer_reduction=program.defers,
     )
+    ahead = program.ahead[dist.get_rank()]
+    if ahead is not None:
+        units = [module for module in model.modules() if isinstance(module, Leaf | Nest)]
+        for number, unit in enumerate(units):
+            stepper.set_modules_to_forward_prefetch(unit, units[number + 1 :][: ahead[0]])
+            stepper.set_modules_to_backward_prefetch(unit, units[:number][::-1][: ahead[1]])
+    return stepper
+
+
+def _by_hand(stepper: FlatStepper, model: Model, way: Way, reshards: bool) -> None:
+    if way.unshards is not None:
+        module = model if way.unshards == UNITS else model.units[way.unshards]
+        handle = stepper.unshard(module, async_op=True)
+        if way.seed % 2:
+            assert handle is not None
+            handle.wait()
+            assert not any(p.isnan().any() for p in module.parameters(recurse=False))
+        if reshards:
+            stepper.reshard(module)
+            stepper.unshard(model)
 
 
 def _pass_of(stepper: FlatStepper, context: Context, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -347,9 +382,11 @@ def carried_out(program: Program, strategy: Strategy, directory: Path) -> Outcom
                         loss.backward()  # type: ignore[no-untyped-call]
                 failed = True
                 break
+            _by_hand(stepper, model, way, one.reshards)
             if one.evaluates:
                 with torch.no_grad():
                     seen.append(float(model(_input(way), way)))
+                _by_hand(stepper, model, way, one.reshards)
             with _pass_of(stepper, cycle.context, last):
                 loss = _loss(model, way)
                 seen.append(float(loss))

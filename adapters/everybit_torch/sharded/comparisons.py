@@ -12,11 +12,12 @@ from torch import Tensor
 from everybit_torch.collectives.communicator import Communicator, Pending
 from everybit_torch.sharded.scheduling.events import PassFlags
 
-Turn = Literal["forward", "again", "backward"]
+Turn = Literal["forward", "again", "reshard", "backward"]
 
 _TURNS: dict[Turn, str] = {
     "forward": "begins another forward pass",
     "again": "needs the weights of a unit that it has used in this forward pass already",
+    "reshard": "gives back weights by reshard(), which it had gathered by unshard()",
     "backward": "begins its backward pass",
 }
 
@@ -77,7 +78,7 @@ class Comparison:
                 other = turns[most if mine != most else -least]
                 raise RuntimeError(
                     f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank"
-                    f" {_TURNS[other] if other != self._turn else 'does so for another unit'}. Between two backward passes all ranks run"
+                    f" {_TURNS[other] if other != self._turn else 'does so for another unit, or with others gathered'}. Between two backward passes all ranks run"
                     " the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every rank."
                 )
             if self._flags is not None and all_flags != -no_flags:

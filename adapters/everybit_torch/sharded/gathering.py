@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
@@ -86,6 +86,26 @@ class Gathering:
             yield
         finally:
             self._executor.run_all(self.scheduled.stop_holding(held=before))
+
+    # -- by hand ------------------------------------------------------------------------------------------------------------------
+
+    def number_of(self, module: nn.Module) -> int | None:
+        """The number of the unit that a module is; None if it is none."""
+        return next((number for number, unit in enumerate(self.units) if unit.module is module), None)
+
+    def unshard(self, number: int) -> None:
+        """Begin to gather by hand; see :meth:`.scheduling.weights.WeightSchedule.unshard`."""
+        self._executor.begin_here()
+        self._executor.run(self.scheduled.unshard(number))
+
+    def wait_for(self, number: int) -> None:
+        """Wait for what was gathered by hand."""
+        self._executor.run(self.scheduled.wait_for(number))
+
+    def reshard(self, number: int) -> None:
+        """Free what was gathered by hand; see :meth:`.scheduling.weights.WeightSchedule.reshard`."""
+        self._executor.begin_here()
+        self._executor.run(self.scheduled.reshard(number))
 
     # -- forward ------------------------------------------------------------------------------------------------------------------
 

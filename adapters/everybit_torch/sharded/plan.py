@@ -47,6 +47,7 @@ from everybit_torch.sharded.planning.reductions import reduced_numbers
 from everybit_torch.sharded.planning.report import Plan, Ranks
 from everybit_torch.sharded.planning.traffic import agreed_bytes
 from everybit_torch.sharded.scheduling.schedule import Settings, cycle
+from everybit_torch.sharded.scheduling.weights import Prefetch
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
 from everybit_torch.stepping import piece_size
@@ -144,10 +145,14 @@ def plan_layout(
     defer_reduction: bool = False,
     metrics: bool = False,
     second_order: bool = False,
+    prefetch: Prefetch | None = None,
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
-    """Plan for any rank, as :func:`plan`; ``runs`` has for each group that is trained the elements of its runs."""
+    """Plan for any rank, as :func:`plan`.
+
+    ``runs`` has for each group that is trained the elements of its runs, ``prefetch`` what a stepper was told of gathers.
+    """
     where = torch.device(device)
     groups = [GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
     if runs is not None:
@@ -195,7 +200,7 @@ def plan_layout(
         tuple(reduced_numbers(labelled, len(numbered), alone=groups[0].alone)[answered:]),
         where,
     )
-    settings = Settings(kind, reshard_after_forward, keep_gradients, defer_reduction)
+    settings = Settings(kind, reshard_after_forward, keep_gradients, defer_reduction, prefetch or Prefetch())
     # All microbatches between the first and the last are alike.
     stages = cycle(layout, settings, min(microbatches, 3), second_order=second_order)
     transient, wire = meter(stages, groups, step, microbatches)

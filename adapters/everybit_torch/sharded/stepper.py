@@ -349,7 +349,7 @@ class FlatStepper(Control):
             microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(), defer_reduction=self._schedule.defers,
-            second_order=second_order,
+            second_order=second_order, prefetch=None if self._schedule.weights is None else self._schedule.weights.prefetch,
         )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:

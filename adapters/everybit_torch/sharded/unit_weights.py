@@ -112,6 +112,7 @@ class UnitWeights:
             "free": self._free,
             "compare forward": self._compare_forward,
             "compare again": self._compare_again,
+            "compare reshard": self._compare_reshard,
             "compare backward": self._compare_backward,
             "require compared": lambda _: self._end_comparison(),
             "require alike": self._require_alike,
@@ -168,6 +169,9 @@ class UnitWeights:
 
     def _compare_again(self, event: Event) -> None:
         self._comparer.start("again", event.number).result()
+
+    def _compare_reshard(self, event: Event) -> None:
+        self._comparer.start("reshard", event.number).result()
 
     def _compare_backward(self, event: Event) -> None:
         in_order = self._schedule.ways.in_the_layouts_order

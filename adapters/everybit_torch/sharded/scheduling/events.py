@@ -10,9 +10,10 @@ Kind = Literal[
     "gather",
     "wait",
     "free",
-    # Comparisons between the ranks: two of forward passes, two of backward passes.
+    # Comparisons between the ranks: three of forward passes, two of backward passes.
     "compare forward",
     "compare again",
+    "compare reshard",
     "compare backward",
     "require compared",
     "require alike",

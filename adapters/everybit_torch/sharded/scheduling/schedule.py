@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.scheduling.events import Event, PassFlags
 from everybit_torch.sharded.scheduling.gradients import GradientSchedule, Phase, TrainedGroup
 from everybit_torch.sharded.scheduling.ways import Nesting, UseKey
-from everybit_torch.sharded.scheduling.weights import WeightSchedule
+from everybit_torch.sharded.scheduling.weights import Prefetch, WeightSchedule
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -23,12 +23,14 @@ class Settings:
         reshard_after_forward: Whether a unit's weights are freed after its forward pass, where they are sharded.
         keep_gradients: Whether main gradients are kept from one step to the next.
         defer_reduction: Whether sharded gradients are summed over the ranks in the last backward pass of a cycle only.
+        prefetch: How far ahead weights are gathered, where they are sharded.
     """
 
     sharding: Sharding
     reshard_after_forward: bool = True
     keep_gradients: bool = True
     defer_reduction: bool = False
+    prefetch: Prefetch = field(default_factory=Prefetch)
 
 
 class Schedule:
@@ -60,7 +62,9 @@ class Schedule:
         sharding = settings.sharding
         self.gradients = GradientSchedule(self.trained, sharded=sharding.grads, kept=settings.keep_gradients)
         self.weights = (
-            WeightSchedule(layout.units, reshard_after_forward=settings.reshard_after_forward)
+            WeightSchedule(
+                layout.units, reshard_after_forward=settings.reshard_after_forward, prefetch=settings.prefetch
+            )
             if sharding.params
             else None
         )
@@ -95,7 +99,7 @@ class Schedule:
         if number > 0:
             yield from self.advance()
             yield from self.weights.free_what_is_over()
-            yield from self.weights.take_part(number)
+            yield from self.weights.ahead_of(number)
         yield from self.weights.need(number)
 
     def run_again(self, number: int, *, recording: bool) -> Iterator[Event]:

@@ -59,6 +59,7 @@ class Nested(Model):
 def measured(
     strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
     outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True, nested: bool = False, steps: int = 2,
+    defer: bool = False, second_order: bool = False, ahead: int | None = None,
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
     """The plan; and of the steps from the second on: what persists, the most by phase on top of it, and what was sent in the last."""
     torch.manual_seed(0)
@@ -74,24 +75,33 @@ def measured(
             outer=outer,
             mesh=mesh,
             keep_gradients=keep,
+            defer_reduction=defer,
         )
+        for number, block in enumerate(model.blocks if ahead is not None else ()):
+            stepper.set_modules_to_forward_prefetch(block, list(model.blocks)[number + 1 :][:ahead])
+            stepper.set_modules_to_backward_prefetch(block, list(model.blocks)[:number][::-1][:ahead])
         communicators = {id(c): c for c in (stepper.inner, stepper.outer)}
         if stepper._gathering is not None:
             communicators[id(stepper._gathering.communicator)] = stepper._gathering.communicator
         peaks = dict.fromkeys(("forward", "backward", "step"), 0)
-        persistent = forward = backward = 0
+        persistent = 0
         for step in range(steps):
+            forward = backward = 0
             for communicator in communicators.values():
                 communicator.sent.clear()
             for number in range(microbatches):
-                x = torch.ones(2, 9, dtype=model.entry.weight.dtype)
+                x = torch.ones(2, 9, dtype=model.entry.weight.dtype, requires_grad=second_order)
                 with stepper.microbatch(last=number == microbatches - 1):
                     counter.peak = counter.live
                     loss = model(x).float().square().mean()
-                    forward = counter.peak
+                    forward = max(forward, counter.peak)
                     counter.peak = counter.live
+                    if second_order:
+                        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                        loss = loss + slope.square().sum()
+                        del slope
                     loss.backward()
-                    backward = counter.peak
+                    backward = max(backward, counter.peak)
                 del loss
             counter.peak = counter.live
             stepper.step()
@@ -103,7 +113,7 @@ def measured(
         for communicator in communicators.values():
             for name, size in communicator.sent.items():
                 sent[name] = sent.get(name, 0) + size
-        predicted = stepper.plan(microbatches=microbatches)
+        predicted = stepper.plan(microbatches=microbatches, second_order=second_order)
         # test_construction.py measures that phase.
         cycled = {name: size for name, size in predicted.transient.items() if name != "construction"}
         predicted = dataclasses.replace(predicted, transient=cycled)
@@ -231,6 +241,74 @@ def test_gradients_that_are_not_kept(strategy: Strategy) -> None:
             assert predicted.persistent_bytes == persistent
             assert predicted.transient == peaks
             assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+def test_whole_gradients_are_planned_while_their_reduction_is_deferred() -> None:
+    """In the phases of a cycle, for they are gone when a step is; and what is sent is sent once, whatever the number of microbatches."""
+    for number, strategy, keep, nested in (
+        (1, "optim_grads_params", True, False),
+        (4, "optim_grads", False, False),
+        (0, "optim_grads_params", False, True),
+    ):
+        policy, low, _, transform = CASES[number]
+        arguments = (strategy, policy, low, 3, transform, True, "no_shard", None, keep, nested, 2, True)
+        for predicted, persistent, peaks, sent in run(2, measured, *arguments):
+            assert predicted.persistent_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_weights_that_are_kept_for_a_graph_of_a_backward_pass_are_planned(reshard: bool) -> None:
+    policy, low, _, transform = CASES[0]
+    arguments = (
+        "optim_grads_params",
+        policy,
+        low,
+        2,
+        transform,
+        reshard,
+        "no_shard",
+        None,
+        True,
+        False,
+        2,
+        False,
+        True,
+    )
+    for predicted, persistent, peaks, sent in run(2, measured, *arguments):
+        assert predicted.persistent_bytes == persistent
+        assert predicted.transient == peaks
+        assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+def test_lists_of_units_that_are_gathered_ahead_are_planned() -> None:
+    peaks_by_list = []
+    for ahead in (0, 2):
+        arguments = ("optim_grads_params", *CASES[0], True, "no_shard", None, True, False, 2, False, False, ahead)
+        for predicted, persistent, peaks, sent in run(2, measured, *arguments):
+            assert predicted.persistent_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+        peaks_by_list.append(predicted.transient["forward"])
+    assert peaks_by_list[0] < peaks_by_list[1]
+
+
+def test_the_price_of_deferred_reduction_is_a_whole_gradient_and_its_gain_is_traffic() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+    policy = dataclasses.replace(KAHAN, grads=BF16_WIRE)
+    each, once = (
+        plan(
+            model, eb.adamw(1e-3), policy=policy, strategy="optim_grads", ranks=4, units=[nn.Linear], microbatches=8,
+            defer_reduction=defer,
+        )
+        for defer in (False, True)
+    )  # fmt: skip
+    assert once.transient["forward"] - each.transient["forward"] == 4 * each.parameters
+    assert each.wire["all_to_all"] == 8 * once.wire["all_to_all"]
+    assert each.wire["all_gather"] == once.wire["all_gather"]
+    assert each.persistent == once.persistent
 
 
 # -- what persists, seen from outside ------------------------------------------------------------------------------------------------

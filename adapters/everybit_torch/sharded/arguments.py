@@ -65,6 +65,7 @@ class Arguments:
     synchronize: bool
     offload: bool
     keep_gradients: bool
+    defer_reduction: bool
     model_parallel: Mesh
     copies: Collection[str]
     values: Values | None
@@ -198,7 +199,7 @@ def _judge(
         ("divisor", repr(float(divisor))),
         *(
             (name, repr(getattr(given, name)))
-            for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize")
+            for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize", "defer_reduction")
         ),
         *construction.facts,
     ]

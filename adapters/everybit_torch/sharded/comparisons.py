@@ -10,14 +10,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everybit_torch.collectives.communicator import Communicator, Pending
+from everybit_torch.sharded.scheduling.events import PassFlags
 
-Turn = Literal["forward", "again", "backward"]
+Turn = Literal["forward", "again", "reshard", "backward"]
 
 _TURNS: dict[Turn, str] = {
     "forward": "begins another forward pass",
     "again": "needs the weights of a unit that it has used in this forward pass already",
+    "reshard": "gives back weights by reshard(), which it had gathered by unshard()",
     "backward": "begins its backward pass",
 }
+
+
+_FLAGS: dict[PassFlags, tuple[str, str]] = {
+    PassFlags.REDUCES: (
+        "sum the gradients of this backward pass over the ranks",
+        "`last`, and set_requires_gradient_sync()",
+    ),
+    PassFlags.CREATES_GRAPH: ("make a graph of this backward pass", "`create_graph`"),
+}
+_ANY = 2 ** len(PassFlags)  # more than all flags
+
+
+class DifferentPassesError(RuntimeError):
+    """Ranks are in backward passes with different flags. Nothing was sent in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +57,8 @@ class Agreement:
 class Comparison:
     """A comparison that is under way."""
 
-    def __init__(self, turn: Turn, message: Tensor, pending: Pending) -> None:
-        self._turn, self._message, self._pending = turn, message, pending
+    def __init__(self, turn: Turn, flags: PassFlags | None, message: Tensor, pending: Pending) -> None:
+        self._turn, self._flags, self._message, self._pending = turn, flags, message, pending
         self._result: Agreement | None = None
 
     def result(self) -> Agreement:
@@ -50,22 +66,35 @@ class Comparison:
 
         Raises:
             RuntimeError: Another rank is about to do something else.
+            DifferentPassesError: Ranks are in backward passes with different flags; on all ranks, but those that gave none.
         """
         if self._result is None:
             self._pending.wait()
-            most, least, digest, other_digest, disordered = self._message.tolist()
+            most, least, digest, other_digest, disordered, all_flags, no_flags = self._message.tolist()
             alike, in_order = digest == -other_digest, not disordered
             turns = list(_TURNS)
             if most != -least or (turns[most] != "backward" and not alike):
                 mine = turns.index(self._turn)
                 other = turns[most if mine != most else -least]
+                does = _TURNS[other] if other != self._turn else "does so for another unit, or with others gathered"
                 raise RuntimeError(
-                    f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank"
-                    f" {_TURNS[other] if other != self._turn else 'does so for another unit'}. Between two backward passes all ranks run"
+                    f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank {does}. Between two backward passes all ranks run"
                     " the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every rank."
                 )
+            if self._flags is not None and all_flags != -no_flags:
+                self._refuse(self._flags, PassFlags(all_flags if all_flags != self._flags else -no_flags))
             self._result = Agreement(alike, in_order)
         return self._result
+
+    @staticmethod
+    def _refuse(mine: PassFlags, others: PassFlags) -> None:
+        for flag, (what, accepted) in _FLAGS.items():
+            if flag in mine ^ others:
+                this, other = ("does", "does not") if flag in mine else ("does not", "does")
+                raise DifferentPassesError(
+                    f"optim_grads_params: this rank {this} {what}, and another rank {other}. Accepted is the same {accepted} on every rank;"
+                    " accepted next is zero_grad(), on every rank."
+                )
 
 
 class Comparer:
@@ -79,19 +108,21 @@ class Comparer:
     def __init__(self, inner: Communicator, outer: Communicator) -> None:
         self._inner, self._outer = inner, outer
 
-    def start(self, turn: Turn, digest: int, *, in_order: bool = True) -> Comparison:
+    def start(self, turn: Turn, digest: int, *, in_order: bool = True, flags: PassFlags | None = None) -> Comparison:
         """Begin to compare. Every rank has to call it.
 
         Args:
             turn: What this rank is about to do.
             digest: Of what has to be the same, below 2**62.
             in_order: See :class:`Agreement`.
+            flags: Of a backward pass; None: they are not known, and any others' will do.
         """
         number = list(_TURNS).index(turn)
-        message = torch.tensor([number, -number, digest, -digest, int(not in_order)], dtype=torch.int64)
+        most, least = (int(flags), -int(flags)) if flags is not None else (-_ANY, -_ANY)
+        message = torch.tensor([number, -number, digest, -digest, int(not in_order), most, least], dtype=torch.int64)
         pending = self._inner.all_reduce(message, "the order of units", dist.ReduceOp.MAX)
         if self._outer.size > 1:
             # Now, not when the result is wanted: a rank that waits for it has to have done its part.
             pending.wait()
             pending = self._outer.all_reduce(message, "the order of units", dist.ReduceOp.MAX)
-        return Comparison(turn, message, pending)
+        return Comparison(turn, flags, message, pending)

@@ -49,6 +49,7 @@ class Executor:
         self.observer: Callable[[Event], None] | None = None
         self._handlers: dict[Kind, Callable[[Event], None]] = {
             "open bucket": lambda event: self._gradients[event.number].open_bucket(),
+            "open unreduced": lambda event: self._gradients[event.number].open_unreduced(),
             "open main": lambda event: self._gradients[event.number].open_main(),
             "copy": self._accumulate,
             "add": self._accumulate,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +22,12 @@ from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.scheduling.ways import UseKey
 from everybit_torch.sharded.unit_weights import UnitWeights
-from everybit_torch.torch_internals.autograd import in_a_backward_pass, recorded_nodes, saved_tensors_hooks
+from everybit_torch.torch_internals.autograd import (
+    in_a_backward_pass,
+    recorded_nodes,
+    reentrant_checkpoint,
+    saved_tensors_hooks,
+)
 
 
 class Gathering:
@@ -120,6 +125,26 @@ class Gathering:
         with self.keeping(numbers):
             yield returned
 
+    # -- by hand ------------------------------------------------------------------------------------------------------------------
+
+    def number_of(self, module: nn.Module) -> int | None:
+        """The number of the unit that a module is; None if it is none."""
+        return next((number for number, unit in enumerate(self.units) if unit.module is module), None)
+
+    def unshard(self, number: int) -> None:
+        """Begin to gather by hand; see :meth:`.scheduling.weights.WeightSchedule.unshard`."""
+        self._executor.begin_here()
+        self._executor.run(self.scheduled.unshard(number))
+
+    def wait_for(self, number: int) -> None:
+        """Wait for what was gathered by hand."""
+        self._executor.run(self.scheduled.wait_for(number))
+
+    def reshard(self, number: int) -> None:
+        """Free what was gathered by hand; see :meth:`.scheduling.weights.WeightSchedule.reshard`."""
+        self._executor.begin_here()
+        self._executor.run(self.scheduled.reshard(number))
+
     # -- forward ------------------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, number: int, _arguments: Any) -> None:
@@ -193,33 +218,26 @@ class Gathering:
         begin = self._on_backward()
         if begin is not None:
             begin()
-        self._executor.run(self._schedule.come_to(number, use, recording=torch.is_grad_enabled()))
+        self._executor.run(self._schedule.come_to(number, use))
 
-    def cancel_backward(self) -> None:
-        """The pass computed gradients that no parameter receives (``torch.autograd.grad``): there is still one to come.
-
-        Raises:
-            RuntimeError: A graph of the gradients was made, which needs weights at times that nothing tells.
-        """
-        created = self.scheduled.graph_without_weights
-        self._executor.run(self._schedule.cancel_pass())
-        if created:
-            raise RuntimeError(
-                "optim_grads_params: torch.autograd.grad(create_graph=True), as a gradient penalty has it, makes a graph that needs weights"
-                " when nothing tells that they should be gathered. Accepted are the other strategies; or the forward pass, the penalty and"
-                " the backward pass inside `with stepper.full_parameters():`, with room for all weights."
-            )
+    def end_backward(self) -> None:
+        """The backward pass is over: free everything, unless a graph was made of it, which another pass may come to."""
+        if not self.scheduled.keeps_for_graph:
+            self.free_all()
 
     # -- after an error -------------------------------------------------------------------------------------------------------------
 
-    def begin_to_recover(self) -> bool:
-        """Continue this rank's collectives after an error, without computing; return whether a backward pass is among them."""
+    def begin_to_recover(self) -> tuple[bool, bool]:
+        """Continue this rank's collectives after an error, without computing.
+
+        Returns:
+            Whether a backward pass is among them; and whether other ranks go on with it.
+        """
         evaluating = self.scheduled.evaluating
         self._executor.run(self.scheduled.rejoin())
         if evaluating and not self.scheduled.in_backward:
-            return False
-        self._weights.compare_again_with_others()
-        return True
+            return False, True
+        return True, self._weights.compare_again_with_others()
 
     def recover(self) -> None:
         """Recover from an error: end all collectives and the pass, and free all gathered weights, whatever failed."""
@@ -231,7 +249,9 @@ class Gathering:
 def _checkpoint(*, differentiable: bool) -> int:
     """A number for the checkpoint that is being recorded; 0 for none."""
     if not differentiable:
-        # A reentrant one, or no_grad(). Nothing is recorded in it, so that autograd's count of what it records stands still.
-        return -1 - recorded_nodes()
+        # A reentrant one. Or another's implementation of it, or no_grad(), in which autograd's count of what it records stands still, but
+        # for functions of the user's.
+        reentrant = reentrant_checkpoint()
+        return -1 - recorded_nodes() if reentrant is None else reentrant
     hooks = saved_tensors_hooks()
     return id(hooks[0]) if hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "") else 0

@@ -9,6 +9,8 @@ strategy                    a gradient arrives              a reduction is over
 ==========================  ==============================  =======================================================
 no_shard, optim             copied, then added, to main     *copied* to main (or it was reduced in place)
 optim_grads, ..._params     copied to a bucket, for sending  copied to main, *added* from the second backward pass on
+the same, deferred          copied, then added, in main's    as above, once for all deferred passes
+                            dtype, for all ranks' parts
 ==========================  ==============================  =======================================================
 """
 
@@ -76,6 +78,7 @@ class GradientBuffer:
         self.main = torch.zeros(size, dtype=main, device=device)
         self.phase: Phase = "empty"
         self._bucket: Tensor | None = None
+        self._unreduced: Tensor | None = None
         self._squares: Squares | None = None
         first, stop = sharding.own_range(group.padded, inner.rank, inner.size, outer.rank, outer.size)
         slices = list(group.slices(first, stop))
@@ -108,7 +111,7 @@ class GradientBuffer:
     # -- accumulating -----------------------------------------------------------------------------------------------------------
 
     def accumulate(self, number: int, gradient: Tensor, *, mode: Literal["copy", "add"]) -> None:
-        """Copy or add the gradient of the group's parameter ``number``, to what :meth:`open_bucket` or :meth:`open_main` has allocated.
+        """Copy or add the gradient of the group's parameter ``number``, to what has been opened for it.
 
         Raises:
             RuntimeError: The cycle's sums are reduced already.
@@ -120,7 +123,8 @@ class GradientBuffer:
             )
         if not self.sharding.grads:
             self.phase = "partial"
-        accumulate(self._place(number), gradient, mode=mode, scale=self.wire.prescale if self.sharding.grads else 1.0)
+        in_bucket = self.sharding.grads and self._unreduced is None
+        accumulate(self._place(number), gradient, mode=mode, scale=self.wire.prescale if in_bucket else 1.0)
 
     def zero(self, number: int) -> None:
         """Write zeros for the parameter ``number``, of which no gradient arrived."""
@@ -135,12 +139,17 @@ class GradientBuffer:
         """What gradients are accumulated in."""
         if not self.sharding.grads:
             return self.main
-        assert self._bucket is not None
-        return self._bucket
+        found = self._bucket if self._unreduced is None else self._unreduced
+        assert found is not None
+        return found
 
     def open_bucket(self) -> None:
         """Allocate what gradients arrive in, where main gradients are sharded."""
         self._bucket = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
+
+    def open_unreduced(self) -> None:
+        """Allocate the sum of passes that are not reduced, of the whole group and in the main gradient's dtype."""
+        self._unreduced = torch.empty(self.group.padded, dtype=self.main.dtype, device=self.main.device)
 
     def open_main(self) -> None:
         """Allocate the main gradient, where its memory is not kept."""
@@ -151,7 +160,7 @@ class GradientBuffer:
     def close(self) -> None:
         """Free what gradients would have arrived in; none has."""
         if self.sharding.grads:
-            self._bucket = None
+            self._bucket = self._unreduced = None
         else:
             self._free_main()
 
@@ -182,10 +191,9 @@ class GradientBuffer:
             mode: Literal["copy", "add"] = "add" if self.phase == "reduced" else "copy"
             squares = self._squares = Squares.begin(self.main, self._filled) if now is not None else None
             reduction = reduce_scatter_into(
-                self.main, self._partial, self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what,
+                self.main, self._take_sums(), self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what,
                 observe=None if squares is None else squares.add,
             )  # fmt: skip
-            self._bucket = None
         else:
             reduction = self._reduce_main(
                 self.main, self.inner, self.wire, now, self.what, scattered=self.sharding.state
@@ -205,6 +213,12 @@ class GradientBuffer:
             reduction.after = lambda: self._reduce_outer(divisor)
         return reduction
 
+    def _take_sums(self) -> Tensor:
+        """Return what is sent, as it is sent. This buffer does not hold it any more."""
+        sums, in_bucket = self._partial, self._unreduced is None
+        self._bucket = self._unreduced = None
+        return sums if in_bucket else _as_sent(sums, self.wire)
+
     def _reduce_main(
         self,
         sums: Tensor,
@@ -216,12 +230,7 @@ class GradientBuffer:
         scattered: bool,
     ) -> Reduction:
         """Start to reduce sums that lie in the main gradient, in place: every rank all of them, or each its part (``scattered``)."""
-        partial = sums
-        if wire.dtype is not sums.dtype:
-            partial = torch.empty(sums.numel(), dtype=wire.dtype, device=sums.device)
-            cast(partial, sums, wire.prescale)
-        elif wire.prescale != 1.0:
-            partial.mul_(wire.prescale)
+        partial = _as_sent(sums, wire)
         owned = partial is not sums
         if not scattered:
             return all_reduce_into(sums, partial, communicator, wire, divisor=divisor, owned=owned, what=what)
@@ -266,6 +275,15 @@ class GradientBuffer:
     def clear(self) -> None:
         """Forget all gradients, and free their memory unless it is kept."""
         self.phase = "empty"
-        self._bucket = self._squares = None
+        self._bucket = self._unreduced = self._squares = None
         if not self._keep:
             self._free_main()
+
+
+def _as_sent(sums: Tensor, wire: Wire) -> Tensor:
+    """Sums in the wire's dtype and scale: the given tensor, where it has that dtype."""
+    if sums.dtype is wire.dtype:
+        return sums if wire.prescale == 1.0 else sums.mul_(wire.prescale)
+    sent = torch.empty(sums.numel(), dtype=wire.dtype, device=sums.device)
+    cast(sent, sums, wire.prescale)
+    return sent

@@ -47,10 +47,11 @@ class Passes:
         require_ready: Raises where a pass may not begin; it is told what is refused.
 
     Attributes:
+        require_ready: As given.
         in_pass: A backward pass goes on.
         in_context: Inside ``microbatch``, ``sync`` or ``no_sync``.
         failed: An error was not recovered from; so it is while something goes on that may fail.
-        number: How many passes there were in this cycle.
+        reduced: How many passes of this cycle were summed over the ranks.
         total: How many there were since the stepper was made.
         touched: For each parameter, whether it had a gradient in this cycle.
         nonfinite: For each parameter, how many elements of this rank's own gradients were not finite, if that is looked at.
@@ -72,7 +73,7 @@ class Passes:
         self._layout, self._gradients = layout, dict(gradients)
         self._schedule, self._executor = schedule, executor
         self._nan, self._communicators = nan, communicators
-        self._require_ready = require_ready
+        self.require_ready = require_ready
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         groups = [buffer.group for buffer in self._gradients.values()]
@@ -88,7 +89,7 @@ class Passes:
         self.touched = [False] * len(self._names)
         self.nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
         self.in_context = self.in_pass = self.failed = False
-        self.number = self.total = 0
+        self.reduced = self.total = 0
         self._others: tuple[Communicator, ...] = ()
         self._owes_pass = self._finishing = False
 
@@ -136,19 +137,19 @@ class Passes:
         # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
         reference = weakref.ref(self)
 
-        @torch.no_grad()  # backward(create_graph=True) runs hooks with gradients enabled
         def arrive(parameter: Tensor) -> None:
             passes = reference()
             if passes is not None:
                 gradient, parameter.grad = parameter.grad, None
                 assert gradient is not None
-                passes._take(local_gradient(parameter, gradient.detach()), group, place, number)
+                passes.begin()
+                with torch.no_grad():  # backward(create_graph=True) runs hooks with gradients enabled
+                    passes._take(local_gradient(parameter, gradient.detach()), group, place, number)
 
         return arrive
 
     def _take(self, gradient: Tensor, group: int, place: int, number: int) -> None:
         """A parameter's gradient has arrived."""
-        self.begin()
         if gradient.layout is not torch.strided:
             raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
         if self._gathering is not None:
@@ -171,7 +172,8 @@ class Passes:
             RuntimeError: The message names the parameter.
         """
         assert self._gathering is not None
-        if unit > 0 and unit not in self._gathering.scheduled.entered:
+        scheduled = self._gathering.scheduled
+        if unit > 0 and unit not in scheduled.entered and not scheduled.keeps_all:
             raise RuntimeError(
                 f"{self._names[number]}: its gradient came before that of what its unit, {self._layout.units[unit]}, returned, so the"
                 " unit's weights may not have been there. Accepted are units that return every tensor that the loss depends on."
@@ -205,7 +207,7 @@ class Passes:
         """
         if self.in_pass:
             return
-        self._require_ready("backward")
+        self.require_ready("backward")
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -218,7 +220,8 @@ class Passes:
             self._executor.begin_here()
         expected = [sum(parameter.requires_grad for parameter in members) for members in self._members]
         accumulates = any(map(_accumulates, self._parameters))
-        self._executor.run(self._schedule.begin_pass(expected, accumulates=accumulates))
+        creates_graph = torch.is_grad_enabled()  # hooks are run so where autograd records the pass
+        self._executor.run(self._schedule.begin_pass(expected, accumulates=accumulates, creates_graph=creates_graph))
         autograd.at_the_end_of_the_pass(self._end_autograd)
 
     def require_in_place(self) -> None:
@@ -240,18 +243,15 @@ class Passes:
             return
         # torch.autograd.grad, for which this is not the backward pass. (A loss that reaches no parameter: its microbatch takes part.)
         self.in_pass = False
-        if self._gathering is None:
-            self._executor.run(self._schedule.cancel_pass())
-        else:
-            self._gathering.cancel_backward()
+        self._executor.run(self._schedule.cancel_pass())
 
     def _end_pass(self) -> None:
         self._executor.run(self._schedule.end_pass())
         if self._gathering is not None:
-            self._gathering.free_all()
+            self._gathering.end_backward()
         self.in_pass = False
         self.total += 1
-        self.number += 1
+        self.reduced += self._schedule.reduces
 
     # -- contexts --------------------------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Passes:
             raise RuntimeError(
                 f"{name}: a microbatch, sync or no_sync is open already; accepted is one after the other."
             )
-        self._require_ready(name)
+        self.require_ready(name)
         passes = self.total
         self.in_context, self._schedule.last = True, last
         try:
@@ -326,20 +326,21 @@ class Passes:
         self.nonfinite.zero_()
         for parameter in self._parameters:
             parameter.grad = None
-        self.number = 0
+        self.reduced = 0
 
     def recover(self) -> None:
         """After an error: take part to the end in what other ranks may be doing, wait for all that is under way, and forget it."""
         gathering = self._gathering
         self._executor.begin_here()
         with suppress(Exception):  # a rank may be gone; what comes next says so
-            owes = self._owes_pass or self.in_pass
+            owes, reduces = self._owes_pass or self.in_pass, self._schedule.reduces
             if gathering is not None and (owes or gathering.scheduled.unfinished):
-                owes = gathering.begin_to_recover() or owes
-            if owes and self._schedule.reduces:
+                in_backward, others_go_on = gathering.begin_to_recover()
+                owes, reduces = in_backward or owes, reduces and others_go_on
+            if owes and (reduces or gathering is not None):
                 if not self.in_pass:
                     self._schedule.gradients.begin_reductions()
-                self._executor.run(self._schedule.take_part())
+                self._executor.run(self._schedule.take_part(reduces=reduces))
             elif self._finishing:
                 self._executor.run([Event("drain")])
                 self.finish_gradients()

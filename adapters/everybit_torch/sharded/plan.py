@@ -16,6 +16,8 @@ optim                 ``c + w``
 optim_grads           ``k c + w``
 optim_grads_params    ``k (c + 2 w)``, without ``reshard_after_forward`` ``k (c + w)``
 ====================  ===============================================================
+
+With ``defer_reduction`` ``c`` is sent once instead of ``k`` times.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from everybit_torch.sharded.planning.reductions import reduced_numbers
 from everybit_torch.sharded.planning.report import Plan, Ranks
 from everybit_torch.sharded.planning.traffic import agreed_bytes
 from everybit_torch.sharded.scheduling.schedule import Settings, cycle
+from everybit_torch.sharded.scheduling.weights import Prefetch
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
 from everybit_torch.stepping import piece_size
@@ -71,7 +74,9 @@ def plan(
     reshard_after_forward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
+    defer_reduction: bool = False,
     metrics: bool = False,
+    second_order: bool = False,
     device: torch.device | str = "cpu",
     rank: int | tuple[int, int] = 0,
     values: Values | type[Values] | None = None,
@@ -95,7 +100,11 @@ def plan(
         reshard_after_forward: Whether a unit's weights are freed after its forward pass, under ``optim_grads_params``.
         compile: Whether the step is compiled, which changes its transient memory.
         keep_gradients: Whether main gradients are kept from one step to the next; if not, they count as transient.
+        defer_reduction: Whether sharded gradients are summed over the ranks in a step's last backward pass only. Between the others whole
+            gradients are kept, which count as transient.
         metrics: Whether steps are measured; metrics persist from the first step on.
+        second_order: Whether each microbatch has ``torch.autograd.grad(create_graph=True)`` of its input before its backward pass, as a
+            gradient penalty does; weights of ``optim_grads_params`` then stay gathered in between.
         device: Where it will run: accelerators are given larger pieces to work on than a CPU.
         rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
         values: Where the stepper's model is to get its values from when it is constructed, or the class of that, such as
@@ -129,7 +138,8 @@ def plan(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank),
         construction=construction_of(model, described, layout, kind, values),
         microbatches=microbatches, reshard_after_forward=reshard_after_forward, compile=compile,
-        keep_gradients=keep_gradients, metrics=metrics, device=device,
+        keep_gradients=keep_gradients, defer_reduction=defer_reduction, metrics=metrics, second_order=second_order,
+        device=device,
     )  # fmt: skip
 
 
@@ -144,7 +154,10 @@ def plan_layout(
     reshard_after_forward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
+    defer_reduction: bool = False,
     metrics: bool = False,
+    second_order: bool = False,
+    prefetch: Prefetch | None = None,
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
@@ -163,6 +176,9 @@ def plan_layout(
         metrics: See there.
         device: See there.
         runs: For each group that is trained, the elements of its runs, where they are known.
+        defer_reduction: As :func:`plan`'s.
+        second_order: See there.
+        prefetch: What the stepper was told of gathers; None: nothing.
     """
     where = torch.device(device)
     groups = [GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
@@ -215,9 +231,9 @@ def plan_layout(
         tuple(reduced_numbers(labelled, len(numbered), alone=groups[0].alone)[answered:]),
         where,
     )
-    settings = Settings(kind, reshard_after_forward, keep_gradients)
+    settings = Settings(kind, reshard_after_forward, keep_gradients, defer_reduction, prefetch or Prefetch())
     # All microbatches between the first and the last are alike.
-    stages = cycle(layout, settings, min(microbatches, 3))
+    stages = cycle(layout, settings, min(microbatches, 3), second_order=second_order)
     cycled, wire = meter(stages, groups, step, microbatches)
     transient = {"construction": made, **cycled}
     access = access_bytes(layout, settings, groups, step)

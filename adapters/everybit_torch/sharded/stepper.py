@@ -21,6 +21,7 @@ from everybit_torch.collectives.meshes import Mesh, ranks_of
 from everybit_torch.collectives.reduction import divide
 from everybit_torch.sharded.arguments import Arguments, Judged, claim, judge
 from everybit_torch.sharded.construction.sources import Values
+from everybit_torch.sharded.control import Control
 from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.full_parameters import FullParameters
 from everybit_torch.sharded.gathering import Gathering
@@ -47,7 +48,7 @@ from everybit_torch.sharded.unit_weights import UnitWeights
 from everybit_torch.torch_internals.optimizers import note_step
 
 
-class FlatStepper(ModelAccess):
+class FlatStepper(Control, ModelAccess):
     """Step a model on flat buffers, alone or with other ranks, each dtype where the policy says.
 
     Parameters become pieces of flat buffers. In the backward pass every gradient is added (or copied) to its place in a buffer and freed;
@@ -80,6 +81,8 @@ class FlatStepper(ModelAccess):
             at a time for a step. For models on another device than the host.
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
+        defer_reduction: With sharded gradients: sum them over the ranks in the last backward pass of a cycle, and not in each. Until then a
+            rank keeps whole gradients. See :meth:`set_requires_gradient_sync`.
         ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
             the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
         values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
@@ -126,6 +129,7 @@ class FlatStepper(ModelAccess):
         synchronize: bool = True,
         offload: bool = False,
         keep_gradients: bool = True,
+        defer_reduction: bool = False,
         model_parallel: Mesh = None,
         copies: Collection[str] = (),
         values: Values | None = None,
@@ -134,7 +138,7 @@ class FlatStepper(ModelAccess):
     ) -> None:
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
-            synchronize, offload, keep_gradients, model_parallel, copies, values, device, ignored,
+            synchronize, offload, keep_gradients, defer_reduction, model_parallel, copies, values, device, ignored,
         )  # fmt: skip
         judged = judge(model, given)
         with judged.construction.all_or_nothing():
@@ -160,7 +164,7 @@ class FlatStepper(ModelAccess):
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
         self._constructed = construction.schedule
         self.completeness = Completeness()  # of weights and state, for checkpoints
-        settings = Settings(self.sharding, given.reshard_after_forward, given.keep_gradients)
+        settings = Settings(self.sharding, given.reshard_after_forward, given.keep_gradients, given.defer_reduction)
         self._schedule = Schedule(self.layout, settings)
         self._executor = Executor(self.buffers.weights, self.buffers.gradients, self.divisor, (self.inner, self.outer))
         self._executor.on({"agree": self._agree, "step": self._step_shards})
@@ -198,50 +202,6 @@ class FlatStepper(ModelAccess):
         self._methods = RegisteredMethods(model, self.layout, self._gathering)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def microbatch(self, *, last: bool) -> Iterator[None]:
-        """One microbatch: its backward pass, and on the ``last`` one of a step the sum over the ranks.
-
-        A rank whose loss reaches no parameter takes part with zeros. Without this context gradients are summed over the ranks by
-        :meth:`step` (``no_shard``, ``optim``), or in every backward pass; then every rank needs one each time.
-
-        Raises:
-            RuntimeError: Inside another, or after the last one without a step.
-        """
-        if self._passes.in_context:
-            raise RuntimeError("microbatch: one is open already; accepted is one after the other.")
-        if any(buffer.phase == "final" for buffer in self.gradients):
-            raise RuntimeError(
-                "microbatch: the last one of this cycle is over; accepted next is step() or zero_grad()."
-            )
-        with self._passes.context(last=last, name="microbatch"):
-            before = self._passes.total
-            yield
-            if self._passes.total == before:
-                self._passes.empty_pass()
-            if last:
-                self._optimizer.attach_gradients()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes in here are not the last of their step. Sharded gradients are summed over the ranks all the same.
-
-        Raises:
-            RuntimeError: Inside a microbatch.
-        """
-        with self._passes.context(last=False, name="no_sync"):
-            yield
-
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        """The one backward pass in here is the last of its step: gradients are summed over the ranks while it goes on.
-
-        Raises:
-            RuntimeError: Inside a microbatch.
-        """
-        with self._passes.context(last=True, name="sync"):
-            yield
 
     def _require_ready(self, name: str) -> None:
         """Refuse to go on from a state that is not what it seems.
@@ -382,7 +342,7 @@ class FlatStepper(ModelAccess):
             here for name, here in zip(self._names, self._passes.touched, strict=True) if name in self._trained_names
         )
         self._agreed = agree(
-            self._names, self._passes.touched, self._passes.number, self._passes.nonfinite, self.buffers.shards, self._given.nan,
+            self._names, self._passes.touched, self._passes.reduced, self._passes.nonfinite, self.buffers.shards, self._given.nan,
             self.inner, self.outer, self.buffers.sharing, self.beside, self._pass_counts, looks=not all(trained) or bool(self._idle),
             as_written=not self._optimizer.gradients_were_handed_out,
         )  # fmt: skip
@@ -396,11 +356,12 @@ class FlatStepper(ModelAccess):
         """
         return self._optimizer
 
-    def plan(self, *, microbatches: int = 1) -> Plan:
+    def plan(self, *, microbatches: int = 1, second_order: bool = False) -> Plan:
         """Where this rank's memory goes, and what it sends in a step.
 
         Args:
             microbatches: In a step.
+            second_order: See :func:`everybit_torch.plan`.
         """
         given = self._given
         return plan_layout(
@@ -408,7 +369,8 @@ class FlatStepper(ModelAccess):
             Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank), construction=self._constructed,
             microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
-            runs=self._optimizer.runs(),
+            runs=self._optimizer.runs(), defer_reduction=self._schedule.defers,
+            second_order=second_order, prefetch=None if self._schedule.weights is None else self._schedule.weights.prefetch,
         )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:

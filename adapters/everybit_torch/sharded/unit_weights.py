@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.sharded.comparisons import Agreement, Comparer, Comparison
-from everybit_torch.sharded.scheduling.events import Event, Kind
+from everybit_torch.sharded.comparisons import Agreement, Comparer, Comparison, DifferentPassesError
+from everybit_torch.sharded.scheduling.events import Event, Kind, PassFlags
 from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.scheduling.weights import WeightSchedule
 from everybit_torch.sharded.weights import WeightBuffer
@@ -112,6 +112,7 @@ class UnitWeights:
             "free": self._free,
             "compare forward": self._compare_forward,
             "compare again": self._compare_again,
+            "compare reshard": self._compare_reshard,
             "compare backward": self._compare_backward,
             "require compared": lambda _: self._end_comparison(),
             "require alike": self._require_alike,
@@ -135,15 +136,23 @@ class UnitWeights:
             for buffer in (buffer for unit in freed for buffer in unit.buffers):
                 buffer.reset()
 
-    def compare_again_with_others(self) -> None:
-        """After an error: be compared where other ranks' backward passes are, in this one or in the one that they come to next."""
+    def compare_again_with_others(self) -> bool:
+        """After an error: be compared where other ranks' backward passes are, in this one or in the one that they come to next.
+
+        Returns:
+            Whether the others go on with this pass. They do not, and have sent no gradient of it, if passes with different flags were
+            compared: all ranks were told so then.
+        """
         if self._comparison is not None:
             try:
                 self._comparison.result()
+            except DifferentPassesError:
+                return False
             except RuntimeError:
                 self._comparison = None  # it was with a rank that was elsewhere, and will come here
         if self._comparison is None:
             self._comparison = self._comparer.start("backward", self._schedule.ways.digest)
+        return True
 
     def _gather(self, event: Event) -> None:
         for buffer in self.units[event.number].buffers:
@@ -162,9 +171,14 @@ class UnitWeights:
     def _compare_again(self, event: Event) -> None:
         self._comparer.start("again", event.number).result()
 
+    def _compare_reshard(self, event: Event) -> None:
+        self._comparer.start("reshard", event.number).result()
+
     def _compare_backward(self, event: Event) -> None:
         in_order = self._schedule.ways.in_the_layouts_order
-        self._comparison = self._comparer.start("backward", event.number, in_order=in_order)
+        self._comparison = self._comparer.start(
+            "backward", event.number, in_order=in_order, flags=PassFlags(event.place)
+        )
 
     def _end_comparison(self) -> None:
         self.agreement()

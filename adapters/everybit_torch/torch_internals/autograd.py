@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 
 def in_a_backward_pass() -> bool:
@@ -37,6 +40,20 @@ def will_execute(node: Any) -> bool:
 def recorded_nodes() -> int:
     """Return the number of nodes that this thread has recorded, which stays the same where nothing is recorded."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def reentrant_checkpoint() -> int | None:
+    """Return what names the outermost reentrant checkpoint whose forward pass is going on, while its graph lives; None if there is none.
+
+    Nothing is recorded inside it, so that autograd has no sign of it but the call on the stack.
+    """
+    code, found = CheckpointFunction.forward.__code__, None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            found = id(frame.f_locals[code.co_varnames[0]])
+        frame = frame.f_back
+    return found
 
 
 def saved_tensors_hooks() -> tuple[Any, ...]:

@@ -74,5 +74,8 @@ class PlanOptions:
     """Where the model that steppers are made of gets its values from: files and initializers give each rank what it keeps, of a model on
     the meta device; model: each rank has all of it before."""
 
+    defer_reduction: bool = False
+    """With sharded gradients: sum them over the ranks in the last backward pass of a step, and keep whole gradients until then."""
+
     out: Path | None = None
     """Folder for plan.json and plan.png; made if need be."""

@@ -90,6 +90,11 @@ class GroupPlan:
         return self.group.padded * self.wire.dtype.itemsize
 
     @property
+    def unreduced(self) -> int:
+        """Bytes of the sum of passes that are not reduced, where main gradients are sharded."""
+        return self.group.padded * self.main.itemsize
+
+    @property
     def received(self) -> int:
         """Bytes that an exact wire receives beside them."""
         return self.bucket if self.wire.exact else 0

@@ -63,6 +63,7 @@ class Meter:
             self._units.setdefault(group.group.unit, []).append(group)
         self._buckets: Counter[int] = Counter()
         self._mains: Counter[int] = Counter()
+        self._unreduced: Counter[int] = Counter()
         self._in_flight: list[tuple[GroupPlan, int, bool]] = []
         self._handlers: dict[Kind, Callable[[Event], None]] = {
             "gather": self._gather,
@@ -70,6 +71,9 @@ class Meter:
             "copy out": self._copy_out,
             "compare backward": lambda _: self._send(compared_bytes(self._ranks)),
             "open bucket": lambda event: self._open(self._buckets, event.number, self._groups[event.number].bucket),
+            "open unreduced": lambda event: self._open(
+                self._unreduced, event.number, self._groups[event.number].unreduced
+            ),
             "open main": lambda event: self._open(self._mains, event.number, self._groups[event.number].main_bytes),
             "copy": self._accumulate,
             "add": self._accumulate,
@@ -132,25 +136,26 @@ class Meter:
         opened[number] = nbytes
 
     def _clear(self, event: Event) -> None:
-        self.live -= self._buckets.pop(event.number, 0) + self._mains.pop(event.number, 0)
+        self.live -= sum(opened.pop(event.number, 0) for opened in (self._buckets, self._mains, self._unreduced))
 
     def _accumulate(self, event: Event) -> None:
         one = self._groups[event.number]
+        in_bucket = one.kind.grads and event.number not in self._unreduced
         self._briefly(
             accumulate_bytes(
                 one.group.placements[event.place].spec.numel,
-                one.wire.dtype if one.kind.grads else one.main,
+                one.wire.dtype if in_bucket else one.main,
                 one.group.dtype,
                 adds=event.kind == "add",
-                scale=one.wire.prescale if one.kind.grads else 1.0,
+                scale=one.wire.prescale if in_bucket else 1.0,
                 chunk=one.chunk,
             )
         )
 
     def _reduce(self, event: Event) -> None:
         one, last = self._groups[event.number], event.kind == "reduce last"
-        sent = self._buckets.pop(event.number, 0)
-        if not one.kind.grads and one.wire.dtype is not one.main:
+        sent, unreduced = self._buckets.pop(event.number, 0), self._unreduced.pop(event.number, 0)
+        if (unreduced or not one.kind.grads) and one.wire.dtype is not one.main:
             sent = one.bucket
             self._add(sent)
             self._briefly(
@@ -158,6 +163,9 @@ class Meter:
                     one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale, chunk=one.chunk
                 )
             )
+            self.live -= unreduced
+        else:
+            sent += unreduced
         self._add(one.received)
         self._in_flight.append((one, sent, last))
         self._send(sent_by_reduction(one, last=last))

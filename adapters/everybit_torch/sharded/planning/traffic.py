@@ -12,7 +12,7 @@ from everybit_torch.sharded.planning.groups import GroupPlan
 AGREED = 4
 """Numbers beside one for each parameter in which ranks agree on a step."""
 
-COMPARED = 5
+COMPARED = 7
 """Numbers in which ranks compare their ways through the units in a backward pass, where parameters are sharded."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntFlag
 from typing import Literal, NamedTuple
 
 Kind = Literal[
@@ -11,15 +12,18 @@ Kind = Literal[
     "wait",
     "free",
     "copy out",
-    # Comparisons between the ranks: two of forward passes, two of backward passes.
+    # Comparisons between the ranks: three of forward passes, two of backward passes.
     "compare forward",
     "compare again",
+    "compare reshard",
     "compare backward",
     "require compared",
     "require alike",
-    # Gradients, of a group: allocate the bucket for sending, or the main gradient; a parameter's gradient arrives, and is copied or added;
-    # zeros for a parameter without one; free what nothing arrived in; start to reduce; divide; forget.
+    # Gradients, of a group: allocate the bucket for sending, or the sum of passes that are not reduced, or the main gradient; a parameter's
+    # gradient arrives, and is copied or added; zeros for a parameter without one; free what nothing arrived in; start to reduce; divide;
+    # forget.
     "open bucket",
+    "open unreduced",
     "open main",
     "copy",
     "add",
@@ -41,13 +45,20 @@ Kind = Literal[
 ]
 
 
+class PassFlags(IntFlag):
+    """What a backward pass is like, which decides what collectives it has."""
+
+    REDUCES = 1  # its gradients are summed over the ranks
+    CREATES_GRAPH = 2  # autograd records it
+
+
 class Event(NamedTuple):
     """One thing that happens in a cycle.
 
     Attributes:
         kind: What happens.
         number: The number of the unit or of the layout's group that it happens to; for a comparison, what is compared.
-        place: The number of the parameter in its group.
+        place: The number of the parameter in its group; for the comparison of a backward pass, its flags.
     """
 
     kind: Kind

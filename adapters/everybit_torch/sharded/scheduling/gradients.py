@@ -35,7 +35,8 @@ class GradientSchedule:
 
     Args:
         groups: The groups that are trained, in the layout's order.
-        sharded: Main gradients are sharded: each backward pass is reduced, from a bucket of its own.
+        sharded: Main gradients are sharded: each backward pass is reduced, from a bucket of its own, unless it is deferred. Gradients of
+            deferred passes are added up, whole and in the main gradient's dtype, until a pass is reduced.
         kept: The memory of main gradients is kept from one cycle to the next.
     """
 
@@ -48,6 +49,9 @@ class GradientSchedule:
         self._expected = [group.members for group in groups]
         self._buckets: set[int] = set()
         self._mains: set[int] = set()
+        self._unreduced: set[int] = set()  # those whose sums of deferred passes are allocated
+        self._deferred: set[int] = set()  # those not reduced since a deferred pass, whether anything arrived or not
+        self._defers = False
         self._opened_for_pass: set[int] = set()
 
     @property
@@ -78,13 +82,15 @@ class GradientSchedule:
         """Nothing of this pass was reduced."""
         self._next = len(self._groups) - 1
 
-    def begin_pass(self, expected: Sequence[int] | None = None) -> Iterator[Event]:
+    def begin_pass(self, expected: Sequence[int] | None = None, *, defers: bool = False) -> Iterator[Event]:
         """A backward pass begins.
 
         Args:
             expected: How many parameters of each group require a gradient now. None: nothing will arrive, and nothing is opened for it.
+            defers: The pass is not reduced.
         """
         self.begin_reductions()
+        self._defers = defers and self._sharded
         self._seen = [set() for _ in self._groups]
         self._expected = [group.members for group in self._groups] if expected is None else list(expected)
         self._opened_for_pass = set()
@@ -99,7 +105,13 @@ class GradientSchedule:
         for position in sorted(self._opened_for_pass):
             if not self._arrived[position]:
                 yield Event("close", self._groups[position].number)
-                (self._buckets if self._sharded else self._mains).discard(position)
+                for opened in (self._buckets, self._unreduced, *(() if self._sharded else (self._mains,))):
+                    opened.discard(position)
+
+    def end_pass(self) -> None:
+        """The pass is over, and what is to be reduced in it was."""
+        if self._defers:
+            self._deferred = set(range(len(self._groups)))
 
     def arrive(self, number: int, place: int) -> Iterator[Event]:
         """The gradient of a group's parameter arrives."""
@@ -128,8 +140,10 @@ class GradientSchedule:
         Args:
             phases: What the main gradients hold, with no reduction under way.
         """
+        self._defers = False
         for position in reversed(range(len(self._groups))):
-            if phases[position] == "empty" or (phases[position] == "partial" and not self._sharded):
+            partial = position in self._deferred or (phases[position] == "partial" and not self._sharded)
+            if partial or phases[position] == "empty":
                 yield Event("finish")
                 yield from self._reduce(position, last=True)
         yield Event("finish")
@@ -140,16 +154,22 @@ class GradientSchedule:
     def clear(self) -> Iterator[Event]:
         """Forget all gradients, and free their memory unless it is kept."""
         self.begin_reductions()
+        self._defers = False
         for position, group in enumerate(self._groups):
             yield Event("clear", group.number)
             self._arrived[position], self._seen[position] = set(), set()
-            self._buckets.discard(position)
-            self._mains.discard(position)
+            for opened in (self._buckets, self._mains, self._unreduced, self._deferred):
+                opened.discard(position)
 
     def _open(self, position: int) -> Iterator[Event]:
-        """Make room for what arrives: in a bucket, or in the main gradient."""
+        """Make room for what arrives: in a bucket, in the sum of passes that are not reduced, or in the main gradient."""
         if not self._sharded:
             yield from self._open_main(position)
+        elif position in self._unreduced:
+            return  # a pass that is reduced adds to it what it has
+        elif self._defers:
+            yield Event("open unreduced", self._groups[position].number)
+            self._unreduced.add(position)
         elif position not in self._buckets:
             yield Event("open bucket", self._groups[position].number)
             self._buckets.add(position)
@@ -168,5 +188,6 @@ class GradientSchedule:
                 yield Event("zero", group.number, place)
         yield Event("reduce last" if last else "reduce", group.number)
         if self._sharded:
-            self._buckets.discard(position)
+            for opened in (self._buckets, self._unreduced, self._deferred):
+                opened.discard(position)
             self._arrived[position] = set()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from everybit_torch.sharded.layout import Layout
-from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.events import Event, PassFlags
 from everybit_torch.sharded.scheduling.gradients import GradientSchedule, Phase, TrainedGroup
 from everybit_torch.sharded.scheduling.ways import Nesting, UseKey
-from everybit_torch.sharded.scheduling.weights import WeightSchedule
+from everybit_torch.sharded.scheduling.weights import Prefetch, WeightSchedule
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -22,11 +22,15 @@ class Settings:
         sharding: What is sharded.
         reshard_after_forward: Whether a unit's weights are freed after its forward pass, where they are sharded.
         keep_gradients: Whether main gradients are kept from one step to the next.
+        defer_reduction: Whether sharded gradients are summed over the ranks in the last backward pass of a cycle only.
+        prefetch: How far ahead weights are gathered, where they are sharded.
     """
 
     sharding: Sharding
     reshard_after_forward: bool = True
     keep_gradients: bool = True
+    defer_reduction: bool = False
+    prefetch: Prefetch = field(default_factory=Prefetch)
 
 
 class Schedule:
@@ -42,6 +46,7 @@ class Schedule:
         weights: Of units; None where parameters are not sharded.
         gradients: Of groups.
         last: Whether the backward pass that goes on, or comes next, is the last of its cycle; None if nobody has said.
+        defers: Whether a backward pass that is not known to be the last is not reduced, where gradients are sharded. Set between passes.
         accumulates: Whether the pass that goes on accumulates a parameter's gradient, as far as its graph tells.
         arrived: Whether one has arrived.
     """
@@ -57,11 +62,14 @@ class Schedule:
         sharding = settings.sharding
         self.gradients = GradientSchedule(self.trained, sharded=sharding.grads, kept=settings.keep_gradients)
         self.weights = (
-            WeightSchedule(layout.units, reshard_after_forward=settings.reshard_after_forward)
+            WeightSchedule(
+                layout.units, reshard_after_forward=settings.reshard_after_forward, prefetch=settings.prefetch
+            )
             if sharding.params
             else None
         )
         self.last: bool | None = None
+        self.defers = settings.defer_reduction
         self.accumulates = self.arrived = False
 
     # -- one backward pass ------------------------------------------------------------------------------------------------------------
@@ -69,23 +77,29 @@ class Schedule:
     @property
     def reduces(self) -> bool:
         """Whether gradients are summed over the ranks in this backward pass."""
-        return self._settings.sharding.grads or self.last is True
+        return self.last is True or (self._settings.sharding.grads and not self.defers)
 
-    def begin_pass(self, expected: Sequence[int], *, accumulates: bool = True) -> Iterator[Event]:
-        """A backward pass begins; see :meth:`.gradients.GradientSchedule.begin_pass`."""
+    def flags(self, *, creates_graph: bool = False) -> PassFlags:
+        """Return the flags of a backward pass that begins now."""
+        return PassFlags(PassFlags.REDUCES * self.reduces | PassFlags.CREATES_GRAPH * creates_graph)
+
+    def begin_pass(
+        self, expected: Sequence[int], *, accumulates: bool = True, creates_graph: bool = False
+    ) -> Iterator[Event]:
+        """A backward pass begins; see :meth:`.gradients.GradientSchedule.begin_pass`. ``creates_graph`` if autograd records it."""
         self.accumulates, self.arrived = accumulates, False
-        yield from self.gradients.begin_pass(expected)
+        yield from self.gradients.begin_pass(expected, defers=not self.reduces)
         if self.weights is not None:
-            yield from self.weights.begin_backward()
+            yield from self.weights.begin_backward(self.flags(creates_graph=creates_graph))
 
-    def come_to(self, number: int, use: UseKey, *, recording: bool = False) -> Iterator[Event]:
+    def come_to(self, number: int, use: UseKey) -> Iterator[Event]:
         """The backward pass comes to what a use of a unit returned; parameters are sharded."""
         assert self.weights is not None
-        self.weights.enter(number, use, recording=recording)
+        self.weights.enter(number, use)
         if number > 0:
             yield from self.advance()
             yield from self.weights.free_what_is_over()
-            yield from self.weights.take_part(number)
+            yield from self.weights.ahead_of(number)
         yield from self.weights.need(number)
 
     def run_again(self, number: int, *, recording: bool) -> Iterator[Event]:
@@ -128,6 +142,7 @@ class Schedule:
         while self.reduces and (group := self.gradients.next) is not None:
             yield from self._reduce_next(group.unit)
         yield Event("finish")
+        self.gradients.end_pass()
         if self.weights is not None:
             yield from self.weights.end_backward()
 
@@ -142,12 +157,16 @@ class Schedule:
         if self.weights is not None:
             if not self.weights.forward_over:
                 yield from self.weights.skip_forward()
-            yield from self.weights.begin_backward()
-        yield from self.gradients.begin_pass()
+            yield from self.weights.begin_backward(self.flags())
+        yield from self.gradients.begin_pass(defers=not self.reduces)
 
-    def take_part(self) -> Iterator[Event]:
-        """Reduce what is left of a pass that an error ended, whatever it holds: it is forgotten here, and nobody waits for it elsewhere."""
-        while (group := self.gradients.next) is not None:
+    def take_part(self, *, reduces: bool) -> Iterator[Event]:
+        """Reduce what is left of a pass that an error ended, whatever it holds: it is forgotten here, and nobody waits for it elsewhere.
+
+        Args:
+            reduces: Whether the other ranks reduce it.
+        """
+        while reduces and (group := self.gradients.next) is not None:
             if self.weights is not None:
                 yield from self.weights.before_reduction(group.unit)
             yield Event("drain")
@@ -200,7 +219,7 @@ class Stage(NamedTuple):
     events: list[Event]
 
 
-def cycle(layout: Layout, settings: Settings, microbatches: int = 1) -> list[Stage]:
+def cycle(layout: Layout, settings: Settings, microbatches: int = 1, *, second_order: bool = False) -> list[Stage]:
     """The events of a cycle in which every unit runs once in each microbatch, in the layout's order, and every gradient arrives.
 
     Of each of a unit's groups one gradient arrives when the backward pass comes to what the unit returned, and the others when it has left
@@ -210,6 +229,7 @@ def cycle(layout: Layout, settings: Settings, microbatches: int = 1) -> list[Sta
         layout: Of the model.
         settings: See there.
         microbatches: Backward passes in the cycle, each inside ``microbatch()``.
+        second_order: In each of them ``torch.autograd.grad(create_graph=True)`` of the input comes before the backward pass.
     """
     schedule = Schedule(layout, settings)
     if schedule.weights is not None:
@@ -219,6 +239,8 @@ def cycle(layout: Layout, settings: Settings, microbatches: int = 1) -> list[Sta
         schedule.last = number == microbatches - 1
         uses: dict[int, UseKey] = {}
         stages.append(Stage("forward", number, list(_forward(schedule, layout.units, uses))))
+        if second_order:
+            stages.append(Stage("backward", number, list(_slope(schedule, layout.units, uses))))
         stages.append(Stage("backward", number, list(_backward(schedule, layout.units, uses))))
     phases: list[Phase] = ["final" for _ in schedule.trained]
     step = [*schedule.finish_gradients(phases), *schedule.agree(), *schedule.update(), *schedule.gradients.clear()]
@@ -248,6 +270,14 @@ def _forward(schedule: Schedule, units: Sequence[str], uses: dict[int, UseKey]) 
         else:
             yield from schedule.weights.after_forward(unit, recording=True)
             uses[unit] = schedule.weights.is_used(unit, differentiable=True, checkpoint=0)
+
+
+def _slope(schedule: Schedule, units: Sequence[str], uses: Mapping[int, UseKey]) -> Iterator[Event]:
+    yield from schedule.begin_pass([group.members for group in schedule.trained], accumulates=False, creates_graph=True)
+    for unit, begins in reversed(list(_in_order(units))):
+        if not begins and schedule.weights is not None:
+            yield from schedule.come_to(unit, uses[unit])
+    yield from schedule.cancel_pass()
 
 
 def _backward(schedule: Schedule, units: Sequence[str], uses: Mapping[int, UseKey]) -> Iterator[Event]:

@@ -14,10 +14,32 @@ The model itself, the first unit, keeps what is in no other unit from its forwar
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.events import Event, PassFlags
 from everybit_torch.sharded.scheduling.ways import Nesting, UseKey, Ways
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """How far ahead weights are gathered. The order is the layout's, whatever it says, so that ranks need not agree on it.
+
+    Attributes:
+        forward: For a unit, the last one whose weights are asked for as its forward pass begins; not given: the one after it.
+        backward: For a unit, the lowest one whose weights are asked for as the backward pass comes to it; not given: the one before it.
+    """
+
+    forward: Mapping[int, int] = field(default_factory=dict)
+    backward: Mapping[int, int] = field(default_factory=dict)
+
+    def before(self, number: int, units: Sequence[int]) -> Prefetch:
+        """Return this with another list for a unit's forward pass."""
+        return replace(self, forward={**self.forward, number: max(units, default=number)})
+
+    def before_backward(self, number: int, units: Sequence[int]) -> Prefetch:
+        """Return this with another list for a unit's backward pass."""
+        return replace(self, backward={**self.backward, number: min(units, default=number)})
 
 
 class WeightSchedule:
@@ -31,25 +53,31 @@ class WeightSchedule:
         gathered: Units that are gathered, or being gathered.
         held: Nothing is freed.
         kept: Units that are not freed, until :meth:`release`.
+        keeps_for_graph: Nothing is freed, for a graph of a backward pass that another one will come to: nothing tells which weights it
+            needs, and when.
         in_forward: Whether the model's forward pass is going on, or has failed.
         in_backward: Whether a backward pass is going on.
         forward_over: Whether the model's forward pass has ended in this microbatch.
         entered: Units that the backward pass has come to by their outputs, whose weights it may read.
         ran: Units that had a forward pass in this cycle.
         ways: How units were used.
+        prefetch: How far ahead weights are gathered. May be set at any time.
     """
 
-    def __init__(self, units: Sequence[str], *, reshard_after_forward: bool) -> None:
+    def __init__(self, units: Sequence[str], *, reshard_after_forward: bool, prefetch: Prefetch | None = None) -> None:
+        self.prefetch = prefetch or Prefetch()
+        self._begun = False  # gathering by hand, for the forward pass that comes next
         self._count, self.reshard_after_forward = len(units), reshard_after_forward
         self.ways = Ways(Nesting(units))
         self.gathered = set(range(len(units)))
         self.entered: set[int] = set()
         self.ran: set[int] = set()
         self.kept: set[int] = set()
-        self.held = self.in_forward = self.in_backward = self.forward_over = False
+        self.held = self.keeps_for_graph = False
+        self.in_forward = self.in_backward = self.forward_over = False
         # Whether the model's forward pass that is going on, or none, is for a backward pass.
         self._records = False
-        self._graph_pending = self._graph_created = False
+        self._graph_pending = self._creates_graph = False
         self._forwards = self._next_forward = 0
         self._next_backward = len(units) - 1
         self._running_again: set[int] = set()
@@ -65,8 +93,8 @@ class WeightSchedule:
 
     def free_all(self) -> list[Event]:
         """Free everything, and begin anew: after a step all weights are others. The events count at once."""
-        self._graph_pending = False
-        self._forwards = 0
+        self._graph_pending = self.keeps_for_graph = False
+        self._forwards, self._begun = 0, False
         self._begin_at_the_first()
         if self.held:
             return []
@@ -76,6 +104,8 @@ class WeightSchedule:
     def stop_holding(self, *, held: bool) -> list[Event]:
         """Free everything after it was held, if it was not before; a graph that waits for its backward pass still does."""
         self.held = held
+        if self.keeps_for_graph:
+            return []
         pending, forwards = self._graph_pending, self._forwards
         events = self.free_all()
         self._graph_pending, self._forwards = pending, forwards
@@ -94,7 +124,7 @@ class WeightSchedule:
         """Free units that were kept, and what was gathered ahead of them; not what a pass that goes on or is still to come has use for."""
         released = sorted(self.kept.intersection(numbers))
         self.kept.difference_update(released)
-        if self.held or self.in_forward or self.in_backward:
+        if self.keeps_all or self.in_forward or self.in_backward:
             return []
         if self._graph_pending:
             freed = [number for number in released if number > 0 and self.reshard_after_forward]
@@ -129,22 +159,65 @@ class WeightSchedule:
         """A unit's forward pass begins, out of a backward pass; ``recording`` if autograd records it."""
         if number == 0:
             yield from self._begin_model(recording=recording)
+        elif not self.in_forward:
+            self._begun = False  # a unit by itself
         if recording or self._records:
             self.ran.add(number)
         self._forwards = max(self._forwards, 1)
-        while self._next_forward <= min(number + 1, self._count - 1):
+        yield from self._gather_up_to(self.prefetch.forward.get(number, number + 1))
+        yield from self.need(number)
+
+    def _gather_up_to(self, number: int) -> Iterator[Event]:
+        while self._next_forward <= min(number, self._count - 1):
             yield from self._gather(self._next_forward)
             self._next_forward += 1
-        yield from self.need(number)
 
     def _begin_model(self, *, recording: bool) -> Iterator[Event]:
         """The model's own forward pass begins; if it is not the first since the last backward pass, on all ranks or on none."""
         self.in_forward, self._records = True, recording
-        if self._forwards and not self.held:
+        if not self._begun:
+            yield from self._begin_forward()
+        self._begun = False
+
+    def _begin_forward(self) -> Iterator[Event]:
+        if self._forwards and not self.keeps_all:
             yield from self._free_units()
             yield Event("compare forward", zlib.crc32(bytes(n in self.gathered for n in range(self._count))))
         self._forwards += 1
         self._begin_at_the_first()
+
+    def unshard(self, number: int) -> Iterator[Event]:
+        """Begin to gather by hand what the next forward pass would gather, up to a unit."""
+        if self.held:
+            return
+        if not self._begun:
+            yield from self._begin_forward()
+            self._begun = True
+        yield from self._gather_up_to(number)
+
+    def wait_for(self, number: int) -> Iterator[Event]:
+        """Wait for the weights of a unit that were gathered by hand."""
+        if number in self.gathered:
+            yield Event("wait", number)
+
+    def reshard(self, number: int) -> Iterator[Event]:
+        """Free what was gathered by hand, from a unit on; all ranks do. The next forward pass gathers it again."""
+        if self.keeps_all:
+            return
+        # Ranks that have gathered to different units would gather the rest unalike.
+        yield Event(
+            "compare reshard", number * self._count + min(self._next_forward, self._count - 1) if self._begun else -1
+        )
+        if not self._begun:
+            return
+        for one in range(self._next_forward - 1, number - 1, -1):
+            yield from self._free(one)
+        self._next_forward = min(self._next_forward, number)
+
+    @property
+    def before_a_forward(self) -> bool:
+        """Whether a forward pass may begin next, and no backward pass waits for one that is over."""
+        return not (self.in_forward or self.in_backward or self.forward_over)
 
     def after_forward(self, number: int, *, recording: bool) -> Iterator[Event]:
         """A unit's forward pass has ended, out of a backward pass."""
@@ -166,7 +239,7 @@ class WeightSchedule:
     def _end_forward(self, *, recording: bool) -> Iterator[Event]:
         """The model's forward pass is over: take part in gathering the rest, and free what is not needed until the backward pass."""
         yield from self._gather_the_rest(recording=recording)
-        self.in_forward = self._records = False
+        self.in_forward = self._records = self._begun = False
         if recording:
             self.forward_over = True
         if self.reshard_after_forward or not recording:
@@ -189,24 +262,24 @@ class WeightSchedule:
 
     # -- backward -----------------------------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> Iterator[Event]:
-        """A backward pass begins: compare the way that this rank took with the other ranks'."""
+    def begin_backward(self, flags: PassFlags) -> Iterator[Event]:
+        """A backward pass begins: compare its flags, and the way that this rank took, with the other ranks'."""
         if not self.forward_over:
             yield from self._gather_the_rest(recording=True)
         yield from self._free_for_backward()
         self.ways.begin_backward()
-        self._graph_created = False
-        yield Event("compare backward", self.ways.digest)
+        yield Event("compare backward", self.ways.digest, flags)
+        self._creates_graph = PassFlags.CREATES_GRAPH in flags
+        self.keeps_for_graph = self.keeps_for_graph or self._creates_graph
 
     def _free_for_backward(self) -> Iterator[Event]:
         """All ranks gather every unit in the backward pass, so none keeps one from before."""
         if self.reshard_after_forward:
             yield from self._free_units()
 
-    def enter(self, number: int, use: UseKey, *, recording: bool) -> None:
-        """The backward pass has come to what a use of a unit returned; ``recording`` if autograd records the backward pass."""
+    def enter(self, number: int, use: UseKey) -> None:
+        """The backward pass has come to what a use of a unit returned."""
         self.in_backward = True
-        self._graph_created = self._graph_created or recording
         self.entered.add(number)
         self.ways.came_to(number, use)
 
@@ -231,6 +304,10 @@ class WeightSchedule:
             if self.ways.is_over(number):
                 yield from self._free(number)
 
+    def ahead_of(self, number: int) -> Iterator[Event]:
+        """Gather what is to be gathered as the backward pass comes to a unit."""
+        yield from self.take_part(self.prefetch.backward.get(number, number - 1) + 1)
+
     def take_part(self, number: int) -> Iterator[Event]:
         """Gather all units down to the one before ``number``: what a rank does as its backward pass comes to that unit."""
         while self.reshard_after_forward and self._next_backward >= max(number - 1, 1):
@@ -249,6 +326,7 @@ class WeightSchedule:
         yield Event("require compared")
         self.end_pass()
         self.forward_over = False
+        self.keeps_for_graph = self._creates_graph
         self.ways.end_backward()
 
     def cancel_backward(self) -> Iterator[Event]:
@@ -256,14 +334,14 @@ class WeightSchedule:
         yield from self.take_part(1)
         yield Event("require compared")
         self.end_pass()
-        if self.reshard_after_forward or self.graph_without_weights:
+        if self.reshard_after_forward:
             yield from self._free_units()
         self._next_backward = self._count - 1
 
     @property
-    def graph_without_weights(self) -> bool:
-        """Whether the backward pass recorded a graph of its own, which needs weights at times that nothing tells."""
-        return self._graph_created and not self.held
+    def keeps_all(self) -> bool:
+        """Whether nothing is freed."""
+        return self.held or self.keeps_for_graph
 
     def end_pass(self) -> None:
         """The backward pass is over, or was given up."""
@@ -297,7 +375,7 @@ class WeightSchedule:
     def recover(self) -> None:
         """The pass was given up, and all gathers are over; unless units are held, nothing is gathered."""
         self.end_pass()
-        self.in_forward = self.forward_over = self._records = False
+        self.in_forward = self.forward_over = self._records = self.keeps_for_graph = self._begun = False
         self.ways.forget()
         if not self.held:
             self.gathered = set(self.kept)
@@ -320,7 +398,7 @@ class WeightSchedule:
             self.gathered.add(number)
 
     def _free(self, number: int) -> Iterator[Event]:
-        if number in self.gathered and not self.held and number not in self.kept:
+        if number in self.gathered and not self.keeps_all and number not in self.kept:
             yield Event("free", number)
             self.gathered.discard(number)
 

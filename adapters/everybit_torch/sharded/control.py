@@ -1,0 +1,215 @@
+"""What a user tells a stepper about a cycle: which backward passes are summed over the ranks, and when weights are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from everybit_torch.sharded.gathering import Gathering
+from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.passes import Passes
+from everybit_torch.sharded.scheduling.schedule import Schedule
+from everybit_torch.sharded.shard_optimizer import ShardOptimizer
+
+
+class UnshardHandle:
+    """Weights that are being gathered, by ``unshard(async_op=True)``."""
+
+    def __init__(self, gathering: Gathering | None, number: int) -> None:
+        self._gathering, self._number = gathering, number
+
+    def wait(self) -> None:
+        """Wait until the unit's parameters have their values, unless they were given back."""
+        if self._gathering is not None:
+            self._gathering.wait_for(self._number)
+
+
+class Control:
+    """The methods of :class:`~everybit_torch.FlatStepper` by which a cycle is directed."""
+
+    gradients: list[GradientBuffer]
+    _passes: Passes
+    _schedule: Schedule
+    _optimizer: ShardOptimizer
+    _gathering: Gathering | None
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """One microbatch: its backward pass, and on the ``last`` one of a step the sum over the ranks.
+
+        A rank whose loss reaches no parameter takes part with zeros. Without this context gradients are summed over the ranks by
+        :meth:`step` (``no_shard``, ``optim``, and where that is deferred), or in every backward pass; then every rank needs one each time.
+
+        Raises:
+            RuntimeError: Inside another, or after the last one without a step.
+        """
+        if self._passes.in_context:
+            raise RuntimeError("microbatch: one is open already; accepted is one after the other.")
+        if any(buffer.phase == "final" for buffer in self.gradients):
+            raise RuntimeError(
+                "microbatch: the last one of this cycle is over; accepted next is step() or zero_grad()."
+            )
+        with self._passes.context(last=last, name="microbatch"):
+            before = self._passes.total
+            yield
+            if self._passes.total == before:
+                self._passes.empty_pass()
+            if last:
+                self._optimizer.attach_gradients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here are not the last of their step. Sharded gradients are summed over the ranks unless that is deferred.
+
+        Raises:
+            RuntimeError: Inside a microbatch.
+        """
+        with self._passes.context(last=False, name="no_sync"):
+            yield
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """The one backward pass in here is the last of its step: gradients are summed over the ranks while it goes on.
+
+        Raises:
+            RuntimeError: Inside a microbatch.
+        """
+        with self._passes.context(last=True, name="sync"):
+            yield
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Sum the gradients of each backward pass over the ranks from here on, or only those of a cycle's last; under FSDP2's name.
+
+        Under ``optim_grads`` and ``optim_grads_params``. While it is False, gradients of backward passes add up whole on each rank, in the
+        main gradient's dtype. They are summed over the ranks, once, by the next pass for which it is True, by a pass inside
+        ``microbatch(last=True)`` or ``sync()``, or by :meth:`step`. Under ``no_shard`` and ``optim`` it is always so.
+
+        Args:
+            requires_gradient_sync: The same on every rank in the same pass. At first it is ``not defer_reduction``.
+
+        Raises:
+            TypeError: Not a bool.
+            RuntimeError: Inside a microbatch or a backward pass, or an error was not recovered from.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise TypeError(f"requires_gradient_sync: got {requires_gradient_sync!r}; accepted is True or False.")
+        self._require_no_pass("set_requires_gradient_sync")
+        self._schedule.defers = not requires_gradient_sync
+
+    def _require_no_pass(self, name: str) -> None:
+        if self._passes.in_context or self._passes.in_pass:
+            raise RuntimeError(f"{name}: inside a microbatch or a backward pass; accepted is between two of them.")
+        self._passes.require_ready(name)
+
+    # -- when weights are gathered ---------------------------------------------------------------------------------------------------
+
+    def unshard(self, module: nn.Module, *, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the weights of a unit before the forward pass that comes next, under FSDP2's name.
+
+        Weights are gathered in the layout's order, so those of units that come before it are gathered too. The forward pass finds them
+        there, and gathers the rest. Another rank need not call this, but its forward pass has to come next. Under strategies that do not
+        shard weights nothing happens.
+
+        Args:
+            module: A unit, or the model, whose own parameters come first.
+            async_op: Return at once; the forward pass waits by itself.
+
+        Returns:
+            What to :meth:`~UnshardHandle.wait` for, if ``async_op``.
+
+        Raises:
+            ValueError: The module is no unit.
+            RuntimeError: Inside a forward or a backward pass, or between the two.
+        """
+        number = self._unit("unshard", module)
+        if self._gathering is not None:
+            self._require_before_a_forward("unshard")
+            self._gathering.unshard(number)
+        handle = UnshardHandle(self._gathering, number)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self, module: nn.Module) -> None:
+        """Give back the weights that :meth:`unshard` has gathered, from this unit on, if no forward pass came after all.
+
+        Every rank that has called :meth:`unshard` has to call it, and all have to have called that.
+
+        Args:
+            module: A unit, or the model: then all weights.
+
+        Raises:
+            ValueError: The module is no unit.
+            RuntimeError: Inside a forward or a backward pass, or between the two; or another rank does something else.
+        """
+        number = self._unit("reshard", module)
+        if self._gathering is not None:
+            self._require_before_a_forward("reshard")
+            self._gathering.reshard(number)
+
+    def set_modules_to_forward_prefetch(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Ask for the weights of other units as the forward pass of one begins; without it, for those of the next unit.
+
+        Weights are gathered in the layout's order: those of units in between are asked for, too. It is in :meth:`plan`.
+
+        Args:
+            module: A unit, or the model.
+            modules: Units that come after it in the model. None of them: weights are gathered when they are needed.
+
+        Raises:
+            ValueError: A module is no unit, or does not come after.
+        """
+        number, others = self._units_beside("set_modules_to_forward_prefetch", module, modules, after=True)
+        if (weights := self._schedule.weights) is not None:
+            weights.prefetch = weights.prefetch.before(number, others)
+
+    def set_modules_to_backward_prefetch(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Ask for the weights of other units as the backward pass comes to one; without it, for those of the unit before.
+
+        Weights are gathered in the reverse of the layout's order. Before the gradients of a unit are sent, those of the unit before it are
+        asked for in any case: another rank may wait for them. It is in :meth:`plan`.
+
+        Args:
+            module: A unit.
+            modules: Units that come before it in the model. None of them: weights are gathered when they are needed.
+
+        Raises:
+            ValueError: A module is no unit, or does not come before.
+        """
+        number, others = self._units_beside("set_modules_to_backward_prefetch", module, modules, after=False)
+        if (weights := self._schedule.weights) is not None:
+            weights.prefetch = weights.prefetch.before_backward(number, others)
+
+    def _units_beside(
+        self, name: str, module: nn.Module, modules: Sequence[nn.Module], *, after: bool
+    ) -> tuple[int, list[int]]:
+        number, others = self._unit(name, module), [self._unit(name, one) for one in modules]
+        for other in others if self._gathering is not None else ():
+            if (other <= number) if after else not 0 < other < number:
+                units = self._gathering.units  # type: ignore[union-attr]
+                raise ValueError(
+                    f"{name}: got {units[other]} for {units[number]}; accepted are units that come {'after' if after else 'before'} it in"
+                    " the model."
+                )
+        return number, others
+
+    def _unit(self, name: str, module: nn.Module) -> int:
+        if self._gathering is None:
+            return 0
+        number = self._gathering.number_of(module)
+        if number is None:
+            raise ValueError(
+                f"{name}: got a {type(module).__name__} that is no unit; accepted are units, and the model."
+            )
+        return number
+
+    def _require_before_a_forward(self, name: str) -> None:
+        self._passes.require_ready(name)
+        assert self._gathering is not None
+        if self._passes.in_pass or not self._gathering.scheduled.before_a_forward:
+            raise RuntimeError(
+                f"{name}: inside a forward or a backward pass, or between the two; accepted is before a forward pass."
+            )

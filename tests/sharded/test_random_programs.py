@@ -1,0 +1,42 @@
+"""Whatever program trains, in one process or on several ranks, under every strategy: the bits are those of plain torch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.random_programs import Program, differences, programs
+from tests.support.ranks import run
+
+
+def require_plain_torchs_bits(ranks: int, drawn: list[Program]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        for found in run(ranks, all_differences, drawn, Path(directory), timeout=30):
+            assert not found
+
+
+def all_differences(drawn: list[Program], directory: Path) -> list[str]:
+    return [
+        f"{program}: {wrong}" for n, program in enumerate(drawn) for wrong in differences(program, directory / str(n))
+    ]
+
+
+@settings(max_examples=2)
+@given(st.lists(programs(2), min_size=3, max_size=3))
+def test_random_programs_have_the_bits_of_plain_torch(drawn: list[Program]) -> None:
+    require_plain_torchs_bits(2, drawn)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_many_random_programs_have_the_bits_of_plain_torch(ranks: int) -> None:
+    @settings(max_examples=12)
+    @given(st.lists(programs(ranks), min_size=5, max_size=5))
+    def law(drawn: list[Program]) -> None:
+        require_plain_torchs_bits(ranks, drawn)
+
+    law()

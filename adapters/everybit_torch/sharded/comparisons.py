@@ -78,7 +78,7 @@ class Comparison:
                 other = turns[most if mine != most else -least]
                 does = _TURNS[other] if other != self._turn else "does so for another unit, or with others gathered"
                 raise RuntimeError(
-                    f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank {does}. Between two backward passes all ranks run"
+                    f"optim_grads_params: this rank {_TURNS[self._turn]}, another rank {does}. Between two backward passes all ranks run"
                     " the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every rank."
                 )
             if self._flags is not None and all_flags != -no_flags:

@@ -9,14 +9,12 @@ from language_model import LanguageModel, sequences, text
 def train(steps: int, checkpoint: str | None = None) -> list[float]:
     """Train, and return the losses of this rank."""
     torch.manual_seed(0)
-    data, losses = text(), []
+    model, data, losses = LanguageModel(), text(), []
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
     }
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = LanguageModel()
     engine, _, _, _ = deepspeed.initialize(model=model, config=config)
     for step in range(steps):
         x = sequences(data, step, 4 * dist.get_world_size())[dist.get_rank() :: dist.get_world_size()]

@@ -60,7 +60,7 @@ def test_the_same_program_for_three_systems_has_the_same_losses(tmp_path: Path) 
 
 
 def test_the_program_for_deepspeed_is_python() -> None:
-    """It does not install without a compiler for CUDA, so that it is not run here."""
+    """DeepSpeed is not installed for the tests; the page says what came of running it by hand."""
     source = (DOCS / "coming-from/with_deepspeed.py").read_text()
     compile(source, "with_deepspeed.py", "exec")
 

@@ -77,7 +77,8 @@ class FlatStepper:
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
         values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
-            ``FromStateDict``. None: it has values. ``device`` says where it is to be. None: torch's default device.
+            ``FromStateDict``; each rank is given what it keeps. None: the model has values.
+        device: Where a model on the meta device is to be. None: torch's default device.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.

@@ -430,14 +430,11 @@ def constructed(
             wrong.append((number, source, strategy, keep, measured, unit, step, "more than a unit"))
         if "wide" not in source:  # of which the arguments alone know nothing
             asked = type(values) if values is not None else None
-            planned = plan(model, transform, ranks=shape, rank=dist.get_rank(), values=asked, **arguments)
-            if planned.transient["construction"] != measured:
-                wrong.append((number, source, strategy, keep, measured, planned.transient["construction"], "arguments"))
             planned = plan(
                 Stack(dtype, "meta"), transform, ranks=shape, rank=dist.get_rank(), values=asked, **arguments
             )
             if planned.transient["construction"] != measured:
-                wrong.append((number, source, strategy, keep, measured, planned.transient["construction"], "meta"))
+                wrong.append((number, source, strategy, keep, measured, planned.transient["construction"], "arguments"))
         stepper.close()
         del stepper, model
     return wrong

@@ -31,7 +31,7 @@ from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.stepping import StateCopies, step_in_pieces
 from everybit_torch.streams import is_capturing
-from everybit_torch.units import Unit, init_state, write
+from everybit_torch.units import CHUNK, Unit, init_state, write
 
 Grads = list[Tensor | None]
 Given = Mapping[int, Mapping[str, Tensor]]
@@ -108,11 +108,13 @@ class Engine:
         for unit in self.units:
             yield unit, self.optimizer_of(unit)
 
-    def init_state(self, optimizer: eb.Optimizer[Any], tensor: Tensor, first: int) -> OptimizerState[Any]:
-        """The state of a unit before its first step, in memory where it belongs."""
+    def init_state(
+        self, optimizer: eb.Optimizer[Any], tensor: Tensor, first: int, *, chunk: int = CHUNK
+    ) -> OptimizerState[Any]:
+        """The state of a unit before its first step, in memory where it belongs; computed ``chunk`` elements at a time."""
         if self._copies is None:
-            return init_state(optimizer, tensor, first)
-        return init_state(optimizer, tensor, first, allocate=self._copies.allocate)
+            return init_state(optimizer, tensor, first, chunk=chunk)
+        return init_state(optimizer, tensor, first, allocate=self._copies.allocate, chunk=chunk)
 
     def add(self, unit: Unit) -> None:
         """Step a unit from here on."""

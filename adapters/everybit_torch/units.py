@@ -323,13 +323,18 @@ def new_room(x: Tensor, numel: int) -> Tensor:
 
 
 def init_state(
-    optimizer: eb.Optimizer[Any], tensor: Tensor, first: int, *, allocate: Callable[[Tensor, int], Tensor] = new_room
+    optimizer: eb.Optimizer[Any],
+    tensor: Tensor,
+    first: int,
+    *,
+    allocate: Callable[[Tensor, int], Tensor] = new_room,
+    chunk: int = CHUNK,
 ) -> OptimizerState[Any]:
-    """The state of a unit; for a long buffer computed piece by piece into place.
+    """The state of a unit; for a long buffer computed piece by piece into place, ``chunk`` elements at a time.
 
     ``allocate`` makes memory for elements like those of a tensor, for the state of a buffer that is to lie elsewhere.
     """
-    at_once = tensor.ndim != 1 or tensor.numel() <= CHUNK or needs_whole_tensors(optimizer.transform)
+    at_once = tensor.ndim != 1 or tensor.numel() <= chunk or needs_whole_tensors(optimizer.transform)
     if allocate is new_room and at_once:
         return optimizer.init([tensor], eb.Context(first_element=first))
     (stored,) = optimizer.formats([tensor])
@@ -339,7 +344,7 @@ def init_state(
 
     none = tensor[:0]
     state = map_parts(optimizer.init([none], eb.Context(first_element=first)), [none], [stored], room, torch.clone)
-    for _, part in Unit(0, tensor, [], state, first, flat=True, stored=stored).pieces(CHUNK, lambda x: x):
+    for _, part in Unit(0, tensor, [], state, first, flat=True, stored=stored).pieces(chunk, lambda x: x):
         write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
     return state
 

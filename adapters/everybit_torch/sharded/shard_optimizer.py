@@ -19,6 +19,7 @@ from everybit_torch.compiling import can_compile
 from everybit_torch.dtensors import Over
 from everybit_torch.engine import Engine
 from everybit_torch.entries import state_replaced
+from everybit_torch.full_precision import PIECE
 from everybit_torch.groups import Group
 from everybit_torch.hyperparameter_names import spread
 from everybit_torch.members import ParameterTable
@@ -235,7 +236,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         first = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0
         tensor = shard.weights.own[low:high]
         named = [(shard.slices[n].placement.spec.name, shard.parameters[n]) for n in run]
-        state = self.engine.init_state(optimizer, tensor, first)
+        state = self.engine.init_state(optimizer, tensor, first, chunk=PIECE)
         gradients = _ShardGradients(shard.gradients, low, high)
         self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=True, gradients=gradients))
 

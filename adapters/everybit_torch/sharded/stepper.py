@@ -86,7 +86,8 @@ class FlatStepper(Control, ModelAccess):
         ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
             the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
         values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
-            ``FromStateDict``. None: it has values. ``device`` says where it is to be. None: torch's default device.
+                ``FromStateDict``; each rank is given what it keeps. None: the model has values.
+        device: Where a model on the meta device is to be. None: torch's default device.
         model_parallel: The ranks that hold other parameters of the same model: stages of a pipeline, or experts. A process group, or a
             ``DeviceMesh`` of any number of dimensions. Ranks of tensor parallelism, over which DTensors lie, are found without it.
         copies: Names of parameters of which another rank of ``model_parallel`` has a copy that it counts, such as a tied embedding of the

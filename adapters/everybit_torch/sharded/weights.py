@@ -13,6 +13,7 @@ from everybit_torch.collectives.communicator import Communicator, Done, Pending
 from everybit_torch.collectives.reduction import can_be_freed
 from everybit_torch.dtensors import local
 from everybit_torch.gradients import piece
+from everybit_torch.inference import outside_inference
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.torch_internals.tensors import version
@@ -212,6 +213,7 @@ class WeightBuffer:
             for p, place in zip(self._tensors, self.group.placements, strict=True)
         ]
 
+    @outside_inference
     def _allocate(self) -> None:
         if not self._pieces:
             self.whole = self.shard.new_empty(self.group.padded)
@@ -219,6 +221,7 @@ class WeightBuffer:
         else:
             self.whole.untyped_storage().resize_(self.whole.nbytes)
 
+    @outside_inference
     def _free(self) -> None:
         if not can_be_freed(self.whole):
             # It stays with whoever holds on to it, or with a graph that was made with it.

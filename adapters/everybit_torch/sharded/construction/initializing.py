@@ -85,7 +85,10 @@ def require_written(one: ModelTensor, last: Initializer) -> None:
     mark = _mark(flat.dtype)
     if mark is None or not flat.numel():
         return
-    left: int = sum(int((part.isnan() if mark != mark else part == mark).sum()) for part in _parts(flat))
+    left = 0
+    for part in _parts(flat):
+        unwritten = part.isnan() if mark != mark else part == mark
+        left += int(unwritten.sum()) if bool(unwritten.any()) else 0  # counting takes much longer than looking
     if left == flat.numel() or (left and mark != mark):
         raise RuntimeError(
             f"values: {one.name}: {left} of its {flat.numel()} elements were not written, or are NaN, after {last}, the last call that may"

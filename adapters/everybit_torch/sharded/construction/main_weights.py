@@ -26,5 +26,5 @@ def store(optimizer: ShardOptimizer, shard: Shard, values: Tensor) -> None:
         stored = optimizer.engine.optimizer_of(unit)
         for where, piece in optimizer.pieces(unit, PIECE):
             wide = values[start + where.start : start + where.stop]
-            begun = begin_at(stored, wide, piece.tensor, piece.state.step, piece.first)
-            write(([piece.tensor], piece.state), begun)
+            # Without a name for what is returned, which would keep it while the next piece is computed.
+            write(([piece.tensor], piece.state), begin_at(stored, wide, piece.tensor, piece.state.step, piece.first))

@@ -216,9 +216,8 @@ class Construction:
         if one.is_absent:
             self._give(one, torch.empty_like(one.tensor, device=self._device, requires_grad=False))
         elif self._source is not None and any(name in self._source.table for name in one.names):
-            self._give(
-                one, one.tensor.detach().to(self._device, copy=True)
-            )  # what is read is not written over the model's own
+            # A copy: what is read is not written over the model's own values, which it has again if something fails.
+            self._give(one, one.tensor.detach().to(self._device, copy=True))
         else:
             self._move(one)
 
@@ -253,9 +252,8 @@ class Construction:
         member = tensors.members[group].index(number)
         if self._values is not None:
             self._settle(number)
-            self._absent[buffers.weights[group].place_of(member).untyped_storage().data_ptr()] = self._tensors[
-                number
-            ].name
+            address = buffers.weights[group].place_of(member).untyped_storage().data_ptr()
+            self._absent[address] = self._tensors[number].name
         buffers.weights[group].take(member)
 
     def _settle(self, number: int) -> None:

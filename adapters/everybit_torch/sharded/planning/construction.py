@@ -15,7 +15,7 @@ from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.scheduling.construction import ConstructionEvent, Tensors
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
-from everybit_torch.units import CHUNK, init_state
+from everybit_torch.units import init_state
 
 LOOKED_AT = 1 << 20
 """Elements of a tensor that are looked at, at a time, after it was initialized."""
@@ -137,10 +137,10 @@ def _state_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> tuple[
     """The bytes of a run's first state, and the most that is allocated while it is made."""
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
-    if numel <= CHUNK:
+    if numel <= PIECE:
         return _made(optimizer, tensor)
     block = label.policy.block
-    size = max(CHUNK // block, 1) * block
+    size = max(PIECE // block, 1) * block
     kept = sum(_seen(nbytes(leaf)) for leaf in eb.tree.leaves(optimizer.init([tensor])))
     pieces = {size, numel % size} - {0}
     return kept, kept + max(_made(optimizer, tensor[:length])[1] for length in pieces)
@@ -160,7 +160,7 @@ def _stored_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
 
 def _made(optimizer: eb.Optimizer[object], tensor: torch.Tensor) -> tuple[int, int]:
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        state = init_state(optimizer, tensor, 0)
+        state = init_state(optimizer, tensor, 0, chunk=PIECE)
         kept = counter.live
     del state
     return kept, counter.peak

@@ -55,58 +55,58 @@ class FlatStepper(Control, ModelAccess):
     there never is a second full-size gradient. What is summed over the ranks is summed once, by one rule, and divided once.
 
     Args:
-    model: On one device; or on the meta device, with ``values``. Parameters may be tied, frozen, of several dtypes.
-    transform: What computes updates; or one for each label, with ``labels``.
-    policy: How weights, state and gradients are stored and sent: a policy, several by :func:`everybit.by_label`, a
-        :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
-    mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
-        process alone if ``torch.distributed`` is not initialised.
-    strategy: What the (inner) ranks share out; see :class:`~everybit_torch.sharded.strategies.Sharding`. A number is the ZeRO stage.
-    outer: What the outer ranks do; see there.
-    units: Modules, or classes of modules, whose parameters are gathered and reduced together, such as ``[Block]``. What is in none
-        belongs to the model's own unit. Without units the whole model is one, and a sharded strategy needs room for all of it at once.
-    labels: From (name, parameter) to the key of its transform.
-    divisor: What the sum of gradients is divided by. None: the number of ranks, which makes the mean of the ranks' gradients;
-        1 for losses that are sums, or divided by the number of tokens already.
-    nan: ``"off"``; ``"step"``: skip a step, on all ranks, if any gradient is not finite; ``"param"``: and tell which, where and since
-        when, which takes a look at every gradient.
-    reshard_after_forward: With ``optim_grads_params``: give a unit's weights back after its forward pass, and gather them again for its
-        backward pass.
-    compile: Compile the step; the results are the same bits.
-    metrics: Measure every step: ``as_optimizer().metrics()``.
-    seed: Of stochastic rounding; the same on every rank.
-    unsafe: See :func:`everybit.with_policy`.
-    synchronize: Begin with the first rank's parameters and buffers, on every rank. False: they are equal already.
-    offload: Keep the optimizer's state, residuals and main weights in the host's pinned memory, and bring them to the device a bucket
-        at a time for a step. For models on another device than the host.
-    keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
-        taking it again.
-    defer_reduction: With sharded gradients: sum them over the ranks in the last backward pass of a cycle, and not in each. Until then a
-        rank keeps whole gradients. See :meth:`set_requires_gradient_sync`.
-    ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
-        the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
-    values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
+        model: On one device; or on the meta device, with ``values``. Parameters may be tied, frozen, of several dtypes.
+        transform: What computes updates; or one for each label, with ``labels``.
+        policy: How weights, state and gradients are stored and sent: a policy, several by :func:`everybit.by_label`, a
+            :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
+        mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
+            process alone if ``torch.distributed`` is not initialised.
+        strategy: What the (inner) ranks share out; see :class:`~everybit_torch.sharded.strategies.Sharding`. A number is the ZeRO stage.
+        outer: What the outer ranks do; see there.
+        units: Modules, or classes of modules, whose parameters are gathered and reduced together, such as ``[Block]``. What is in none
+            belongs to the model's own unit. Without units the whole model is one, and a sharded strategy needs room for all of it at once.
+        labels: From (name, parameter) to the key of its transform.
+        divisor: What the sum of gradients is divided by. None: the number of ranks, which makes the mean of the ranks' gradients;
+            1 for losses that are sums, or divided by the number of tokens already.
+        nan: ``"off"``; ``"step"``: skip a step, on all ranks, if any gradient is not finite; ``"param"``: and tell which, where and since
+            when, which takes a look at every gradient.
+        reshard_after_forward: With ``optim_grads_params``: give a unit's weights back after its forward pass, and gather them again for its
+            backward pass.
+        compile: Compile the step; the results are the same bits.
+        metrics: Measure every step: ``as_optimizer().metrics()``.
+        seed: Of stochastic rounding; the same on every rank.
+        unsafe: See :func:`everybit.with_policy`.
+        synchronize: Begin with the first rank's parameters and buffers, on every rank. False: they are equal already.
+        offload: Keep the optimizer's state, residuals and main weights in the host's pinned memory, and bring them to the device a bucket
+            at a time for a step. For models on another device than the host.
+        keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
+            taking it again.
+        defer_reduction: With sharded gradients: sum them over the ranks in the last backward pass of a cycle, and not in each. Until then a
+            rank keeps whole gradients. See :meth:`set_requires_gradient_sync`.
+        ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
+            the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
+        values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
             ``FromStateDict``; each rank is given what it keeps. None: the model has values.
-    device: Where a model on the meta device is to be. None: torch's default device.
-    model_parallel: The ranks that hold other parameters of the same model: stages of a pipeline, or experts. A process group, or a
-        ``DeviceMesh`` of any number of dimensions. Ranks of tensor parallelism, over which DTensors lie, are found without it.
-    copies: Names of parameters of which another rank of ``model_parallel`` has a copy that it counts, such as a tied embedding of the
-        last stage; norms count them there.
+        device: Where a model on the meta device is to be. None: torch's default device.
+        model_parallel: The ranks that hold other parameters of the same model: stages of a pipeline, or experts. A process group, or a
+            ``DeviceMesh`` of any number of dimensions. Ranks of tensor parallelism, over which DTensors lie, are found without it.
+        copies: Names of parameters of which another rank of ``model_parallel`` has a copy that it counts, such as a tied embedding of the
+            last stage; norms count them there.
 
     Raises:
-    TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
-    ValueError: A value that cannot work; messages name what it is about, what it got and what it accepts. Nothing is changed then.
+        TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
+        ValueError: A value that cannot work; messages name what it is about, what it got and what it accepts. Nothing is changed then.
 
     Example:
-    >>> import torch, everybit as eb
-    >>> from everybit_torch import FlatStepper
-    >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
-    >>> policy = eb.Policy(params=eb.Kahan(), grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"))
-    >>> stepper = FlatStepper(model, eb.adamw(1e-3), policy=policy)
-    >>> with stepper.microbatch(last=True):
-    ...     model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
-    >>> stepper.step().skipped
-    False
+        >>> import torch, everybit as eb
+        >>> from everybit_torch import FlatStepper
+        >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> policy = eb.Policy(params=eb.Kahan(), grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"))
+        >>> stepper = FlatStepper(model, eb.adamw(1e-3), policy=policy)
+        >>> with stepper.microbatch(last=True):
+        ...     model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> stepper.step().skipped
+        False
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.random_programs import Program, differences, programs
+from tests.support.random_programs import Cycle, Microbatch, Program, Way, differences, programs
 from tests.support.ranks import run
 
 
@@ -23,6 +23,16 @@ def all_differences(drawn: list[Program], directory: Path) -> list[str]:
     return [
         f"{program}: {wrong}" for n, program in enumerate(drawn) for wrong in differences(program, directory / str(n))
     ]
+
+
+def test_a_reentrant_checkpoint_covers_a_unit_with_units_and_functions_of_the_users() -> None:
+    """Units after the first function seemed to be another checkpoint's, whose gradients were sent before they came."""
+    way = Way((0, 1), True, "reentrant", False, 2)
+    nested = Way((0, 1, 3), True, "nested reentrant", False, 4)
+    cycle = Cycle(
+        tuple(Microbatch((one, one), None, (), False, False) for one in (way, nested)), "microbatch", None, None
+    )
+    require_plain_torchs_bits(2, [Program((cycle,), reshard, False, (None, None)) for reshard in (True, False)])
 
 
 @settings(max_examples=2)

@@ -35,7 +35,7 @@ def test_a_reentrant_checkpoint_covers_a_unit_with_units_and_functions_of_the_us
     require_plain_torchs_bits(2, [Program((cycle,), reshard, False, (None, None)) for reshard in (True, False)])
 
 
-@settings(max_examples=2)
+@settings(max_examples=3)
 @given(st.lists(programs(2), min_size=3, max_size=3))
 def test_random_programs_have_the_bits_of_plain_torch(drawn: list[Program]) -> None:
     require_plain_torchs_bits(2, drawn)

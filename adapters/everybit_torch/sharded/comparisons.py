@@ -78,8 +78,9 @@ class Comparison:
                 other = turns[most if mine != most else -least]
                 others = _TURNS[other] if other != self._turn else "does so for another unit, or with others gathered"
                 raise RuntimeError(
-                    f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank {others}. Between two backward passes all ranks run"
-                    " the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every rank."
+                    f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank {others}. Between two backward passes all ranks"
+                    " run the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every"
+                    " rank."
                 )
             if self._flags is not None and all_flags != -no_flags:
                 self._refuse(self._flags, PassFlags(all_flags if all_flags != self._flags else -no_flags))

@@ -35,6 +35,13 @@ def test_a_reentrant_checkpoint_covers_a_unit_with_units_and_functions_of_the_us
     require_plain_torchs_bits(2, [Program((cycle,), reshard, False, (None, None)) for reshard in (True, False)])
 
 
+def test_a_checkpoint_covers_frozen_units_before_trained_ones() -> None:
+    """It runs them again, as a reentrant one does, but not for a backward pass of their own: what they return requires no gradient."""
+    way = Way((0, 1, 2, 3), False, "nested", False, 13)
+    cycle = Cycle((Microbatch((way, way), None, ("entry", "units.0"), False, False),), "microbatch", None, None)
+    require_plain_torchs_bits(2, [Program((cycle,), reshard, False, (None, None)) for reshard in (True, False)])
+
+
 @settings(max_examples=3)
 @given(st.lists(programs(2), min_size=3, max_size=3))
 def test_random_programs_have_the_bits_of_plain_torch(drawn: list[Program]) -> None:

@@ -242,6 +242,10 @@ def stage_stepper(model: Model, transform: str, mesh: DeviceMesh, options: dict[
 def with_stages(directory: str) -> dict[str, Any]:
     """Two stages, each on two ranks; the second has a copy of the first's second part, which gets the same gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    if mesh.get_local_rank("stage"):  # one stage makes a group that the other does not know of
+        torch.distributed.new_group(
+            torch.distributed.get_process_group_ranks(mesh.get_group("data")), use_local_synchronization=True
+        )
     stage, data = mesh.get_local_rank("stage"), mesh.get_local_rank("data")
     found: dict[str, Any] = {}
     for transform, strategy in (("clipped", "optim"), ("clipped later", "optim_grads_params"), ("lamb", "optim_grads")):

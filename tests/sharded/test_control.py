@@ -286,6 +286,33 @@ def test_gradients_of_gradients_have_the_same_bits_under_every_strategy() -> Non
         assert not wrong
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_in_which_no_output_of_a_unit_is_reaches_its_weights(strategy: Strategy, gathered: bool) -> None:
+    """The slope of linear layers depends on weights and on nothing that is computed with them; whole numbers, so it is exact."""
+
+    def made() -> nn.Sequential:
+        layers = [nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2)]
+        for number, layer in enumerate(layers):
+            layer.weight.data = torch.arange(9.0, dtype=torch.float64).view(3, 3) - 4 + number
+        return nn.Sequential(*layers)
+
+    def loss(model: nn.Module) -> Tensor:
+        x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    mine, theirs = made(), made()
+    loss(theirs).backward()  # type: ignore[no-untyped-call]
+    stepper = FlatStepper(mine, eb.sgd(1.0), strategy=strategy, units=[nn.Linear])
+    with stepper.microbatch(last=True), stepper.full_parameters() if gathered else contextlib.nullcontext():
+        loss(mine).backward()  # type: ignore[no-untyped-call]
+    stepper.step()
+    for name, p in theirs.named_parameters():
+        assert p.grad is not None
+        assert torch.equal(weights_of(stepper)[name], p.detach() - p.grad)
+
+
 def freed_again() -> list[bool]:
     """Whether weights are there: after the pass that made a graph; after the next; and after an error between the two."""
     model = Slope(False)

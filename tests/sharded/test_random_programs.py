@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.random_programs import Program, differences, programs
+from tests.support.random_programs import Cycle, Microbatch, Program, Way, differences, programs
 from tests.support.ranks import run
 
 
@@ -25,7 +25,24 @@ def all_differences(drawn: list[Program], directory: Path) -> list[str]:
     ]
 
 
-@settings(max_examples=2)
+def test_a_reentrant_checkpoint_covers_a_unit_with_units_and_functions_of_the_users() -> None:
+    """Units after the first function seemed to be another checkpoint's, whose gradients were sent before they came."""
+    way = Way((0, 1), True, "reentrant", False, 2)
+    nested = Way((0, 1, 3), True, "nested reentrant", False, 4)
+    cycle = Cycle(
+        tuple(Microbatch((one, one), None, (), False, False) for one in (way, nested)), "microbatch", None, None
+    )
+    require_plain_torchs_bits(2, [Program((cycle,), reshard, False, (None, None)) for reshard in (True, False)])
+
+
+def test_a_checkpoint_covers_frozen_units_before_trained_ones() -> None:
+    """It runs them again, as a reentrant one does, but not for a backward pass of their own: what they return requires no gradient."""
+    way = Way((0, 1, 2, 3), False, "nested", False, 13)
+    cycle = Cycle((Microbatch((way, way), None, ("entry", "units.0"), False, False),), "microbatch", None, None)
+    require_plain_torchs_bits(2, [Program((cycle,), reshard, False, (None, None)) for reshard in (True, False)])
+
+
+@settings(max_examples=3)
 @given(st.lists(programs(2), min_size=3, max_size=3))
 def test_random_programs_have_the_bits_of_plain_torch(drawn: list[Program]) -> None:
     require_plain_torchs_bits(2, drawn)

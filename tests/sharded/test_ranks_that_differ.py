@@ -82,6 +82,7 @@ DIFFERENCES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "measured": (lambda: {"metrics": True}, r"^metrics: rank 0 has False, and rank {rank} has True"),
     "no synchronizing": (lambda: {"synchronize": False}, r"^synchronize: rank 0 has True, and rank {rank} has False"),
     "kept weights": (lambda: {"reshard_after_forward": False}, r"^reshard_after_forward: rank 0 has True"),
+    "deferred reductions": (lambda: {"defer_reduction": True}, r"^defer_reduction: rank 0 has False"),
     "what is refused": (lambda: {"nan": "always"}, r"^rank {rank} could not make its stepper: ValueError: nan: got 'always'"),
 }  # fmt: skip
 

@@ -84,12 +84,32 @@ OPTIONS: list[tuple[Strategy, dict[str, Any]]] = [
     ("optim", {"nan": "param", "keep_gradients": False, "loss_scale": 4.0, "metrics": True}),
     ("optim_grads", {"nan": "step", "clips": True, "keep_gradients": False}),
     ("optim_grads_params", {"nan": "param", "reshard_after_forward": False, "loss_scale": 4.0}),
+    ("optim_grads", {"defer_reduction": True, "keep_gradients": False}),
+    ("optim_grads_params", {"defer_reduction": True, "nan": "param"}),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "options"), OPTIONS)
 def test_a_stepper_orders_its_looks_at_gradients_too(strategy: Strategy, options: dict[str, Any]) -> None:
     sharded("two towers", strategy, **options)
+
+
+def test_weights_gathered_by_hand_are_used_on_the_stream_of_the_pass() -> None:
+    """They are gathered, and given back, on another stream, which nobody waits for by himself."""
+    device = FakeDevice()
+    with device.watching():
+        training = Training("two towers", device)
+        stepper = FlatStepper(training.model, CLIPPED, strategy="optim_grads_params", units=training.units)
+        stream, first = device.stream("ahead"), next(m for m in training.model.modules() if type(m) in training.units)
+        for step in range(3):
+            with device.on(stream):
+                stepper.unshard(training.model, async_op=True)
+                stepper.unshard(first, async_op=True)
+                if step == 1:
+                    stepper.reshard(training.model)
+            with stepper.microbatch(last=True):
+                training.backward(step)
+            stepper.step()
 
 
 @pytest.mark.parametrize(("way", "strategy"), list(zip(WAYS, STRATEGIES[1:], strict=True)))

@@ -74,6 +74,7 @@ USED = [
     ("torch.serialization", "_get_layout", "pickles"),
     ("torch.distributed.distributed_c10d", "_get_default_store", "process_groups"),
     ("torch.distributed", "ProcessGroup._get_backend", "process_groups"),
+    ("torch.distributed.distributed_c10d", "_process_group_name", "process_groups"),
 ]
 
 # Where torch's schedulers, scalers and DTensors keep an attribute, which no class declares.

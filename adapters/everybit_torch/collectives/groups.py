@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from everybit_torch.torch_internals.process_groups import default_store
+from everybit_torch.torch_internals.process_groups import default_store, new_group
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ def take(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.
     for one in _free_everywhere(known, ranks, timeout):
         one.idle = False
         return one.group
-    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
+    name = "everybit/" + hashlib.sha256(repr((kind, len(known))).encode()).hexdigest()
+    group = new_group(ranks, backend, timeout, name)
     _MADE.append(_Made(world, kind, group))
     return group
 

@@ -76,10 +76,11 @@ class Comparison:
             if most != -least or (turns[most] != "backward" and not alike):
                 mine = turns.index(self._turn)
                 other = turns[most if mine != most else -least]
-                does = _TURNS[other] if other != self._turn else "does so for another unit, or with others gathered"
+                others = _TURNS[other] if other != self._turn else "does so for another unit, or with others gathered"
                 raise RuntimeError(
-                    f"optim_grads_params: this rank {_TURNS[self._turn]}, another rank {does}. Between two backward passes all ranks run"
-                    " the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every rank."
+                    f"optim_grads_params: this rank {_TURNS[self._turn]}, and another rank {others}. Between two backward passes all ranks"
+                    " run the same number of forward passes, and use a unit equally often in each; accepted next is zero_grad(), on every"
+                    " rank."
                 )
             if self._flags is not None and all_flags != -no_flags:
                 self._refuse(self._flags, PassFlags(all_flags if all_flags != self._flags else -no_flags))

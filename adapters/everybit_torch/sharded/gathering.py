@@ -173,7 +173,8 @@ class Gathering:
         if recording:
             self._follow(number, outputs)
         elif records and number > 0:
-            self.scheduled.is_used(number, differentiable=False, checkpoint=_checkpoint(differentiable=False))
+            checkpoint = _checkpoint(differentiable=False)
+            self.scheduled.is_used(number, differentiable=False, checkpoint=checkpoint, recorded=False)
 
     def _follow(self, number: int, outputs: Any) -> None:
         """Have a backward pass tell when it comes to what a unit returned."""

@@ -66,8 +66,8 @@ class GradientSchedule:
 
     @property
     def any_arrived(self) -> bool:
-        """Whether a buffer holds a gradient that was not reduced yet."""
-        return any(self._arrived)
+        """Whether a buffer holds a gradient that was not reduced yet, on this rank or, of a deferred pass, perhaps on another."""
+        return any(self._arrived) or bool(self._deferred)
 
     def was_sent(self, number: int) -> bool:
         """Whether a group's turn is over in this pass."""

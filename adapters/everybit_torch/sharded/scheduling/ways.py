@@ -23,6 +23,7 @@ class _Use(NamedTuple):
     unit: int
     differentiable: bool  # whether its outputs require gradients
     block: int  # uses with the same number, but 0, are run again together by a checkpoint
+    recorded: bool  # not so in a reentrant checkpoint, which runs the unit again for its backward pass
 
 
 class Nesting:
@@ -85,11 +86,11 @@ class Ways:
 
     # -- forward ------------------------------------------------------------------------------------------------------------------
 
-    def ran(self, unit: int, *, differentiable: bool, checkpoint: int = 0) -> UseKey:
+    def ran(self, unit: int, *, differentiable: bool, checkpoint: int = 0, recorded: bool = True) -> UseKey:
         """A unit's forward pass has ended, in the checkpoint of this number; 0 for none. Returns what names this use."""
         if self._over:
             self.forget()
-        self._uses.append(_Use(unit, differentiable, checkpoint))
+        self._uses.append(_Use(unit, differentiable, checkpoint, recorded))
         self._left.append(len(self._uses) - 1)
         self._left_of[unit] += 1
         return self._cycle, len(self._uses) - 1
@@ -136,13 +137,13 @@ class Ways:
 
     def may_run_again(self, unit: int) -> bool:
         """Whether a unit that runs inside the backward pass runs for its own backward pass, as in a reentrant checkpoint."""
-        differentiable = {use.differentiable for use in self._uses[: self._forward_uses] if use.unit == unit}
-        return differentiable != {True}
+        uses = [use for use in self._uses[: self._forward_uses] if use.unit == unit]
+        return not uses or not all(use.recorded for use in uses)
 
     def runs_again(self, unit: int) -> None:
         """A checkpoint runs a unit again, whose forward pass recorded nothing: the pass has come to that use."""
         self.current = unit
-        before = [n for n in self._left if self._uses[n].unit == unit and not self._uses[n].differentiable]
+        before = [n for n in self._left if self._uses[n].unit == unit and not self._uses[n].recorded]
         if before:
             use = before[-1]
             block = self._uses[use].block

@@ -226,10 +226,10 @@ class WeightSchedule:
         elif self.reshard_after_forward or not (recording or self._records):
             yield from self._free(number)
 
-    def is_used(self, number: int, *, differentiable: bool, checkpoint: int) -> UseKey:
+    def is_used(self, number: int, *, differentiable: bool, checkpoint: int, recorded: bool = True) -> UseKey:
         """A unit's forward pass has returned something; ``differentiable`` if a backward pass may come to it. Returns the use."""
         self._graph_pending = self._graph_pending or differentiable
-        return self.ways.ran(number, differentiable=differentiable, checkpoint=checkpoint)
+        return self.ways.ran(number, differentiable=differentiable, checkpoint=checkpoint, recorded=recorded)
 
     @property
     def records(self) -> bool:

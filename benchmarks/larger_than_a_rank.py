@@ -66,7 +66,7 @@ def steps(model: nn.Module, stepper: FlatStepper, width: int, first: int, count:
     for step in range(first, first + count):
         with stepper.microbatch(last=True):
             loss = loss_of(model, width, step)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))
         stepper.step()
         print(f"rank {dist.get_rank()}: step {step}, loss {losses[-1]}", file=sys.stderr, flush=True)
@@ -75,7 +75,8 @@ def steps(model: nn.Module, stepper: FlatStepper, width: int, first: int, count:
 
 def loss_of(model: nn.Module, width: int, step: int) -> Tensor:
     x = torch.randn(2, width, generator=torch.Generator().manual_seed(step))
-    return (model(x) - x.roll(1, 0)).square().mean()
+    loss: Tensor = (model(x) - x.roll(1, 0)).square().mean()
+    return loss
 
 
 def rank_program(rank: int, size: int, store: str, given: dict[str, Any], results: Any) -> None:

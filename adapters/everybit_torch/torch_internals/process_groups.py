@@ -30,7 +30,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None, nam
     """
     former = getattr(distributed_c10d, "_process_group_name", None)
     if former is not None:
-        distributed_c10d._process_group_name = lambda *_: name  # type: ignore[assignment]
+        distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
     try:
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
     finally:

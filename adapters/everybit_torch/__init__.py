@@ -19,6 +19,7 @@ from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:
+    from everybit_torch.sharded.casting import Casts
     from everybit_torch.sharded.checkpoint import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
     from everybit_torch.sharded.construction.sources import (
         FromCheckpoint,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 # Imported when they are asked for: torch.distributed takes a while.
 _SHARDED = {
+    "Casts": "casting",
     "ExactReduceScatter": "exact_reduce_scatter",
     "FlatStepper": "stepper",
     "JointStepper": "joint",
@@ -67,6 +69,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "AnyPrecisionAdamW",
+    "Casts",
     "ExactReduceScatter",
     "FlatStepper",
     "FromCheckpoint",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.param_groups import require_float64
+from everybit_torch.sharded.casting import Casts, CastsOfUnits, casts_of
 from everybit_torch.sharded.construction.making import Construction
 from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
@@ -71,6 +72,7 @@ class Arguments:
     values: Values | None
     device: torch.device | str | None
     ignored: Ignored | None
+    casts: CastsOfUnits | None
 
     def to_keep(self) -> Arguments:
         """Without what may hold a model's values."""
@@ -91,6 +93,7 @@ class Judged:
         sharding: What is sharded.
         divisor: Of sums over the ranks.
         facts: What has to be the same on every rank.
+        casts: What is cast in which unit.
         facts_of_model: What has to be the same on ranks that hold other parts of the model, too.
     """
 
@@ -104,6 +107,7 @@ class Judged:
     divisor: float
     facts: Facts
     facts_of_model: Facts
+    casts: Sequence[tuple[str, nn.Module, Casts]]
 
 
 def judge(model: nn.Module, given: Arguments) -> Judged:
@@ -203,11 +207,13 @@ def _judge(
         ),
         *construction.facts,
     ]
+    casts = casts_of(described.units, given.casts)
+    facts += [(f"casts of {name or 'the model'}", repr(one)) for name, _, one in casts]
     # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
     layout = build(described.specs, shards=ranks[0] * ranks[1], units=[name for name, _ in described.units])
     return Judged(
         described, layout, construction, between, beside, device, kind, float(divisor), facts,
-        _facts_of_model(given, described),
+        _facts_of_model(given, described), casts,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, ranks_of
 from everybit_torch.collectives.reduction import divide
 from everybit_torch.sharded.arguments import Arguments, Judged, claim, judge
+from everybit_torch.sharded.casting import CastsOfUnits, watch
 from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.control import Control
 from everybit_torch.sharded.executor import Executor
@@ -85,6 +86,8 @@ class FlatStepper(Control, ModelAccess):
             rank keeps whole gradients. See :meth:`set_requires_gradient_sync`.
         ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
             the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
+        casts: The dtypes of inputs and outputs of ``forward``: :class:`~everybit_torch.Casts`, whose inputs are those of every unit and of
+            the model, and whose outputs the model's; or a dict of them by unit, or class of units.
         values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
             ``FromStateDict``; each rank is given what it keeps. None: the model has values.
         device: Where a model on the meta device is to be. None: torch's default device.
@@ -136,10 +139,11 @@ class FlatStepper(Control, ModelAccess):
         values: Values | None = None,
         device: torch.device | str | None = None,
         ignored: Ignored | None = None,
+        casts: CastsOfUnits | None = None,
     ) -> None:
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
-            synchronize, offload, keep_gradients, defer_reduction, model_parallel, copies, values, device, ignored,
+            synchronize, offload, keep_gradients, defer_reduction, model_parallel, copies, values, device, ignored, casts,
         )  # fmt: skip
         judged = judge(model, given)
         with judged.construction.all_or_nothing():
@@ -184,7 +188,7 @@ class FlatStepper(Control, ModelAccess):
         self._wires = GradientWires(self.buffers, described.labelled, self._passes.holds_gradients)
         self._trained_names = frozenset(s.spec.name for one in self.gradients for s in one.group.placements)
         self._pass_counts = PassCounts(self.layout.shards, device) if self.sharding.grads else None
-        self._handles: list[Any] = self._passes.watch(model)
+        self._handles: list[Any] = [*watch(judged.casts), *self._passes.watch(model)]
         self._gathering: Gathering | None = None
         self._guards: Guards | None = None
         self._full = None

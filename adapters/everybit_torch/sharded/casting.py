@@ -38,9 +38,7 @@ class Casts:
                 require_member(getattr(self, name), FLOAT_DTYPES, field=f"Casts.{name}")
 
 
-CastsOfUnits = (
-    Casts | Mapping[type[nn.Module], Casts] | Mapping[nn.Module, Casts] | Mapping[type[nn.Module] | nn.Module, Casts]
-)
+CastsOfUnits = Casts | Mapping[type[nn.Module] | nn.Module, Casts]
 """What is cast in every unit and in the model; or in units by class or module, a module before its class."""
 
 

@@ -419,7 +419,7 @@ def kept(
     return wrong
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_what_is_there_is_what_is_planned_on_every_rank(size: int) -> None:
     """The union of the address ranges of all live storages: on ranks that have nothing of a group, and with counters, to the byte."""
     for wrong in run(

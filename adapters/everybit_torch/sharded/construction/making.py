@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.sharded.construction.checkpoints import CheckpointFiles
 from everybit_torch.sharded.construction.first_rank import FirstRank
 from everybit_torch.sharded.construction.fitting import require_fit, widest_dtype
 from everybit_torch.sharded.construction.initializers import (
@@ -108,6 +107,9 @@ class Construction:
         if isinstance(values, FromSafetensors):
             return SafetensorsFiles(values.path)
         if isinstance(values, FromCheckpoint):
+            # Torch's distributed checkpoints are imported by who reads one: they take longer than torch.distributed.
+            from everybit_torch.sharded.construction.checkpoints import CheckpointFiles
+
             found = CheckpointFiles(values.path, values.prefix, self._tensors[0].names)
             if not found.is_checked and self._ranks[0].rank == self._ranks[1].rank == 0:
                 warnings.warn(

@@ -199,6 +199,7 @@ def everything(x: Tensor, bits: Tensor, stored: list[Tensor]) -> list[Tensor]:
     return [*found, *(widen(part) for part in stored), floor_stochastic(x.clamp(-1e6, 1e6), bits)]
 
 
+@pytest.mark.exhaustive  # tests/core/test_formats.py and the battery hold it for what formats do with them
 def test_compiled_code_gives_the_same_bits() -> None:
     """257, 1 and 0-d: in vectors, in the scalar tail behind them, and without a loop."""
     torch._dynamo.reset()

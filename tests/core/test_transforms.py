@@ -71,7 +71,7 @@ def assert_follows(
         assert difference <= bound, f"{dtype}: {difference:.3g} > {bound:.3g}"
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize(
     ("momentum", "dampening", "nesterov"),

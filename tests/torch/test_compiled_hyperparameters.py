@@ -180,6 +180,7 @@ def test_numbers_that_a_factory_or_its_transform_looks_at_are_constants_and_the_
     assert ran.graphs == 2
 
 
+@pytest.mark.exhaustive
 def test_zero_is_told_from_minus_zero_and_one_from_true() -> None:
     def factory(learning_rate: Any, sign: Any) -> Any:
         if sign == 0:
@@ -333,6 +334,7 @@ def test_sets_of_missing_gradients_need_few_graphs(monkeypatch: pytest.MonkeyPat
     assert ran.graphs <= 4
 
 
+@pytest.mark.exhaustive
 def test_many_shapes_under_policies_by_label_need_few_graphs() -> None:
     policy = eb.by_label(
         lambda path, x: "matrix" if x.ndim > 1 else "vector",

@@ -97,6 +97,7 @@ def load_state(
     if broadcast:
         judged = _of_first_rank(judged, ranks)
     begin()
+    laid_out = {id(parameter): name for name, parameter in state.parameters.items()}
     with torch.no_grad():
         for name, value in firsts.items():
             if name not in judged.given:
@@ -105,7 +106,7 @@ def load_state(
             wanted = (given or {}).get(source)
             if broadcast:
                 wanted = _from_first_rank(wanted, value, name, communicators)
-            _copy(wanted, value, own.get(_laid_out_as(state, value)))
+            _copy(wanted, value, own.get(laid_out.get(id(value), "")))
         loaded = {id(firsts[name]) for name in judged.given}
         written = {name for name, parameter in state.parameters.items() if id(parameter) in loaded}
         for unit, _ in engine.stepped():
@@ -126,10 +127,6 @@ def _first_names(named: Mapping[str, Any]) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             names.setdefault(id(value), name)
     return {name: named[name] for name in names.values()}
-
-
-def _laid_out_as(state: ModelState, value: Tensor) -> str:
-    return next((name for name, parameter in state.parameters.items() if parameter is value), "")
 
 
 def _judge(

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,17 +21,14 @@ import torch
 from torch import Tensor
 
 from everybit_torch.checkpoint_file import with_message
+from everybit_torch.sharded import safetensors_files
 from everybit_torch.sharded.construction.reading import Entry, Request, chunks, require_same
 
 INDEX = ".safetensors.index.json"
 LARGEST_TABLE = 100_000_000
 """Bytes of a file's table; the format allows no more."""
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in safetensors_files.DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +133,16 @@ def _read_table(path: Path) -> dict[str, _Place]:
     return {name: _place(path, name, record, 8 + length, size) for name, record in table.items()}
 
 
-def _place(path: Path, name: str, record: object, start: int, size: int) -> _Place:
-    try:
-        assert isinstance(record, dict)
+def _place(path: Path, name: str, record: Any, start: int, size: int) -> _Place:
+    fits = False
+    with suppress(KeyError, TypeError, ValueError):
         dtype, shape = DTYPES[record["dtype"]], tuple(record["shape"])
         low, high = record["data_offsets"]
-        assert all(type(number) is int and number >= 0 for number in (*shape, low, high))
-        assert high - low == math.prod(shape) * dtype.itemsize
-    except (AssertionError, KeyError, TypeError, ValueError):
+        counts = all(type(number) is int and number >= 0 for number in (*shape, low, high))
+        fits = counts and high - low == math.prod(shape) * dtype.itemsize
+    if not fits:
         shown = json.dumps(record)[:200]
-        raise ValueError(
-            f"{path}: {name!r} is described by {shown}, which is no tensor of a safetensors file."
-        ) from None
+        raise ValueError(f"{path}: {name!r} is described by {shown}, which is no tensor of a safetensors file.")
     if start + high > size:
         raise ValueError(f"{path}: was cut off: {name!r} ends at byte {start + high}, and the file has {size}.")
     return _Place(path, start + low, Entry(dtype, shape))

@@ -228,7 +228,7 @@ def ignoring(path: Path) -> list[str]:
                 one.exit.bias.fill_(float(rank))  # is not made the same on all ranks
         ways: list[Any] = [[model.exit], [model.exit.weight, "exit.bias"], ["exit"], ["exit.weight", model.exit.bias]]
         given = ways[number % 4]
-        stepper = FlatStepper(model, eb.sgd(2**-4), units=[Block], ignored=given, **arguments)
+        stepper = FlatStepper(model, eb.sgd(2**-4), units=[Block], ignored=iter(given), **arguments)
         own = torch.optim.SGD(model.exit.parameters(), lr=0.5)
         # Products with a power of two are exact, and so is the mean of two equal gradients: one rounding for each element, here as there.
         rest = torch.optim.SGD([p for n, p in plain.named_parameters() if not n.startswith("exit")], lr=2**-4)

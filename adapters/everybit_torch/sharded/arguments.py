@@ -133,6 +133,8 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
     refused: Exception | None = None
     try:
         left_alone = ignored_ids(model, given.ignored)
+        # Once: it may be an iterator.
+        given = replace(given, ignored=[p for p in model.parameters() if id(p) in left_alone])
         laid_out = [p for p in model.parameters() if id(p) not in left_alone]
         beside = ModelParallel.of(laid_out, given.model_parallel, given.copies, ranks_of(given.mesh), device)
         judged = _judge(model, given, (inner, outer), beside)
@@ -257,9 +259,9 @@ def _device_of(model: nn.Module, described: ModelLayout, given: Arguments) -> to
             " values=FromInitializers(), FromSafetensors(path), FromCheckpoint(path) or FromStateDict(state_dict). (everybit_torch.plan and"
             " `everybit plan` take one on the meta device.)"
         )
-    left_alone = ignored_ids(model, given.ignored)
+    laid_out = {id(parameter) for parameter in described.parameters}
     for name, parameter in model.named_parameters():
-        if id(parameter) in left_alone and parameter.device.type == "meta":
+        if id(parameter) not in laid_out and parameter.device.type == "meta":
             raise ValueError(
                 f"ignored: {name} is on the meta device, and values= are of what the stepper lays out; accepted is a parameter that has its"
                 " values."

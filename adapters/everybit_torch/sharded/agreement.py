@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -45,14 +45,18 @@ def on_all(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     if group is None:
         return function()
     require_group(group)
+    return _on_all(function, lambda told: _objects_of(told, group))
+
+
+def _on_all(function: Callable[[], T], gather: Callable[[_Told | None], Sequence[_Told | None]]) -> T:
+    """Call ``function``, and raise its exception, or else that of the first rank that has one, of which ``gather`` tells all ranks."""
     value: T | None = None
     error: Exception | None = None
     try:
         value = function()
     except Exception as raised:
         error = raised
-    found: list[_Told | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, None if error is None else _told(error), group=group)
+    found = gather(None if error is None else _told(error))
     if error is not None:
         raise error
     for rank, told in enumerate(found):
@@ -66,6 +70,10 @@ def numbers_of(own: int, group: dist.ProcessGroup | None) -> list[int]:
     if group is None:
         return [own]
     require_group(group)
+    return _objects_of(own, group)
+
+
+def _objects_of(own: T, group: dist.ProcessGroup) -> list[T]:
     found = [own] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
     return found
@@ -110,19 +118,7 @@ class Everyone:
 
     def on_all(self, function: Callable[[], T]) -> T:
         """Call ``function`` on all ranks, and return this rank's result; an exception on one rank is raised on all of them."""
-        value: T | None = None
-        error: Exception | None = None
-        try:
-            value = function()
-        except Exception as raised:
-            error = raised
-        found = self.gather(None if error is None else _told(error))
-        if error is not None:
-            raise error
-        for rank, told in enumerate(found):
-            if told is not None:
-                raise _again(told, f"on rank {rank}: {told[1]}")
-        return value  # type: ignore[return-value]
+        return _on_all(function, self.gather)
 
     def on_first(self, function: Callable[[], None]) -> None:
         """Call ``function`` on the first rank; an exception is raised on all of them."""

@@ -137,12 +137,7 @@ class ModelState:
         self.visit(take)
         if not here:
             return {}
-        for name, value in named.items():
-            if isinstance(value, Tensor):
-                if id(value) not in copies:
-                    copies[id(value)] = on_host(value)
-                named[name] = copies[id(value)]
-        return named
+        return _with_copies(named, copies)
 
     def sharded(self) -> dict[str, Any]:
         """The state dict of this rank's shards, copied to the host's memory. Nothing is sent.
@@ -156,12 +151,7 @@ class ModelState:
             parameter = self.parameters[name]
             if parameter.numel():  # of nothing there are no parts
                 copies[id(parameter)] = ShardTensor(on_host(part), parameter.shape, 0 if s is None else s.low)
-        for name, value in named.items():
-            if isinstance(value, Tensor):
-                if id(value) not in copies:
-                    copies[id(value)] = on_host(value)
-                named[name] = copies[id(value)]
-        return named
+        return _with_copies(named, copies)
 
     def own(self) -> dict[str, tuple[Slice | None, Tensor]]:
         """The elements of each parameter that this rank's buffers own, 1-d, by its first name; a slice of None: it has none of them.
@@ -196,3 +186,13 @@ class ModelState:
         copies |= {id(x): on_host(x) for x in self.model.buffers()}
         with nullcontext() if self._guards is None else self._guards.lifted():
             return copy.deepcopy(self.model, copies)
+
+
+def _with_copies(named: dict[str, Any], copies: dict[int, Tensor]) -> dict[str, Any]:
+    """``named``, with copies in the place of its tensors, by their ids; what has none yet is copied. Tied names share a copy."""
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = on_host(value)
+            named[name] = copies[id(value)]
+    return named

@@ -97,8 +97,8 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
 
     Autograd may leave a gradient placed otherwise than its parameter: still to be summed, for one that is replicated.
     """
-    if not is_dtensor(gradient) or not is_dtensor(parameter):
-        return local(gradient)
-    if gradient.placements != parameter.placements:
+    if not is_dtensor(gradient):
+        return gradient
+    if is_dtensor(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local(gradient)

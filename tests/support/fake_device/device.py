@@ -49,6 +49,15 @@ class FakeWork:
         self._device, self._work, self._end, self._host = device, work, end, host
         self._tensors = list(tensors)
 
+    def uses(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this reads or writes memory of a storage."""
+        return any(x.untyped_storage().data_ptr() == storage.data_ptr() for x in self._tensors)
+
+    def finish(self) -> None:
+        """Let the host's own collective end, of which the account says nothing."""
+        with self._device.asleep():
+            self._work.wait()
+
     def wait(self, *args: Any) -> Any:
         with self._device.asleep():
             result = self._work.wait(*args)
@@ -87,6 +96,7 @@ class FakeDevice:
         self._memory = Memory(self.host)
         self._default = FakeStream("default", self.host)
         self._communicators: dict[int, Clock] = {}
+        self._under_way: weakref.WeakSet[FakeWork] = weakref.WeakSet()
         self._local = threading.local()
         self.backward = Backward(self)
 
@@ -165,6 +175,9 @@ class FakeDevice:
 
     def resized(self, storage: torch.UntypedStorage, size: int, resize: Callable[..., Any]) -> Any:
         """A storage is given other memory, or none."""
+        for work in tuple(self._under_way):
+            if storage.nbytes() and work.uses(storage):
+                work.finish()  # a wrong program is reported below; gloo's thread must not read memory that was freed
         block = self._memory.find(storage.data_ptr()) if storage.nbytes() else None
         if block is not None:
             self._memory.free(block)
@@ -245,6 +258,7 @@ class FakeDevice:
         with self.asleep():
             work = original(*args, **kwargs, async_op=True)
         fake = FakeWork(self, work, [written, given], dict(clock.seen), on_host)
+        self._under_way.add(fake)
         if asynchronous:
             return fake
         fake.wait()

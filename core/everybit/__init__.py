@@ -61,7 +61,7 @@ from everybit.transforms.weight_decay import add_decayed_weights, subtract_decay
 from everybit.tree import Slot, state
 from everybit.update import apply_updates
 
-__version__ = "0.1.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "Axis", "ByLabel", "Context", "Cut", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members", "Metrics",

@@ -23,6 +23,7 @@ def audited(path: Path, dtype: torch.dtype, lr: float) -> list[str]:
         optimizer.zero_grad()
         model(torch.randn(8, 16).to(dtype)).float().square().mean().backward()
         for parameter, state in optimizer.state.items():  # as late in a run, when the mean has come near
+            assert parameter.grad is not None
             state["exp_avg_sq"].copy_(1.5 * parameter.grad.square())
         optimizer.step()
     audit.save(path)

@@ -80,7 +80,7 @@ def test_a_second_moment_that_stopped_is_found_and_one_that_moves_is_not() -> No
         model = model_of(torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, beta))
         train(model, optimizer, 1)
-        weight = model[0].weight
+        weight = next(model.parameters())
         assert weight.grad is not None
         optimizer.state[weight]["exp_avg_sq"].copy_(1.5 * weight.grad.square())  # to fall by a third of 1 - beta
         audit = Audit(model, optimizer)

@@ -19,6 +19,7 @@ help:  ## say what there is
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "everybit needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@echo "Setting up $(VENV) with torch and tools: some minutes the first time."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

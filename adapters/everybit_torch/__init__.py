@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from everybit_torch.any_precision import AnyPrecisionAdamW
+from everybit_torch.audit import Audit, LayerAudit, load_audit
 from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.full_precision import RoundingLoss
@@ -69,6 +70,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "AnyPrecisionAdamW",
+    "Audit",
     "Casts",
     "ExactReduceScatter",
     "FlatStepper",
@@ -78,6 +80,7 @@ __all__ = [
     "FromStateDict",
     "GradientRelease",
     "JointStepper",
+    "LayerAudit",
     "Lion",
     "MixedPrecision",
     "NonFinite",
@@ -90,6 +93,7 @@ __all__ = [
     "export_weights",
     "import_weights",
     "latest_checkpoint",
+    "load_audit",
     "load_checkpoint",
     "load_safetensors",
     "load_sharded",

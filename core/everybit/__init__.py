@@ -43,7 +43,7 @@ from everybit.schedules import (
     warmup_cosine_decay_schedule,
     warmup_stable_decay_schedule,
 )
-from everybit.transform import Cut, SlotDecay, Transform
+from everybit.transform import Cut, Elementwise, SlotDecay, Transform
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.rms import scale_by_rms
@@ -61,16 +61,15 @@ from everybit.transforms.weight_decay import add_decayed_weights, subtract_decay
 from everybit.tree import Slot, state
 from everybit.update import apply_updates
 
-__version__ = "0.1.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
-    "Axis", "ByLabel", "Context", "Cut", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members", "Metrics",
-    "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split",
-    "StateFormat",
-    "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite", "apply_updates", "by_dtype",
-    "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules",
-    "linear_schedule", "lion", "load_state_dict", "masked", "named_chain", "partition", "policies", "rmsprop", "scale", "scale_by_adam",
-    "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_sign", "set_to_zero", "sgd", "state", "state_dict",
-    "subtract_decayed_weights", "trace", "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics",
-    "with_policy",
+    "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master",
+    "Members", "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Slot",
+    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights",
+    "apply_if_finite", "apply_updates", "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule",
+    "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion", "load_state_dict", "masked", "named_chain",
+    "partition", "policies", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms",
+    "scale_by_sign", "set_to_zero", "sgd", "state", "state_dict", "subtract_decayed_weights", "trace", "tree",
+    "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
 ]  # fmt: skip

@@ -56,6 +56,25 @@ class Transform(Protocol[S]):
         ...
 
 
+class Elementwise:
+    """The promises of a transform that works element by element and reduces nothing; a base of such transforms.
+
+    One that reduces overrides :attr:`reduces`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def cut(self) -> Cut:
+        """Any slice of memory will do."""
+        return "element"
+
+    @property
+    def reduces(self) -> bool:
+        """It asks for nothing."""
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class SlotDecay:
     """How slowly a slot of a transform's state moves.

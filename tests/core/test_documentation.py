@@ -62,3 +62,37 @@ def test_the_page_about_checkpoints_does_what_it_says(tmp_path: Path, monkeypatc
     program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     exec(compile(program, "docs/checkpoints.md", "exec", dont_inherit=True), {})
     assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "model.safetensors"}
+
+
+def test_the_blocks_of_the_readme_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a newcomer pastes them; each may use what the ones before it made."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(blocks) == 4
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"README.md, block {number}", "exec", dont_inherit=True), names)
+    assert names["loss"].item() < 0.1
+    assert not names["report"].skipped
+    assert (tmp_path / "run.pt").is_file()
+    printed = capsys.readouterr().out
+    assert "'parameter': 2.0, 'compensation': 2.0, 'gradient': 2.0" in printed
+
+
+def test_the_tutorial_about_one_line_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/tutorials/swap_one_line.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL), 1):
+        exec(compile(block, f"docs/tutorials/swap_one_line.md, block {number}", "exec", dont_inherit=True), names)
+    # Its claims: most updates are lost, and the policy is nearer to float32 than plain bfloat16 is.
+    last = names["audits"][0].layers[-8:]
+    elements = sum(layer.elements for layer in last)
+    assert sum(layer.lost_share * layer.elements for layer in last) > 0.5 * elements
+    assert abs(names["lean_loss"] - names["float32_loss"]) < abs(names["plain_loss"] - names["float32_loss"]) / 4
+    assert "LEAN_BF16" in capsys.readouterr().out

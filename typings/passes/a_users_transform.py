@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, assert_type
+from typing import Any, Generic, TypeVar, assert_type
 
 import torch
 
@@ -19,9 +19,7 @@ class SignumState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleBySignum:
-    cut: ClassVar[eb.Cut] = "element"
-    reduces: ClassVar[bool] = False
+class ScaleBySignum(eb.Elementwise):
     decay: float = 0.9
 
     def init(self, params: P) -> SignumState[P]:

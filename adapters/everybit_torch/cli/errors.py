@@ -1,7 +1,10 @@
-"""The error for a bad option, and the exit codes that a command returns to the shell."""
+"""The error for a bad option, errors of memory that ran out, and the exit codes that a command returns to the shell."""
 
 from __future__ import annotations
 
+import torch
+
+FAILED = 1
 BAD_OPTION = 2
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
@@ -17,3 +20,8 @@ class OptionError(ValueError):
 
     def __init__(self, option: str, got: object, accepted: str) -> None:
         super().__init__(f"{option}: got {got}; accepted: {accepted}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out. torch has an exception for that on accelerators, and on the CPU a message alone."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, bias_correction, is_zero, require, require_step
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -25,7 +25,7 @@ class AdamState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByAdam:
+class ScaleByAdam(Elementwise):
     r"""Divide the gradient's running mean by the root of its running square.
 
     .. math::
@@ -46,8 +46,6 @@ class ScaleByAdam:
         Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 1.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8

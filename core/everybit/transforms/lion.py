@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from everybit import tree
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -25,7 +25,7 @@ class LionState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByLion:
+class ScaleByLion(Elementwise):
     r"""The sign of the gradient mixed with its running mean.
 
     .. math::
@@ -43,8 +43,6 @@ class ScaleByLion:
         Chen et al. 2023, https://arxiv.org/abs/2302.06675, Algorithm 2.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.99
 

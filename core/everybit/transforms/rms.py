@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from everybit import tree
 from everybit.barriers import sqrt
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -35,7 +35,7 @@ class CenteredRmsState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByRms:
+class ScaleByRms(Elementwise):
     r"""Divide the gradient by the root of its running square, or of its running variance if centred.
 
     .. math::
@@ -56,8 +56,6 @@ class ScaleByRms:
         Hinton 2012, lecture 6e; Graves 2013, https://arxiv.org/abs/1308.0850, eq. 38-45; ``torch.optim.RMSprop``.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     decay: Hyperparameter = 0.99
     eps: Hyperparameter = 1e-8
     centered: bool = False

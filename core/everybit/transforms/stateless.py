@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, Scalar, at, require
-from everybit.transform import Cut
+from everybit.transform import Elementwise
 
 P = TypeVar("P")
 
@@ -24,11 +24,8 @@ class Empty:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(Elementwise):
     """Pass updates on as they are."""
-
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""
@@ -40,11 +37,8 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class SetToZero:
+class SetToZero(Elementwise):
     """Replace updates by zero: what is frozen does not move, nor decay."""
-
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""
@@ -56,11 +50,8 @@ class SetToZero:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleBySign:
+class ScaleBySign(Elementwise):
     """Keep only the sign: -1, 0 or 1 (signSGD, Bernstein et al. 2018, https://arxiv.org/abs/1802.04434)."""
-
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""
@@ -72,15 +63,13 @@ class ScaleBySign:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(Elementwise):
     """Multiply by a number.
 
     Args:
         factor: The number; any sign.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     factor: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
@@ -97,15 +86,13 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByLearningRate:
+class ScaleByLearningRate(Elementwise):
     """Multiply by minus the learning rate: from a direction of ascent to a step of descent.
 
     Args:
         learning_rate: At least zero. Zero is safe: nothing is divided by it.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     learning_rate: Hyperparameter = 1e-3
 
     def __post_init__(self) -> None:
@@ -122,15 +109,13 @@ class ScaleByLearningRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(Elementwise):
     """Limit every element to [-limit, limit].
 
     Args:
         limit: At least zero; same unit as the updates.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     limit: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
@@ -147,7 +132,7 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
-class ClipByGlobalNorm:
+class ClipByGlobalNorm(Elementwise):
     """Scale all updates by one factor so that their joint Euclidean norm is at most ``limit``.
 
     The norm is taken over everything that shares the step, through ``ctx.axis``: on one process and on shards it is the same number.
@@ -157,12 +142,15 @@ class ClipByGlobalNorm:
         limit: At least zero; same unit as the updates.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = True
     limit: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
         require("limit", self.limit, 0.0)
+
+    @property
+    def reduces(self) -> bool:
+        """It asks for the norm of all gradients."""
+        return True
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""

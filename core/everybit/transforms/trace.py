@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -11,7 +11,7 @@ from everybit import tree
 from everybit.barriers import materialize
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, is_zero, require, require_step
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -26,7 +26,7 @@ class TraceState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Elementwise):
     r"""Heavy-ball or Nesterov momentum, with torch's meaning of its terms.
 
     .. math::
@@ -45,8 +45,6 @@ class Trace:
         Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html, as in ``torch.optim.SGD``.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     decay: Hyperparameter = 0.9
     dampening: Hyperparameter = 0.0
     nesterov: bool = False

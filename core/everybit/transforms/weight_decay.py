@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from torch import Tensor
 from everybit import tree
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
-from everybit.transform import Cut
+from everybit.transform import Elementwise
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
-class AddDecayedWeights:
+class AddDecayedWeights(Elementwise):
     r"""Add :math:`\lambda p` to the updates, before the learning rate is applied.
 
     Put before a preconditioner this is an L2 penalty, ``torch.optim.Adam``'s and ``SGD``'s ``weight_decay``. Put between preconditioner
@@ -30,8 +30,6 @@ class AddDecayedWeights:
         weight_decay: :math:`\lambda`, at least zero.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     weight_decay: Hyperparameter = 1e-2
 
     def __post_init__(self) -> None:
@@ -50,7 +48,7 @@ class AddDecayedWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class SubtractDecayedWeights:
+class SubtractDecayedWeights(Elementwise):
     r"""Subtract :math:`\lambda s_t p` from the updates, after the learning rate is applied: fully decoupled decay.
 
     The learning rate scales the decay only by how far its schedule has come, :math:`s_t = \eta_t / \eta_\text{max}`, so that tuning
@@ -65,8 +63,6 @@ class SubtractDecayedWeights:
         ValueError: One of ``learning_rate`` and ``max_learning_rate`` without the other, or out of range.
     """
 
-    cut: ClassVar[Cut] = "element"
-    reduces: ClassVar[bool] = False
     weight_decay: Hyperparameter = 1e-4
     learning_rate: Hyperparameter | None = None
     max_learning_rate: Scalar | None = None

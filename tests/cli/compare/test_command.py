@@ -13,6 +13,7 @@ import pytest
 from everybit_torch.cli import main
 from everybit_torch.cli.compare import command
 from everybit_torch.cli.compare.corpus import Corpus
+from everybit_torch.cli.compare.progress import Bars
 
 TINY = ["compare", "--model", "tiny", "--steps", "12", "--batch", "2", "--context", "16", "--threads", "1"]
 
@@ -29,6 +30,7 @@ def test_a_run_prints_its_table_and_keeps_every_number(tmp_path: Path, capsys: p
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.png"]
     data: dict[str, Any] = json.loads((out / "compare.json").read_text())
     assert data["command"].startswith("everybit compare --model tiny --steps 12")
+    assert not data["interrupted"]
     assert data["seeds"] == [0, 1]
     assert data["options"]["lr"] == 1e-3
     assert data["policies"]["LEAN_BF16"]["params"] == {"format": "Split", "bits": 16, "rounding": "nearest"}
@@ -70,9 +72,7 @@ def test_a_bad_option_is_one_line_and_code_2_before_anything_is_made(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["compare", "--steps", "many"], ["compare", "--model", "huge"], ["compared"]]
-)
+@pytest.mark.parametrize("arguments", [["compare", "--steps", "many"], ["compare", "--model", "huge"], ["compared"]])
 def test_what_cannot_be_parsed_is_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -93,6 +93,29 @@ def test_ctrl_c_leaves_the_last_results_as_they_were(
     assert "interrupted" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["compare.json"]
     assert (tmp_path / "compare.json").read_text() == "last"
+
+
+def test_ctrl_c_after_a_validation_writes_what_there_was_beside_the_last_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "compare.json").write_text("last")
+    validated = Bars.validated
+
+    def interrupting(self: Bars, policy: str, loss: float) -> None:
+        validated(self, policy, loss)
+        if policy == "LEAN_BF16":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bars, "validated", interrupting)
+    assert main([*TINY, "--policies", "FP32", "LEAN_BF16", "--out", str(tmp_path)]) == 130
+    assert (tmp_path / "compare.json").read_text() == "last"
+    data = json.loads((tmp_path / "compare-interrupted.json").read_text())
+    assert data["interrupted"]
+    assert {len(record["losses"]) for record in data["records"]} == {2}
+    assert (tmp_path / "compare-interrupted.png").stat().st_size > 10_000
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Interrupted: this is what there was at step 2 of 12, seeds 0." in printed
+    assert "After 2 steps differences between policies are noise" in printed
 
 
 def test_it_runs_as_a_module_and_its_help_names_every_option() -> None:

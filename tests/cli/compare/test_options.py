@@ -11,8 +11,9 @@ import torch
 
 import everybit as eb
 from everybit_torch.cli.compare.corpus import Corpus
-from everybit_torch.cli.compare.options import CompareOptions, check, check_context, check_out
+from everybit_torch.cli.compare.options import CompareOptions, check, check_context
 from everybit_torch.cli.errors import OptionError
+from everybit_torch.cli.files import check_out
 from everybit_torch.config import save_policy
 
 
@@ -29,9 +30,10 @@ from everybit_torch.config import save_policy
         ({"weight_decay": float("inf")}, "--weight-decay", "inf", "at least 0"),
         ({"clip": -1.0}, "--clip", "-1.0", "at least 0"),
         ({"betas": (0.9, 1.0)}, "--betas", "(0.9, 1.0)", "in [0, 1)"),
-        ({"seeds": (0,)}, "--seeds", "0", "a count of at least 1"),
-        ({"seeds": (3, 3)}, "--seeds", "3 3", "different seeds"),
-        ({"seeds": ()}, "--seeds", "none", "a count"),
+        ({"seeds": 0}, "--seeds", "0", "at least 1"),
+        ({"seed_list": (3, 3)}, "--seed-list", "3 3", "different whole numbers"),
+        ({"seed_list": (3, -1)}, "--seed-list", "3 -1", "at least 0"),
+        ({"seeds": 2, "seed_list": (3,)}, "--seeds", "2", "nothing, with --seed-list"),
         ({"device": "gpu"}, "--device", "gpu", "cpu"),
         ({"device": "cuda:99"}, "--device", "cuda:99", "cpu"),
         ({"policies": ()}, "--policies", "none", "at least one"),
@@ -69,9 +71,10 @@ def test_the_defaults_are_fine() -> None:
     assert plan.seeds == (0,)
 
 
-def test_one_number_counts_seeds_and_several_are_them() -> None:
-    assert check(CompareOptions(seeds=(3,))).seeds == (0, 1, 2)
-    assert check(CompareOptions(seeds=(7, 3))).seeds == (7, 3)
+def test_seeds_are_counted_or_listed() -> None:
+    assert check(CompareOptions(seeds=3)).seeds == (0, 1, 2)
+    assert check(CompareOptions(seed_list=(7, 3))).seeds == (7, 3)
+    assert check(CompareOptions(seed_list=(7,))).seeds == (7,)
 
 
 def test_policies_come_from_files_too(tmp_path: Path) -> None:

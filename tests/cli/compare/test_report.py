@@ -9,15 +9,16 @@ from dataclasses import replace
 from rich.console import Console
 
 from everybit_torch.cli.compare.progress import Bars
-from everybit_torch.cli.compare.report import table, throughput
+from everybit_torch.cli.compare.report import sheet, throughput
 from everybit_torch.cli.compare.results import Record, Summary, summarize
+from everybit_torch.cli.output import show
 
 MakeRecord = Callable[..., Record]
 
 
-def rendered(rows: list[Summary], seeds: int) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(table(rows, reference="FP32", seeds=seeds), highlight=False)
+def rendered(rows: list[Summary], seeds: int, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(sheet(rows, reference="FP32", seeds=seeds, compiled=False), console)
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
@@ -43,6 +44,26 @@ def test_a_long_name_is_broken_before_a_number_is(make_record: MakeRecord) -> No
     text = rendered(summarize(records, "FP32"), seeds=2)
     assert "…" not in text
     assert name in "".join(line.split(" ")[0] for line in text.splitlines())
+
+
+def test_a_narrow_terminal_gets_every_number_below_the_policys_name(make_record: MakeRecord) -> None:
+    rows = summarize([make_record("FP32", final=2.0), make_record("LEAN_BF16", final=2.25)], "FP32")
+    lines = rendered(rows, seeds=1, width=40).splitlines()
+    assert max(map(len, lines)) <= 40
+    block = lines[lines.index("LEAN_BF16") + 1 :]
+    found = {" ".join(line.split()[:-1]): line.split()[-1] for line in block[:7]}
+    assert found == {
+        "loss": "2.2500", "vs FP32": "+0.2500", "lost %": "25.0", "EDQ": "0.750", "bytes measured": "10.00",
+        "bytes predicted": "10.00", "step ms": "1.00",
+    }  # fmt: skip
+
+
+def test_the_caption_says_whether_the_step_is_compiled_and_why_it_has_no_time(make_record: MakeRecord) -> None:
+    rows = summarize([make_record("FP32")], "FP32")
+    assert "not compiled (--compile compiles it)." in sheet(rows, reference="FP32", seeds=1, compiled=False).caption
+    assert sheet(rows, reference="FP32", seeds=1, compiled=True).caption.endswith("optimizer.step(), compiled.")
+    untimed = [replace(row, optimizer_milliseconds=None) for row in rows]
+    assert "too few steps" in sheet(untimed, reference="FP32", seeds=1, compiled=False).caption
 
 
 def test_no_difference_has_no_sign_and_no_time_no_number(make_record: MakeRecord) -> None:

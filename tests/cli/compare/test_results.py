@@ -11,7 +11,8 @@ from typing import IO
 
 import pytest
 
-from everybit_torch.cli.compare.results import Record, plain, summarize, write_json, write_whole
+from everybit_torch.cli.compare.results import Record, summarize
+from everybit_torch.cli.files import plain, write_json, write_whole
 
 MakeRecord = Callable[..., Record]
 

@@ -72,7 +72,7 @@ def test_amp_is_torchs_autocast_over_float32_weights(corpus: Corpus) -> None:
     assert plain.train(windows) != expected
     assert all(p.dtype is torch.float32 for p in ours.model.parameters())
     silence = Silence()
-    named = {record.policy: record.losses for record in run(plan, corpus, silence)}
+    named = {record.policy: record.losses for record in run(plan, corpus, silence)[0]}
     assert named["AMP"] != named["FP32"]
 
 
@@ -141,11 +141,12 @@ def test_models_are_validated_evenly_and_at_the_end(steps: int, expected: set[in
 def test_policies_start_alike_see_the_same_batches_and_repeat_exactly(corpus: Corpus) -> None:
     plan = check(
         CompareOptions(
-            model="tiny", steps=3, batch=2, context=16, seeds=(4, 9), policies=("FP32", "MIXED_BF16", "FLOOR_BF16")
+            model="tiny", steps=3, batch=2, context=16, seed_list=(4, 9), policies=("FP32", "MIXED_BF16", "FLOOR_BF16")
         )
     )
     watcher = Silence()
-    records = run(plan, corpus, watcher)
+    records, interrupted = run(plan, corpus, watcher)
+    assert not interrupted
     assert [(r.policy, r.seed) for r in records] == [(p, s) for s in (4, 9) for p in plan.policies]
     first = {(r.policy, r.seed): r.losses[0] for r in records}
     # Nothing was stepped yet: the same rounded weights on the same windows.
@@ -157,11 +158,44 @@ def test_policies_start_alike_see_the_same_batches_and_repeat_exactly(corpus: Co
     def outcome(record: Record) -> object:
         return record.losses, record.validation, record.probes
 
-    assert [outcome(r) for r in run(plan, corpus, Silence())] == [outcome(r) for r in records]
+    assert [outcome(r) for r in run(plan, corpus, Silence())[0]] == [outcome(r) for r in records]
+
+
+class Interruption(Silence):
+    """Ctrl-C after so many reports."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    def trained(self, policy: str, loss: float) -> None:
+        super().trained(policy, loss)
+        if len(self.heard) > self.after:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_is_what_all_policies_had_done(corpus: Corpus) -> None:
+    plan = check(CompareOptions(model="tiny", steps=10, batch=2, context=16, policies=("FP32", "LEAN_BF16")))
+    whole, _ = run(plan, corpus, Silence())
+    # Every step is trained and validated: four reports of both policies. The first policy has trained step 4 and is not validated after it.
+    records, interrupted = run(plan, corpus, Interruption(after=12))
+    assert interrupted
+    for record, finished in zip(records, whole, strict=True):
+        assert record.losses == finished.losses[:3]
+        assert record.validation == finished.validation[:3]
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, corpus, Interruption(after=0))
+
+
+def test_seeds_that_were_finished_are_kept_without_the_one_that_was_interrupted(corpus: Corpus) -> None:
+    plan = check(CompareOptions(model="tiny", steps=2, batch=2, context=16, policies=("FP32",), seeds=3))
+    records, interrupted = run(plan, corpus, Interruption(after=6))
+    assert interrupted
+    assert [(record.seed, len(record.losses)) for record in records] == [(0, 2)]
 
 
 def test_every_default_policy_learns(corpus: Corpus) -> None:
     plan = check(CompareOptions(model="tiny", steps=25, batch=4, context=32, lr=1e-2))
-    for record in run(plan, corpus, Silence()):
+    for record in run(plan, corpus, Silence())[0]:
         assert record.losses[0] == pytest.approx(math.log(256), abs=0.1)
         assert record.validation[-1].loss < 4.0

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from everybit_torch.cli.compare.corpus import Corpus, load_corpus
 from everybit_torch.cli.compare.experiment import run
-from everybit_torch.cli.compare.machine import machine, versions
-from everybit_torch.cli.compare.options import CompareOptions, Plan, check, check_context, check_out
+from everybit_torch.cli.compare.options import CompareOptions, Plan, check, check_context
 from everybit_torch.cli.compare.pictures import draw
 from everybit_torch.cli.compare.progress import Bars
-from everybit_torch.cli.compare.report import table, throughput
-from everybit_torch.cli.compare.results import summarize, write_json
+from everybit_torch.cli.compare.report import sheet, throughput
+from everybit_torch.cli.compare.results import summarize
 from everybit_torch.cli.compare.training import new_model
-from everybit_torch.cli.errors import OptionError
+from everybit_torch.cli.device import threads
+from everybit_torch.cli.errors import INTERRUPTED, OptionError
+from everybit_torch.cli.files import check_out, write_json
+from everybit_torch.cli.machine import machine, versions
+from everybit_torch.cli.output import Results, show
 from everybit_torch.config import policy_to_dict
 
 FORMAT = 1  # of the JSON file; to be raised when a reader would have to know
+FEW_STEPS = 100
 
 
-def compare(options: CompareOptions, console: Console, command: str) -> None:
-    """Train, report, and write ``compare.json`` and ``compare.png``.
+def compare(options: CompareOptions, console: Console, command: str) -> Results:
+    """Train, report, and write ``compare.json`` and ``compare.png``; after Ctrl-C what there is, under other names.
 
     Raises:
         OptionError: An option that cannot be used; nothing was done.
+        KeyboardInterrupt: Before anything was validated; nothing was written.
     """
     plan = check(options)
     try:
@@ -45,35 +47,45 @@ def compare(options: CompareOptions, console: Console, command: str) -> None:
         f"AdamW, {parameters:,} parameters ({options.model}), {options.steps} steps of"
         f" {options.batch} x {options.context} bytes, learning rate {options.lr:g}"
     )
-    console.print(f"{title}\n{_about(corpus)}", highlight=False, soft_wrap=True)
+    console.print(f"{title}\n{_about(corpus)}", highlight=False)
 
     started = datetime.now(UTC)
     clock = time.perf_counter()
-    with _threads(options.threads), Bars(console, list(plan.policies), options.steps * len(plan.seeds)) as bars:
-        records = run(plan, corpus, bars)
+    with threads(options.threads), Bars(console, list(plan.policies), options.steps * len(plan.seeds)) as bars:
+        records, interrupted = run(plan, corpus, bars)
         where = machine(plan.device)
     seconds = time.perf_counter() - clock
 
     rows = summarize(records, plan.reference)
+    steps, seeds = len(records[0].losses), tuple(dict.fromkeys(record.seed for record in records))
     results = {
         "format": FORMAT,
         "command": command,
         "started": started.isoformat(timespec="seconds"),
         "seconds": seconds,
+        "interrupted": interrupted,
         "versions": versions(),
         "machine": where,
         **_inputs(plan, corpus, parameters),
         "summary": [asdict(row) for row in rows],
         "records": [asdict(record) for record in records],
     }
-    numbers, picture = options.out / "compare.json", options.out / "compare.png"
+    # Results of a run that went to its end are not replaced by less.
+    name = "compare-interrupted" if interrupted else "compare"
+    numbers, picture = options.out / f"{name}.json", options.out / f"{name}.png"
     write_json(numbers, results)
     draw(picture, records, reference=plan.reference, title=title)
     console.print()
-    console.print(table(rows, reference=plan.reference, seeds=len(plan.seeds)), highlight=False)
+    show(sheet(rows, reference=plan.reference, seeds=len(seeds), compiled=options.compile), console)
     if speeds := throughput(rows, options.batch * options.context):
-        console.print(f"Text per second, forward and backward pass included: {speeds}", highlight=False, soft_wrap=True)
+        console.print(f"Text per second, forward and backward pass included: {speeds}", highlight=False)
+    if steps < FEW_STEPS:
+        console.print(f"After {steps} steps differences between policies are noise; {FEW_STEPS} show something.")
+    if interrupted:
+        done = f"step {steps} of {options.steps}, seeds {', '.join(map(str, seeds))}"
+        console.print(f"Interrupted: this is what there was at {done}.", highlight=False)
     console.print(f"\n{seconds:.0f} s. Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
+    return Results(results, INTERRUPTED if interrupted else 0)
 
 
 def _inputs(plan: Plan, corpus: Corpus, parameters: int) -> dict[str, Any]:
@@ -100,15 +112,3 @@ def _about(corpus: Corpus) -> str:
         f"Text: {corpus.training_files} files of {corpus.root} ({len(corpus.training) / 1e6:.1f} MB);"
         f" held out: {corpus.held_out_files} ({len(corpus.held_out) / 1e6:.1f} MB)"
     )
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """CPU threads of torch set to ``count``, unless it is 0, and set back afterwards."""
-    before = torch.get_num_threads()
-    if count:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

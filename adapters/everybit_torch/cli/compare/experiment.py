@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from everybit_torch.cli.compare.corpus import Batches, Corpus, even_windows
-from everybit_torch.cli.compare.options import AUTOCAST, Plan
+from everybit_torch.cli.compare.options import Plan
 from everybit_torch.cli.compare.results import Record
 from everybit_torch.cli.compare.training import Trainee
+from everybit_torch.cli.policies import AUTOCAST
 
 VALIDATIONS = 10
 VALIDATION_BYTES = 16384
@@ -23,9 +24,25 @@ class Watcher(Protocol):
         """Its loss on the held-out text."""
 
 
-def run(plan: Plan, corpus: Corpus, watcher: Watcher) -> list[Record]:
-    """Train every policy from every seed."""
-    return [record for seed in plan.seeds for record in _run_seed(plan, corpus, watcher, seed)]
+def run(plan: Plan, corpus: Corpus, watcher: Watcher) -> tuple[list[Record], bool]:
+    """Train every policy from every seed.
+
+    Returns:
+        What was recorded, and whether Ctrl-C ended it. Then there are the seeds that were finished; if none was, what all policies of the
+        first seed have in common: up to the last step after which each of them was validated.
+
+    Raises:
+        KeyboardInterrupt: Before anything was validated.
+    """
+    finished: list[Record] = []
+    for seed in plan.seeds:
+        found, interrupted = _run_seed(plan, corpus, watcher, seed)
+        if interrupted:
+            if not finished and not found:
+                raise KeyboardInterrupt
+            return finished or found, True
+        finished += found
+    return finished, False
 
 
 def validation_steps(steps: int) -> frozenset[int]:
@@ -33,7 +50,7 @@ def validation_steps(steps: int) -> frozenset[int]:
     return frozenset(-(-steps * part // VALIDATIONS) for part in range(1, VALIDATIONS + 1))
 
 
-def _run_seed(plan: Plan, corpus: Corpus, watcher: Watcher, seed: int) -> list[Record]:
+def _run_seed(plan: Plan, corpus: Corpus, watcher: Watcher, seed: int) -> tuple[list[Record], bool]:
     options = plan.options
     trainees = [
         Trainee(name, policy, size=plan.size, seed=seed, options=options, device=plan.device, autocast=name == AUTOCAST)
@@ -44,10 +61,22 @@ def _run_seed(plan: Plan, corpus: Corpus, watcher: Watcher, seed: int) -> list[R
         corpus.held_out, count=max(1, VALIDATION_BYTES // options.context), context=options.context
     ).to(plan.device)
     when = validation_steps(options.steps)
-    for step in range(1, options.steps + 1):
-        windows = batches.next().to(plan.device)
-        for trainee in trainees:
-            watcher.trained(trainee.name, trainee.train(windows))
-            if step in when:
-                watcher.validated(trainee.name, trainee.validate(held_out, 4 * options.batch))
-    return [trainee.record() for trainee in trainees]
+    try:
+        for step in range(1, options.steps + 1):
+            windows = batches.next().to(plan.device)
+            for trainee in trainees:
+                watcher.trained(trainee.name, trainee.train(windows))
+                if step in when:
+                    watcher.validated(trainee.name, trainee.validate(held_out, 4 * options.batch))
+    except KeyboardInterrupt:
+        records = [trainee.record() for trainee in trainees]
+        return _in_common(records), True
+    return [trainee.record() for trainee in trainees], False
+
+
+def _in_common(records: list[Record]) -> list[Record]:
+    """Records of runs that were interrupted, each up to the last step that all of them were validated after."""
+    count = min(len(record.validation) for record in records)
+    if not count:
+        return []
+    return [record.until(record.validation[count - 1].step) for record in records]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,18 +11,17 @@ import torch
 import everybit as eb
 from everybit_torch.cli.compare.corpus import Corpus
 from everybit_torch.cli.compare.model import SIZES, ModelName, ModelSize
+from everybit_torch.cli.device import parsed_device
 from everybit_torch.cli.errors import OptionError
-from everybit_torch.config import load_policy
+from everybit_torch.cli.output import Output
+from everybit_torch.cli.policies import named_policy
 from everybit_torch.drop_ins import AdamW
 
 DEFAULT_POLICIES = ("FP32", "MIXED_BF16", "PURE_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
-POLICY_FILES = (".toml", ".json")
-AUTOCAST = "AMP"
-"""Float32 storage, and a model that computes in bfloat16 where ``torch.autocast`` does: mixed precision as torch has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(Output):
     """Train one small language model under several policies, side by side, and show what each saves and what it costs.
 
     The text is the Python standard library's own source. Every policy starts from the same weights, rounded to its model's dtype,
@@ -41,8 +38,11 @@ class CompareOptions:
     """Presets of everybit.policies by name, AMP (FP32 under torch.autocast), or .toml and .json files. Compared with FP32; without it,
     with the first."""
 
-    seeds: tuple[int, ...] = (1,)
-    """One number: how many seeds (0, 1, ...). Several: these seeds."""
+    seeds: int = 1
+    """How many seeds each policy is trained from: 0, 1, and so on."""
+
+    seed_list: tuple[int, ...] = ()
+    """These seeds, and not --seeds."""
 
     device: str = "cpu"
     """Where to train: cpu, cuda or cuda:N."""
@@ -122,8 +122,8 @@ def check(options: CompareOptions) -> Plan:
         size=SIZES[options.model],
         policies=policies,
         reference="FP32" if "FP32" in policies else next(iter(policies)),
-        seeds=_seeds(options.seeds),
-        device=_device(options.device),
+        seeds=_seeds(options),
+        device=parsed_device(options.device),
     )
 
 
@@ -142,21 +142,6 @@ def check_context(options: CompareOptions, corpus: Corpus) -> None:
     )
 
 
-def check_out(folder: Path) -> None:
-    """Make ``folder`` if need be, and see that a file can be made in it.
-
-    Raises:
-        OptionError: It cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise OptionError("--out", f"{folder} ({reason})", "a folder that can be made and written to") from None
-
-
 def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
     policies: dict[str, eb.Policy] = {}
     for name in options.policies:
@@ -170,36 +155,6 @@ def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
     if not policies:
         raise OptionError("--policies", "none", "at least one")
     return policies
-
-
-def named_policy(name: str) -> tuple[str, eb.Policy]:
-    """Return the name and the policy of an item of ``--policies``.
-
-    Raises:
-        OptionError: Neither a preset nor a file that describes a policy.
-    """
-    path = Path(name)
-    if path.suffix in POLICY_FILES:
-        try:
-            return path.stem, load_policy(path)
-        except OSError as error:
-            raise OptionError(
-                "--policies", f"{name} ({(error.strerror or str(error)).lower()})", "a file that can be read"
-            ) from None
-        except ValueError as error:
-            raise OptionError("--policies", " ".join(str(error).split()), "a file that describes a policy") from None
-    if name.upper() == AUTOCAST:
-        return AUTOCAST, eb.policies.FP32
-    preset = eb.policies.PRESETS.get(name.upper())
-    if preset is not None:
-        return name.upper(), preset
-    close = difflib.get_close_matches(name.upper(), eb.policies.PRESETS, n=1)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    raise OptionError(
-        "--policies",
-        f"{name}{meant}",
-        f"{', '.join(eb.policies.PRESETS)}, {AUTOCAST}, or a path that ends in {' or '.join(POLICY_FILES)}",
-    )
 
 
 def _require_usable(name: str, policy: eb.Policy, options: CompareOptions) -> None:
@@ -220,23 +175,15 @@ def _require_usable(name: str, policy: eb.Policy, options: CompareOptions) -> No
         ) from None
 
 
-def _seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:
-    accepted = "a count of at least 1, or two or more different seeds of at least 0"
-    if len(seeds) == 1:
-        _require("--seeds", seeds[0], seeds[0] >= 1, accepted)
-        return tuple(range(seeds[0]))
-    good = bool(seeds) and min(seeds) >= 0 and len(set(seeds)) == len(seeds)
-    _require("--seeds", " ".join(map(str, seeds)) or "none", good, accepted)
+def _seeds(options: CompareOptions) -> tuple[int, ...]:
+    _require("--seeds", options.seeds, options.seeds >= 1, "a whole number, at least 1")
+    seeds = options.seed_list
+    if not seeds:
+        return tuple(range(options.seeds))
+    _require("--seeds", options.seeds, options.seeds == 1, "nothing, with --seed-list")
+    good = min(seeds) >= 0 and len(set(seeds)) == len(seeds)
+    _require("--seed-list", " ".join(map(str, seeds)), good, "different whole numbers, at least 0")
     return seeds
-
-
-def _device(name: str) -> torch.device:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
-    _require(
-        "--device", name, name in here, f"{', '.join(here)}" + ("" if count else " (torch finds no CUDA device here)")
-    )
-    return torch.device(name)
 
 
 def _require(option: str, got: object, good: bool, accepted: str) -> None:

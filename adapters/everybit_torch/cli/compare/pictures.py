@@ -11,20 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from everybit_torch.cli.compare.results import Record, write_whole
+from everybit_torch.cli.colours import OTHER_USE_COLOURS, POLICY_COLOURS, REFERENCE_COLOUR, USE_COLOURS
+from everybit_torch.cli.compare.results import Record
+from everybit_torch.cli.files import write_whole
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart: https://jfly.uni-koeln.de/color/. The reference is black.
-REFERENCE_COLOUR = "#000000"
-POLICY_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D46", "#7F7F7F", "#6A51A3")
-USE_COLOURS = {
-    "parameter": "#3B5B7E",
-    "compensation": "#D98B4A",
-    "gradient": "#A9A9A9",
-    "momentum": "#6FA287",
-    "variance": "#A78BB8",
-}
 USE_NAMES = {"compensation": "compensation or main copy"}
-OTHER_USE_COLOURS = ("#C9B458", "#7FB2C9", "#C97F7F")
 NEGLIGIBLE_BYTES = 0.05  # per parameter; a step counter, shared by all parameters
 SMOOTHING_SHARE = 0.05  # of the steps, averaged into one point of a curve
 

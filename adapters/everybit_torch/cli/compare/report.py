@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from rich import box
-from rich.table import Table
-
 from everybit_torch.cli.compare.results import Summary
+from everybit_torch.cli.output import Sheet
 
 LONGEST_HEADING = 12
 
 
-def table(rows: Sequence[Summary], *, reference: str, seeds: int) -> Table:
-    """``rows`` for a terminal of 80 columns or more."""
+def sheet(rows: Sequence[Summary], *, reference: str, seeds: int, compiled: bool) -> Sheet:
+    """``rows`` for a terminal of 80 columns or more, or in blocks."""
     over = f", mean ± standard deviation over {seeds} seeds" if seeds > 1 else ""
-    shown = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 0, 0, 1),  # with all columns at their widest, 80 characters
-        caption_justify="left",
-        caption=(
-            f"Losses in nats per byte of held-out text{over}. Lost: share of the updates that had no effect; EDQ: share of the"
-            " intended update that reached the weights, compensation counted in; both mean over the second half of training."
-            " Bytes per parameter: weights, gradients and optimizer state. Step: median of optimizer.step()."
-        ),
+    caption = (
+        f"Losses in nats per byte of held-out text{over}. Lost: share of the updates that had no effect; EDQ: share of the"
+        " intended update that reached the weights, compensation counted in; both mean over the second half of training."
+        " Bytes per parameter: weights, gradients and optimizer state. Step: median of optimizer.step(),"
+        f" {'compiled' if compiled else 'not compiled (--compile compiles it)'}"
     )
-    shown.add_column("policy", overflow="fold", vertical="bottom")  # a long name is broken rather than a number
-    for heading in (
-        "loss",
-        f"vs {reference}" if len(reference) <= LONGEST_HEADING else "vs first",
-        "lost\n%",
-        "EDQ",
-        "bytes\nmeasured",
-        "bytes\npredicted",
-        "step\nms",
-    ):
-        shown.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
+    caption += "." if any(row.optimizer_milliseconds is not None for row in rows) else "; too few steps to time one."
+    difference = f"vs {reference}" if len(reference) <= LONGEST_HEADING else "vs first"
+    headings = ("policy", "loss", difference, "lost\n%", "EDQ", "bytes\nmeasured", "bytes\npredicted", "step\nms")
+    shown = Sheet(headings, caption=caption)
     for row in rows:
-        shown.add_row(
-            row.policy,
-            f"{row.validation_loss:.4f}",
-            "" if row.policy == reference else _signed(row.difference, row.difference_spread),
-            f"{100 * row.lost_share:.1f}",
-            f"{row.edq:.3f}",
-            f"{row.bytes_measured:.2f}",
-            f"{row.bytes_predicted:.2f}",
-            _milliseconds(row.optimizer_milliseconds),
+        shown.rows.append(
+            (
+                row.policy,
+                f"{row.validation_loss:.4f}",
+                "" if row.policy == reference else _signed(row.difference, row.difference_spread),
+                _number(100 * row.lost_share, 1),
+                _number(row.edq, 3),
+                f"{row.bytes_measured:.2f}",
+                f"{row.bytes_predicted:.2f}",
+                _milliseconds(row.optimizer_milliseconds),
+            )
         )
     return shown
 
@@ -63,6 +51,10 @@ def throughput(rows: Sequence[Summary], bytes_per_step: int) -> str:
 
 def _signed(value: float, spread: float | None) -> str:
     return f"{round(value, 4) + 0.0:+.4f}" + ("" if spread is None else f" ±{spread:.4f}")
+
+
+def _number(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def _milliseconds(value: float | None) -> str:

@@ -1,16 +1,11 @@
-"""The records of a comparison, their summary, and the file in which they are kept."""
+"""The records of a comparison, and their summary."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +52,15 @@ class Record:
     training_seconds: tuple[float, ...]
     bytes_measured: dict[str, float]
     bytes_predicted: dict[str, float]
+
+    def until(self, step: int) -> Record:
+        """Return the record as it was after a step, with the times of all that were timed."""
+        return replace(
+            self,
+            losses=self.losses[:step],
+            validation=tuple(point for point in self.validation if point.step <= step),
+            probes=tuple(probe for probe in self.probes if probe.step <= step),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +111,8 @@ def summarize(records: Sequence[Record], reference: str) -> list[Summary]:
                 validation_spread=_spread(final),
                 difference=statistics.fmean(differences),
                 difference_spread=_spread(differences),
-                lost_share=statistics.fmean(probe.lost_share for probe in late),
-                edq=statistics.fmean(probe.edq for probe in late),
+                lost_share=_mean(probe.lost_share for probe in late),
+                edq=_mean(probe.edq for probe in late),
                 bytes_measured=sum(own[0].bytes_measured.values()),
                 bytes_predicted=sum(own[0].bytes_predicted.values()),
                 optimizer_milliseconds=_median_milliseconds(seconds),
@@ -118,42 +122,15 @@ def summarize(records: Sequence[Record], reference: str) -> list[Summary]:
     return rows
 
 
-def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: tuples as lists, paths as strings, numbers that are not finite as null."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (str, int, float)) or value is None else str(value)
-
-
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` to ``path``, whole or not at all."""
-    text = json.dumps(plain(data), indent=1, allow_nan=False) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Have ``write`` fill a file that takes its place at ``path`` only when it is complete: no reader sees half of it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-        # mkstemp's files are for their owner's eyes; results are as any file one makes.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:  # Ctrl-C too
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 def _median_milliseconds(seconds: Iterable[float]) -> float | None:
     seconds = list(seconds)
     return 1e3 * statistics.median(seconds) if seconds else None
+
+
+def _mean(values: Iterable[float]) -> float:
+    """NaN of no values: a run that was interrupted may have measured none."""
+    values = list(values)
+    return statistics.fmean(values) if values else math.nan
 
 
 def _spread(values: Iterable[float]) -> float | None:

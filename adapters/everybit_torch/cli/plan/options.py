@@ -6,29 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from everybit_torch.cli.setup import Setup
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 
 DTypeName = Literal["fp64", "fp32", "bf16", "fp16", "auto"]
-OptimizerName = Literal["adamw", "adam", "sgd", "lion", "rmsprop"]
 DEFAULT_POLICIES = ("MIXED_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(Setup):
     """Print to the byte what each rank keeps, needs at its peak and sends, for a model under several policies and strategies.
 
-    Nothing is allocated: the model is built on the meta device. Writes plan.json and plan.png to --out, if it is given.
+    Nothing is allocated: the model is built on the meta device. Activations, buffers and what the device's own libraries take are not
+    counted. Writes plan.json and plan.png to --out, if it is given.
     """
-
-    model: str = "llama-3-8b"
-    """A known model (llama-3.2-1b, llama-3-8b, llama-3-70b, llama-3-405b; or one of everybit compare's: mini, large, ...), the folder or
-    config.json of a Hugging Face model (needs transformers), or module:function, which is called and returns a torch.nn.Module."""
-
-    dtype: Literal["bf16", "fp16", "fp32", "fp64", "model"] = "bf16"
-    """Of the model's own weights; model: as it is built."""
-
-    ranks: int = 8
-    """The number of ranks that buffers are sharded over."""
 
     outer: int = 1
     """How many such groups there are, each with copies: the outer dimension of HSDP and HFSDP. The ranks are --outer x --ranks."""
@@ -54,25 +45,8 @@ class PlanOptions:
     reduce: Literal["native", "fp32"] | None = None
     """How low-precision gradients are summed; fp32: at the receiver, exactly. Not given: as each policy says."""
 
-    optimizer: OptimizerName = "adamw"
-    """The optimizer whose state is counted."""
-
-    units: tuple[str, ...] = ()
-    """Names of module classes that are gathered and reduced together, such as LlamaDecoderLayer. Not given: the blocks of a known or a
-    Hugging Face model, else the whole model."""
-
-    microbatches: int = 1
-    """Backward passes in a step."""
-
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Where it will run; a CPU is given smaller pieces to work on at a time."""
-
     keep_weights: bool = False
     """With optim_grads_params: keep weights after the forward pass instead of gathering them twice."""
-
-    values: Literal["files", "initializers", "model"] = "files"
-    """Where the model that steppers are made of gets its values from: files and initializers give each rank what it keeps, of a model on
-    the meta device; model: each rank has all of it before."""
 
     defer_reduction: bool = False
     """With sharded gradients: sum them over the ranks in the last backward pass of a step, and keep whole gradients until then."""

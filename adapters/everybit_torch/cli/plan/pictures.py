@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from everybit_torch.cli.compare.pictures import USE_COLOURS
-from everybit_torch.cli.compare.results import write_whole
+from everybit_torch.cli.colours import USE_COLOURS
+from everybit_torch.cli.files import write_whole
 from everybit_torch.sharded.plan import Plan
 from everybit_torch.sharded.strategies import Strategy
 
@@ -21,50 +23,60 @@ COLOURS = {
     "variance": USE_COLOURS["variance"],
 }
 OTHER = "#C9B458"
+TRANSIENT = "transient"
 LINE = 0.05  # of the widest bar: below it a part is not labelled
 
 
-def draw(path: Path, rows: Sequence[tuple[str, Strategy, Plan]], *, title: str) -> None:
-    """Draw a bar for each policy and strategy into a PNG at ``path``, which is replaced whole."""
-    figure = Figure(figsize=(12, 1.8 + 0.36 * len(rows)), dpi=150, layout="constrained")
-    figure.suptitle(title, fontsize=9, x=0.01, horizontalalignment="left")
-    axes = figure.add_subplot()
-    places, place, previous = [], 0.0, rows[0][0]
-    for policy, _, _ in rows:
-        place += 1.0 if policy == previous else 1.6
-        places.append(place)
-        previous = policy
-    widest = max(plan.peak_bytes for _, _, plan in rows) / 2**30
-    named: set[str] = set()
-    for y, (_, _, plan) in zip(places, rows, strict=True):
+def draw(path: Path, rows: Sequence[tuple[str, Strategy, Plan]], *, title: str, budget: int | None = None) -> None:
+    """Draw a panel for each strategy, with an axis of its own and a bar for each policy, into a PNG at ``path``, which is replaced whole.
+
+    Args:
+        path: Of the PNG.
+        rows: What is planned.
+        title: Over it.
+        budget: Bytes at which a line is drawn; None: none.
+    """
+    strategies = tuple(dict.fromkeys(strategy for _, strategy, _ in rows))
+    figure = Figure(figsize=(12, 1.2 + len(strategies) * 0.7 + 0.36 * len(rows)), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=9, x=0.01, horizontalalignment="left", wrap=True)
+    panels = figure.subplots(len(strategies), squeeze=False)[:, 0]
+    handles: dict[str, Artist] = {}
+    for axes, strategy in zip(panels, strategies, strict=True):
+        handles |= _draw_panel(axes, [(policy, plan) for policy, kind, plan in rows if kind == strategy], strategy)
+        if budget is not None:
+            axes.axvline(budget / 2**30, color="#B00020", linewidth=1)
+            axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * budget / 2**30))
+    panels[-1].set_xlabel("GiB on one rank; each panel has its own axis")
+    order = sorted(handles, key=lambda use: use == TRANSIENT)
+    figure.legend(
+        [handles[use] for use in order], order, fontsize=8, loc="outside lower center", ncols=len(order), frameon=False
+    )
+    write_whole(path, lambda file: figure.savefig(file, format="png"))
+
+
+def _draw_panel(axes: Axes, rows: Sequence[tuple[str, Plan]], strategy: Strategy) -> dict[str, Artist]:
+    """Returns an artist for each use of memory, for the legend."""
+    widest = max(plan.peak_bytes for _, plan in rows) / 2**30
+    handles: dict[str, Artist] = {}
+    for y, (_, plan) in enumerate(rows):
         left = 0.0
         for use, nbytes in plan.persistent.items():
             width = nbytes / 2**30
-            label = use if use not in named and width > 1e-3 * widest else None
-            named.update([use] if label else [])
-            axes.barh(y, width, left=left, height=0.8, color=COLOURS.get(use, OTHER), label=label)
+            bar = axes.barh(y, width, left=left, height=0.8, color=COLOURS.get(use, OTHER))
+            if width > 1e-3 * widest:
+                handles.setdefault(use, bar[0])
             if width > LINE * widest:
                 axes.text(left + width / 2, y, f"{width:.1f}", ha="center", va="center", fontsize=7, color="white")
             left += width
         transient = max(plan.transient.values()) / 2**30
-        label = "for moments" if "for moments" not in named else None
-        named.add("for moments")
-        axes.barh(
-            y,
-            transient,
-            left=left,
-            height=0.8,
-            facecolor="none",
-            edgecolor="#555555",
-            hatch="////",
-            linewidth=0.6,
-            label=label,
+        bar = axes.barh(
+            y, transient, left=left, height=0.8, facecolor="none", edgecolor="#555555", hatch="////", linewidth=0.6
         )
+        handles.setdefault(TRANSIENT, bar[0])
         axes.text(left + transient, y, f"  {left + transient:.1f}", va="center", fontsize=7)
-    axes.set_yticks(places, [f"{policy}  {strategy}" for policy, strategy, _ in rows], fontsize=8)
+    axes.set_title(strategy, fontsize=9, loc="left")
+    axes.set_yticks(range(len(rows)), [policy for policy, _ in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB on one rank")
     axes.set_xlim(0, 1.12 * widest)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, loc="lower right", frameon=False)
-    write_whole(path, lambda file: figure.savefig(file, format="png"))
+    return handles

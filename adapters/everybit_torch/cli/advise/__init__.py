@@ -1,0 +1,1 @@
+"""``everybit advise``: which policy and strategy fit into the memory that there is."""

@@ -1,0 +1,122 @@
+"""What is planned: the options that say which model, optimizer and ranks are meant, and what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import everybit as eb
+from everybit.dtypes import FloatDType
+from everybit_torch.cli.errors import OptionError
+from everybit_torch.cli.models import build
+from everybit_torch.cli.output import Output
+from everybit_torch.sharded.construction.sources import FromInitializers, FromSafetensors, Values
+from everybit_torch.sharded.model_layout import AnyPrecision
+from everybit_torch.sharded.plan import Plan, plan
+from everybit_torch.sharded.strategies import OuterStrategy, Strategy
+
+OptimizerName = Literal["adamw", "adam", "sgd", "lion", "rmsprop"]
+
+DTYPES: dict[str, FloatDType] = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TRANSFORMS: dict[str, eb.Transform[Any]] = {
+    "adamw": eb.adamw(1e-3), "adam": eb.adam(1e-3), "sgd": eb.sgd(1e-3, momentum=0.9), "lion": eb.lion(1e-4),
+    "rmsprop": eb.rmsprop(1e-3),
+}  # fmt: skip
+_VALUES: dict[str, type[Values] | None] = {"files": FromSafetensors, "initializers": FromInitializers, "model": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup(Output):
+    """Options of commands that plan."""
+
+    model: str = "llama-3-8b"
+    """A known model (llama-3.2-1b, llama-3-8b, llama-3-70b, llama-3-405b; or one of everybit compare's: mini, large, ...), the folder or
+    config.json of a Hugging Face model (needs transformers), or module:function, which is called and returns a torch.nn.Module."""
+
+    dtype: Literal["bf16", "fp16", "fp32", "fp64", "model"] = "bf16"
+    """Of the model's own weights; model: as it is built."""
+
+    ranks: int = 8
+    """The number of ranks that buffers are sharded over."""
+
+    optimizer: OptimizerName = "adamw"
+    """The optimizer whose state is counted."""
+
+    units: tuple[str, ...] = ()
+    """Names of module classes that are gathered and reduced together, such as LlamaDecoderLayer. Not given: the blocks of a known or a
+    Hugging Face model, else the whole model."""
+
+    microbatches: int = 1
+    """Backward passes in a step."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where it will run; a CPU is given smaller pieces to work on at a time."""
+
+    values: Literal["files", "initializers", "model"] = "files"
+    """Where the model that steppers are made of gets its values from: files and initializers give each rank what it keeps, of a model on
+    the meta device; model: each rank has all of it before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model of a plan, on the meta device, and the classes of its units."""
+
+    model: nn.Module
+    units: list[type[nn.Module]]
+
+
+def subject(options: Setup) -> Subject:
+    """Build the model.
+
+    Raises:
+        OptionError: There is no such model, or it has no such units; a number is not positive.
+    """
+    for name in ("ranks", "microbatches"):
+        if getattr(options, name) < 1:
+            raise OptionError(f"--{name}", getattr(options, name), "a whole number, at least 1")
+    dtype = None if options.dtype == "model" else getattr(torch, DTYPES[options.dtype])
+    model, blocks = build(options.model, dtype)
+    kinds = {type(module).__name__: type(module) for module in model.modules()}
+    for name in options.units:
+        if name not in kinds:
+            raise OptionError("--units", name, f"classes of the model's modules: {', '.join(sorted(kinds))}")
+    return Subject(model, [kinds[name] for name in options.units] or blocks)
+
+
+def planned(
+    options: Setup, subject: Subject, name: str, policy: AnyPrecision, strategy: Strategy, *, ranks: int | tuple[int, int],
+    outer: OuterStrategy = "no_shard", reshard_after_forward: bool = True, defer_reduction: bool = False,
+) -> Plan:  # fmt: skip
+    """Plan one policy under one strategy.
+
+    Raises:
+        OptionError: The policy, or the source of values, does not go with the model.
+    """
+    try:
+        return plan(
+            subject.model, TRANSFORMS[options.optimizer], policy=policy, strategy=strategy, outer=outer, ranks=ranks,
+            units=subject.units, microbatches=options.microbatches, reshard_after_forward=reshard_after_forward,
+            defer_reduction=defer_reduction, device=options.device, values=_VALUES[options.values],
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        if str(error).startswith("values: "):
+            got = f"{options.values} ({str(error).removeprefix('values: ')})"
+            raise OptionError("--values", got, "files, or a model whose modules have initializers") from None
+        got = f"{name}, which does not go with the model ({error})"
+        raise OptionError("--policies", got, "one that does, or another --dtype") from None
+
+
+UNITS_OF_MEMORY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
+
+
+def unit_of(most: int) -> tuple[str, int]:
+    """The largest unit of memory that ``most`` bytes are at least one of: its name and its bytes."""
+    return next((name, size) for name, size in UNITS_OF_MEMORY if most >= size or size == 1)
+
+
+def in_units(size: int, nbytes: int) -> str:
+    """Bytes in units of ``size`` bytes, with three digits or more."""
+    return f"{nbytes / size:.2f}" if nbytes < 100 * size else f"{nbytes / size:.1f}"

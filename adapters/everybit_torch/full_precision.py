@@ -124,6 +124,36 @@ def import_weights(stepped: Stepped, given: Mapping[int, Tensor]) -> None:
         write(([unit.tensor], unit.state), optimizer.import_fp32([weights], [unit.tensor], unit.state))
 
 
+def export_piece(optimizer: eb.Optimizer[Any], tensor: Tensor, state: OptimizerState[Any], into: Tensor) -> None:
+    """Write the weights of a unit, or of a piece of one, with all the precision that is stored.
+
+    Args:
+        optimizer: How they are stored.
+        tensor: The parameter.
+        state: Of it.
+        into: Of its shape.
+    """
+    (weights,) = optimizer.export_fp32([tensor], state)
+    into.copy_(weights)
+
+
+def begin_again(optimizer: eb.Optimizer[Any], tensor: Tensor, state: OptimizerState[Any]) -> None:
+    """Have what is kept beside a parameter be that of its present values; moments and counts stay.
+
+    Args:
+        optimizer: How it is stored.
+        tensor: The parameter.
+        state: Of it, which is written to.
+    """
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    write(state.extra, optimizer.import_fp32([tensor.to(wide)], [tensor], state)[1].extra)
+
+
+def pieces_of(block: int) -> int:
+    """The most elements of a unit whose state is made, or read, at a time, where no block is cut."""
+    return max(PIECE // block, 1) * block
+
+
 def begin_at(
     optimizer: eb.Optimizer[Any], weights: Tensor, like: Tensor, step: Tensor, first: int
 ) -> tuple[list[Tensor], OptimizerState[Any]]:

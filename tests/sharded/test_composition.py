@@ -352,7 +352,7 @@ def refusals() -> dict[str, str]:
     refused("overlap", dimension=-1, model_parallel=mesh["data"])
     refused("overlap with DTensors", model_parallel=mesh["other"])
     refused("no group", dimension=-1, model_parallel=2)
-    refused("values of DTensors", device="cpu", values=FromInitializers(), on="meta")
+    refused("values of DTensors", device="cuda", values=FromInitializers(), on="meta")
     refused("unknown copy", dimension=-1, model_parallel=mesh["other"], copies=["parts.second.weight"])
     refused("copies in a norm of each", dimension=-1, copies=["parts.first.bias"], transform=TRANSFORMS["lamb"](1e-2))
     limit = 0.25 * (1 + second)
@@ -370,7 +370,7 @@ def test_what_does_not_compose_is_refused_by_name_on_every_rank() -> None:
         "model_parallel: has the ranks 0, 2 in common with mesh": "overlap",
         "model_parallel: has the ranks 0, 1 in common with dimension 0 of the DTensors' mesh": "overlap with DTensors",
         "model_parallel: got 2; accepted are a DeviceMesh, a process group, or None": "no group",
-        "parts.first.weight: is a DTensor on the meta device; accepted with values=": "values of DTensors",
+        "device: got cuda for parts.first.weight, a DTensor over a mesh of cpu; accepted is": "values of DTensors",
         "copies: got 'parts.second.weight'; accepted is a list of names of the model's parameters": "unknown copy",
         "copies: got 'parts.first.bias' with a transform that reduces over each": "copies in a norm of each",
         "rank 0 has": "stages that differ",
@@ -391,8 +391,6 @@ def norms_and_saves(directory: str) -> dict[str, Any]:
     model.frozen = nn.Parameter(torch.arange(6.0), requires_grad=False)
     cut(model, mesh["tensor"], 0)
     stepper = FlatStepper(model, eb.adamw(1e-2), mesh=mesh["data"], nan="param")
-    with pytest.raises(RuntimeError, match=r"^model_state_dict: the model has DTensors, .* accepted is save_sharded"):
-        stepper.model_state_dict()
     found: dict[str, Any] = {"weights": []}
     for step in range(2):
         with stepper.microbatch(last=True):
@@ -403,8 +401,10 @@ def norms_and_saves(directory: str) -> dict[str, Any]:
         found["reported"] = float(stepper.step().grad_norm)
         save_sharded(stepper, directory, keep=1)
         found["weights"].append(weights_of(stepper))
-    if torch.distributed.get_rank() == 3:  # its part of the second save does not count as whole
-        point_to(Path(directory) / "part-2-of-2", "000001")
+    if (
+        torch.distributed.get_rank() == 3
+    ):  # tensor-parallel ranks save together: the second save does not count as whole
+        point_to(Path(directory), "000001")
     torch.distributed.barrier()
     fixed: Any = model.frozen
     fixed.to_local().zero_()
@@ -417,16 +417,33 @@ def norms_and_saves(directory: str) -> dict[str, Any]:
     report = stepper.step()
     found["skipped"], found["named"] = report.skipped, [one.name for one in report.nonfinite]
     stepper.close()
-    alone = FlatStepper(Model(["first"], torch.float32), eb.adamw(1e-2), mesh=mesh["data"])
-    with pytest.raises(FileNotFoundError) as caught:
-        load_sharded(alone, directory)
-    found["whole"] = str(caught.value)
+    model = Model(["first"], torch.float32)
+    model.frozen = nn.Parameter(torch.zeros(6), requires_grad=False)
+    alone = FlatStepper(model, eb.adamw(1e-2), mesh=mesh["data"])
+    load_sharded(alone, directory)
+    found["alone"] = weights_of(alone)
+    stages = f"{directory}/stages"
     staged = FlatStepper(
         Model(["first"], torch.float32), eb.adamw(1e-2), mesh=mesh["data"], model_parallel=mesh["tensor"]
     )
     with pytest.raises(FileNotFoundError) as caught:
-        load_sharded(staged, f"{directory}/part-1-of-2")
+        load_sharded(staged, directory)
     found["parts"] = str(caught.value)
+    saved = []
+    for step in range(2):
+        with staged.microbatch(last=True):
+            staged.model(step, mesh.get_local_rank("data")).backward()
+        staged.step()
+        save_sharded(staged, stages, keep=1)
+        saved.append(weights_of(staged))
+    if torch.distributed.get_rank() == 3:  # its part of the second save does not count as whole
+        point_to(Path(stages) / "part-2-of-2", "000001")
+    torch.distributed.barrier()
+    load_sharded(staged, stages)
+    found["stages"] = equal(weights_of(staged), saved[0]) and not equal(*saved)
+    with pytest.raises(FileNotFoundError) as caught:
+        load_sharded(alone, stages)
+    found["whole"] = str(caught.value)
     return found
 
 
@@ -443,6 +460,8 @@ def test_norms_count_copies_once_and_a_save_of_all_parts_counts_or_the_one_befor
         assert not equal(*found["weights"])
         assert found["skipped"]
         assert found["named"] == (["parts.first.weight"] if rank % 2 else [])
+        assert equal(found["alone"], found["weights"][0])
+        assert found["stages"]
         assert "holds a model in parts (part-1-of-2, part-2-of-2)" in found["whole"]
         assert "holds a model in one part" in found["parts"]
 

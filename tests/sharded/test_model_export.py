@@ -23,7 +23,7 @@ from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.sharded.test_model_access import layouts, same, stepper_of, tied, trained
-from tests.support.allocations import counting
+from tests.support.allocations import counting, settled
 from tests.support.programs import Block, data
 from tests.support.ranks import run
 
@@ -174,19 +174,27 @@ def measured(path: Path, strategy: Strategy, low: bool) -> tuple[dict[str, int],
         found: dict[str, int] = {}
 
         def during(name: str, call: Any) -> None:
-            before = counter.peak = counter.live
-            kept = call()
+            before = counter.peak = settled(counter)
+            kept: Any = call()
+            kept = kept if isinstance(kept, dict) else {}
             parts = [x.local.nbytes for x in kept.values() if hasattr(x, "local")] if kept else []
             # The counter leaves out the smallest tensors, such as the few elements of a parameter that a shard ends in.
             found[name] = counter.peak - before + sum(size for size in parts if size < SMALLEST)
             del kept
-            if counter.live != before:
+            if settled(counter) != before:
                 found[name] = -1
 
         during("model_state_dict", stepper.model_state_dict)
         during("model_state_dict, full", lambda: stepper.model_state_dict("full"))
         during("model_state_dict, sharded", lambda: stepper.model_state_dict("sharded"))
         during("export_safetensors", lambda: stepper.export_safetensors(path / "model.safetensors"))
+        during("export_safetensors, main", lambda: stepper.export_safetensors(path / "main.safetensors", main=True))
+        state = {name: x.clone() for name, x in Wide().to(LOW if low else torch.float32).state_dict().items()}
+        during("load_model_state_dict", lambda: stepper.load_model_state_dict(state))
+        first = state if dist.get_rank() == 0 else None
+        during(
+            "load_model_state_dict, broadcast", lambda: stepper.load_model_state_dict(first, broadcast_from_rank0=True)
+        )
         with contextlib.ExitStack() as stack:
             before = counter.peak = counter.live
             stack.enter_context(stepper.full_parameters())

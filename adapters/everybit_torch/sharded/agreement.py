@@ -83,22 +83,54 @@ class Everyone:
     """All ranks of a stepper, for what they tell each other: JSON, over the groups that gradients are sent over, so that none is made.
 
     Args:
-        inner: The inner ranks.
-        outer: The outer ranks.
+        communicators: The ranks along each dimension, the innermost dimension first.
     """
 
-    def __init__(self, inner: Communicator, outer: Communicator) -> None:
-        self._inner, self._outer = inner, outer
+    def __init__(self, *communicators: Communicator) -> None:
+        self._communicators = communicators
 
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank."""
-        return self._inner.rank == self._outer.rank == 0
+        return all(one.rank == 0 for one in self._communicators)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        number, size = 0, 1
+        for one in self._communicators:
+            number, size = number + one.rank * size, size * one.size
+        return number
+
+    @property
+    def device(self) -> torch.device:
+        """The device of tensors that are sent to all of them."""
+        return next((one.device for one in self._communicators if one.group is not None), torch.device("cpu"))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in the order of the ranks; what JSON can hold."""
-        row = self._gather(self._inner, json.dumps(value))
-        return [json.loads(text) for one in self._gather(self._outer, json.dumps(row)) for text in json.loads(one)]
+        innermost, *others = self._communicators
+        texts = self._gather(innermost, json.dumps(value))
+        for communicator in others:
+            rows = self._gather(communicator, json.dumps(texts))
+            texts = [text for row in rows for text in json.loads(row)]
+        return [json.loads(text) for text in texts]
+
+    def broadcast(self, x: torch.Tensor, what: str) -> None:
+        """``x`` becomes the first rank's."""
+        for communicator in reversed(self._communicators):
+            communicator.broadcast(x, what)
+
+    def of_first(self, value: Any) -> Any:
+        """The first rank's ``value``; what JSON can hold."""
+        text = json.dumps(value).encode() if self.is_first else b""
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+        self.broadcast(length, "what the first rank has")
+        sent = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        if text:
+            sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self.broadcast(sent, "what the first rank has")
+        return json.loads(bytes(sent.tolist()))
 
     @staticmethod
     def _gather(communicator: Communicator, text: str) -> list[str]:

@@ -20,6 +20,7 @@ from everybit_torch.param_groups import require_float64
 from everybit_torch.sharded.casting import Casts, CastsOfUnits, casts_of
 from everybit_torch.sharded.construction.making import Construction
 from everybit_torch.sharded.construction.sources import Values
+from everybit_torch.sharded.element_places import number_elements
 from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
 from everybit_torch.sharded.fingerprint import describe as text_of
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
@@ -29,6 +30,7 @@ from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.offload import is_host
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
+from everybit_torch.sharded.tensor_parallel import require_in_parts
 
 
 class Owner(Protocol):
@@ -135,8 +137,9 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
         left_alone = ignored_ids(model, given.ignored)
         # Once: it may be an iterator.
         given = replace(given, ignored=[p for p in model.parameters() if id(p) in left_alone])
-        laid_out = [p for p in model.parameters() if id(p) not in left_alone]
-        beside = ModelParallel.of(laid_out, given.model_parallel, given.copies, ranks_of(given.mesh), device)
+        laid_out = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}
+        require_in_parts(laid_out, ranks_of(given.mesh))
+        beside = ModelParallel.of(list(laid_out.values()), given.model_parallel, ranks_of(given.mesh), device)
         judged = _judge(model, given, (inner, outer), beside)
     except Exception as error:
         refused = error
@@ -152,7 +155,7 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
         raise refused
     assert judged is not None
     judged.construction.meet()
-    return judged
+    return replace(judged, layout=number_elements(judged.layout, beside, given.copies))
 
 
 def _judge(
@@ -192,7 +195,7 @@ def _judge(
                 f"{spec.name}: holds a gradient already, which would be counted; clear it (model.zero_grad()) before."
             )
     device = _device_of(model, described, given)
-    construction = Construction(model, described, given.values, device, between, synchronize=given.synchronize)
+    construction = Construction(model, described, given.values, device, between, beside, synchronize=given.synchronize)
     if given.offload and is_host(device):
         raise ValueError(
             "offload: got True for a model in the host's memory, where its state is already; accepted is False."
@@ -266,16 +269,16 @@ def _device_of(model: nn.Module, described: ModelLayout, given: Arguments) -> to
                 f"ignored: {name} is on the meta device, and values= are of what the stepper lays out; accepted is a parameter that has its"
                 " values."
             )
-    for spec, parameter in zip(described.specs, described.parameters, strict=True):
-        if is_dtensor(parameter):
-            raise ValueError(
-                f"{spec.name}: is a DTensor on the meta device; accepted with values= are plain parameters. A model with tensor parallelism"
-                " gets its values before the stepper is made."
-            )
     wanted = _wanted_device(given.device)
     if wanted.type == "meta":
         raise ValueError("device: got meta; accepted is the device where the model is to be trained.")
     require_float64(wanted, "model")
+    for spec, parameter in zip(described.specs, described.parameters, strict=True):
+        if is_dtensor(parameter) and parameter.device_mesh.device_type != wanted.type:
+            raise ValueError(
+                f"device: got {wanted} for {spec.name}, a DTensor over a mesh of {parameter.device_mesh.device_type}; accepted is the"
+                " device of the mesh."
+            )
     return wanted
 
 

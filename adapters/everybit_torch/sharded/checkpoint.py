@@ -40,6 +40,7 @@ from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter,
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.save_folders import (
     folder_of_part,
+    has_checkpoint,
     latest_checkpoint,
     make_folder,
     next_number,
@@ -49,7 +50,7 @@ from everybit_torch.sharded.save_folders import (
     remove_unless_named,
     require_part,
 )
-from everybit_torch.sharded.saved_fit import elements, require_same, require_ties
+from everybit_torch.sharded.saved_fit import require_same, require_ties
 from everybit_torch.sharded.saved_parts import (
     Flat,
     by_parameter,
@@ -58,6 +59,7 @@ from everybit_torch.sharded.saved_parts import (
     labels_of,
     model_parts,
     state_parts,
+    take_over_model,
 )
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
@@ -77,9 +79,7 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
     """
     copied: Callable[[Tensor], Tensor] = torch.clone if clone else (lambda x: x)
     found = {
-        key: ShardTensor(copied(value.local), value.shape, value.low)
-        if isinstance(value, ShardTensor)
-        else copied(value)
+        key: value.holding(copied(value.local)) if isinstance(value, ShardTensor) else copied(value)
         for key, value in (model_parts(stepper) | state_parts(stepper)).items()
     }
     return found | saved_hyperparameters.tensors(stepper.as_optimizer(), labels_of(stepper))
@@ -154,6 +154,9 @@ def save_sharded(
 def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperparameters: bool = True) -> None:
     """Continue from a checkpoint, whatever number of ranks and strategy wrote it. Every rank has to call it.
 
+    The number of tensor-parallel ranks may be another, too: a checkpoint holds whole tensors, of which each rank reads its part. The number
+    of other model-parallel parts (stages of a pipeline, experts) is the same.
+
     Weights, residuals, state, counts of steps, and the hyperparameters of each parameter. Everything is read and compared with its
     checksums before anything is changed, on any rank; this takes room for one more copy of this rank's part, in the host's memory.
 
@@ -172,12 +175,12 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     """
     _require_outside(stepper, "load_sharded")
     _finish_pending(stepper)
-    group = _group(stepper, "loading")
-    place = _latest(stepper, path, group)
+    place, whole = _latest(stepper, path)
+    group = _group(stepper, "loading", whole=whole)
     found = on_all(lambda: read_inventory_of(place, is_judged=_is_first(group)), group)
     optimizer = stepper.as_optimizer()
     labels = labels_of(stepper)
-    own = on_all(lambda: model_parts(stepper) | state_parts(stepper), group)
+    own = on_all(lambda: model_parts(stepper, whole=whole) | state_parts(stepper, whole=whole), group)
     found = found.renamed(
         {
             f"optimizer.state.{name}.{old}": f"optimizer.state.{name}.{new}"
@@ -201,9 +204,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
-        for key, value in own.items():
-            if key.startswith("model."):
-                elements(value).copy_(elements(aside[key]))
+        take_over_model(stepper, own, aside)
         optimizer.engine.load(by_parameter(optimizer, aside))
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):
             saved_hyperparameters.take(param_group, values)
@@ -318,21 +319,38 @@ def _verify_rest(found: Inventory, read: Mapping[str, Tensor], group: dist.Proce
 def _room_for(value: Tensor) -> Tensor:
     """Allocate as much memory on the host, to load into."""
     if isinstance(value, ShardTensor):
-        return ShardTensor(torch.empty_like(value.local, device="cpu"), value.shape, value.low)
+        return value.holding(torch.empty_like(value.local, device="cpu"))
     return torch.empty(value.shape, dtype=value.dtype)
 
 
-def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
-    """A stepper's ranks, with an order of collectives of their own: a save may go on while others train. gloo: it sends Python objects."""
+def _group(stepper: FlatStepper, purpose: str, *, whole: bool = True) -> dist.ProcessGroup | None:
+    """The ranks that save and load together, with an order of collectives of their own: a save may go on while others train.
+
+    gloo: it sends Python objects.
+
+    Args:
+        stepper: One of theirs.
+        purpose: Each has a group.
+        whole: With the tensor-parallel ranks. False: each of these for itself.
+    """
     if stepper.inner.group is None:
         return None
-    if purpose not in stepper.groups:
-        stepper.groups[purpose] = groups.take(stepper.all_ranks, "gloo", stepper.inner.timeout)
-    return stepper.groups[purpose]
+    with_others = whole and stepper.beside.cuts_tensors
+    key = f"{purpose}, whole tensors" if with_others else purpose
+    if key not in stepper.groups:
+        ranks = stepper.beside.ranks_of_tensors(stepper.all_ranks) if with_others else stepper.all_ranks
+        stepper.groups[key] = groups.take(ranks, "gloo", stepper.inner.timeout)
+    return stepper.groups[key]
 
 
 def _everyone(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
-    """As :func:`_group`, of all ranks that hold something of the model."""
+    """As :func:`_group`, of all ranks that hold something of the model, where some of them are not in that group."""
+    if stepper.beside.part is None:
+        return None
+    return _all_parts(stepper, purpose)
+
+
+def _all_parts(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
     if stepper.beside.is_alone:
         return None
     key = f"{purpose}, all parts"
@@ -342,19 +360,35 @@ def _everyone(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
     return stepper.groups[key]
 
 
-def _latest(stepper: FlatStepper, path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Path:
-    """The last whole checkpoint of this rank's part of the model, of those that all parts have."""
-    part = stepper.beside.part
-    if part is None:
-        return Path(from_first(lambda: str(latest_checkpoint(path)), group))
-    directory = folder_of_part(path, part)
+def _latest(stepper: FlatStepper, path: str | os.PathLike[str]) -> tuple[Path, bool]:
+    """The last whole checkpoint of this rank's part of the model, of those that all parts have; and whether it holds whole tensors.
 
+    Before it did, each tensor-parallel rank wrote its parts of tensors as a part of the model.
+    """
+    group, part = _group(stepper, "loading"), stepper.beside.part
+    former = folder_of_part(path, stepper.beside.former_part)
+    if part is None:
+
+        def only() -> tuple[str, bool]:
+            if stepper.beside.cuts_tensors and not has_checkpoint(Path(path)) and former.is_dir():
+                return "", False
+            return str(latest_checkpoint(path)), True
+
+        name, whole = from_first(only, group)
+        return (Path(name), True) if whole else (_latest_of_all(stepper, former, whole=False), False)
+    directory = folder_of_part(path, part)
+    if stepper.beside.cuts_tensors and from_first(lambda: not directory.is_dir() and former.is_dir(), group):
+        return _latest_of_all(stepper, former, whole=False), False
+    return _latest_of_all(stepper, directory, whole=True), True
+
+
+def _latest_of_all(stepper: FlatStepper, directory: Path, *, whole: bool) -> Path:
     def latest() -> str:
         require_part(directory)
         return latest_checkpoint(directory).name
 
-    everyone = _everyone(stepper, "loading")
-    name = on_all(lambda: from_first(latest, group), everyone)
+    everyone = _all_parts(stepper, "loading")
+    name = on_all(lambda: from_first(latest, _group(stepper, "loading", whole=whole)), everyone)
     # A save that was interrupted may count as whole in some parts; the one before is there in all of them.
     return directory / f"{min(numbers_of(int(name), everyone)):06d}"
 

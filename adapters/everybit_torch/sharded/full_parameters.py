@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from everybit_torch.dtensors import local
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.unit_weights import each
 from everybit_torch.sharded.weights import WeightBuffer
@@ -84,11 +85,16 @@ def read_only(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
     Raises:
         RuntimeError: One was; the message names it.
     """
-    before = [version(parameter) for _, parameter in parameters]
+    before = [_versions(parameter) for _, parameter in parameters]
     yield
     for (name, parameter), known in zip(parameters, before, strict=True):
-        if version(parameter) != known:
+        if _versions(parameter) != known:
             raise RuntimeError(
                 f"{name}: was written to, or stepped, inside full_parameters(writeback=False), which is for reading only; where weights are"
                 " sharded it was not kept. Accepted is full_parameters()."
             )
+
+
+def _versions(parameter: nn.Parameter) -> tuple[int, int]:
+    """Of a parameter, and of the memory of a DTensor's part, which may be written to by itself."""
+    return version(parameter), version(local(parameter))

@@ -17,6 +17,8 @@ from everybit_torch.sharded.stepper import FlatStepper
 class JointStepper:
     """Step several parts of one model at once: with one norm of all gradients, and one decision whether to step.
 
+    The bits that a part draws are those of its stepper alone, so each has a seed of its own where policies draw some.
+
     Each part has a stepper of its own, with its own ranks, divisor, transform, policy and strategy. Experts are such a part: they are
     reduced over the ranks that hold the same experts, and everything else is reduced over all ranks. Where a rank holds several stages of a
     pipeline, each of them is such a part. Every rank has to have parts of the same names, in the same order.
@@ -29,8 +31,8 @@ class JointStepper:
 
     Raises:
         TypeError: Something else than a stepper.
-        ValueError: No stepper, one that is closed, a parameter in two of them, or a transform that reduces over all parameters in another
-            way than by clipping to the global norm first, whose result would be about one part.
+        ValueError: No stepper, one that is closed, a parameter in two of them, two that draw random bits with one seed, or a transform that
+            reduces over all parameters in another way than by clipping to the global norm first, whose result would be about one part.
 
     Example:
         >>> import torch, everybit as eb
@@ -48,6 +50,7 @@ class JointStepper:
         if not isinstance(steppers, Mapping) or not steppers:
             raise ValueError(f"steppers: got {steppers!r}; accepted is a dict of at least one FlatStepper, by name.")
         owners: dict[int, str] = {}
+        seeds: dict[int, str] = {}
         for name, one in steppers.items():
             if not isinstance(one, FlatStepper):
                 raise TypeError(f"steppers[{name!r}]: got {one!r}; accepted is a FlatStepper.")
@@ -59,6 +62,12 @@ class JointStepper:
                         f"steppers[{name!r}]: {parameter_name} is stepped by steppers[{other!r}] too; accepted are models without a"
                         " common parameter."
                     )
+            draws = any(label.draws_bits for label in one.labelled.values())
+            if draws and (other := seeds.setdefault(one.seed, name)) != name:
+                raise ValueError(
+                    f"steppers[{name!r}]: draws random bits with the seed {one.seed}, and so does steppers[{other!r}], which would draw the"
+                    " same ones; accepted is a seed of its own for each stepper: FlatStepper(..., seed=...)."
+                )
             if reduces_otherwise(one.labelled):
                 raise ValueError(
                     f"steppers[{name!r}]: its transform reduces over all of its parameters, and would not see those of the other steppers."

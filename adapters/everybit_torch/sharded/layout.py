@@ -14,11 +14,89 @@ rectangles, which is what distributed checkpoints are made of (:func:`boxes`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import add
 from typing import NamedTuple
 
 import torch
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor's elements that are consecutive in memory.
+
+    Attributes:
+        offsets: Of its first corner, by dimension.
+        sizes: By dimension.
+        start: Position of its first element in the range that was asked for.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rectangle of a tensor's elements that tensor parallelism has given this rank, which are consecutive in this rank's memory.
+
+    Attributes:
+        whole: The shape of the tensor.
+        offsets: Of the rectangle's first corner in it, by dimension.
+        sizes: Of the rectangle, by dimension.
+        counted: Whether this rank is the one that counts and saves it, of those that hold the same.
+        cuts: Along which dimensions the tensor is cut, and for how many ranks each time, in order.
+    """
+
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    counted: bool = True
+    cuts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the rectangle."""
+        return math.prod(self.sizes)
+
+    @property
+    def largest(self) -> int:
+        """The number of elements of the largest part that a rank has."""
+        sizes = list(self.whole)
+        for dimension, ranks in self.cuts:
+            sizes[dimension] = -(-sizes[dimension] // ranks)
+        return math.prod(sizes)
+
+    @property
+    def first(self) -> int | None:
+        """The position in the tensor of the first element, if the elements are consecutive there; else None."""
+        if not self.numel:
+            return 0
+        # Consecutive: below the first dimension of which it has more than one index, it has all of every dimension.
+        several = next((d for d, size in enumerate(self.sizes) if size > 1), len(self.sizes))
+        if self.sizes[several + 1 :] != self.whole[several + 1 :]:
+            return None
+        return sum(offset * math.prod(self.whole[d + 1 :]) for d, offset in enumerate(self.offsets))
+
+    def boxes(self, low: int, high: int) -> list[Box]:
+        """Elements ``low`` to ``high`` of the rectangle, counted in its memory's order, as rectangles of the tensor."""
+        return [
+            Box(tuple(map(add, box.offsets, self.offsets)), box.sizes, box.start)
+            for box in boxes(self.sizes, low, high)
+        ]
+
+    def blocks(self, block: int) -> Part:
+        """The part of a 1-d tensor that has one number for each block of so many elements.
+
+        Raises:
+            ValueError: The elements are not consecutive in the tensor, or begin inside a block.
+        """
+        if self.first is None or self.first % block:
+            raise ValueError(
+                f"elements {self.offsets} and on of {self.whole}: accepted are parts of whole blocks of {block}."
+            )
+        whole, own = (-(-numel // block) for numel in (math.prod(self.whole), self.numel))
+        return Part((whole,), (self.first // block,), (own,), self.counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +110,13 @@ class ParameterSpec:
         requires_grad: Whether it is trained.
         unit: Number of the unit that it is gathered and reduced with.
         label: Parameters of different labels have optimizers or policies of their own.
-        index: Global index of its first element, counted through all parameters of its dtype in the model's order. Stochastic
-            rounding draws bits by it, which is why they do not depend on units or on the number of ranks.
+        index: Global index of its first element, counted through all parameters of its dtype in the model's order, those of the parts
+            of the model before this one first. Stochastic rounding draws bits by it, which is why they do not depend on units or on the
+            number of ranks.
         block: The least number of elements at whose multiples, counted from the first, it may be cut, because its state has one number
             for so many.
-        part_of: Number of elements of the tensor of which tensor parallelism has given this rank a part, which ``shape`` is of then; None
-            where it has all of it.
+        part: The part of a larger tensor that it is, of which ``shape`` is then; None in a model without tensor parallelism.
+        counted: Whether this rank counts its elements in what goes over the whole model; else another one with the same elements does.
     """
 
     names: tuple[str, ...]
@@ -48,7 +127,8 @@ class ParameterSpec:
     label: str = ""
     index: int = 0
     block: int = 1
-    part_of: int | None = None
+    part: Part | None = None
+    counted: bool = True
 
     @property
     def name(self) -> str:
@@ -63,7 +143,12 @@ class ParameterSpec:
     @property
     def whole_numel(self) -> int:
         """The number of elements on all tensor-parallel ranks together, copies counted once."""
-        return self.numel if self.part_of is None else self.part_of
+        return math.prod(self.whole_shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape on all tensor-parallel ranks together."""
+        return self.shape if self.part is None else self.part.whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +174,6 @@ class Slice(NamedTuple):
     low: int
     high: int
     offset: int
-
-
-class Box(NamedTuple):
-    """A rectangle of a tensor's elements that are consecutive in memory.
-
-    Attributes:
-        offsets: Of its first corner, by dimension.
-        sizes: By dimension.
-        start: Position of its first element in the range that was asked for.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +245,19 @@ class Layout:
     def numel(self) -> int:
         """Elements of all parameters, without padding."""
         return sum(group.numel for group in self.groups)
+
+    def numbered(self, number: Callable[[ParameterSpec], int]) -> Layout:
+        """The same layout with other indices of the parameters' first elements."""
+        groups = [
+            replace(
+                group,
+                placements=tuple(
+                    replace(place, spec=replace(place.spec, index=number(place.spec))) for place in group.placements
+                ),
+            )
+            for group in self.groups
+        ]
+        return replace(self, groups=tuple(groups))
 
     @property
     def padding(self) -> int:

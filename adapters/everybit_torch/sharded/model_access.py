@@ -14,6 +14,7 @@ from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.full_parameters import FullParameters, read_only
 from everybit_torch.sharded.layout import Layout
+from everybit_torch.sharded.main_values import MainValues
 from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.model_state import FORMS, ModelState, StateForm, require_form
@@ -21,7 +22,7 @@ from everybit_torch.sharded.module_buffers import BufferValues, synchronize_buff
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.registered_methods import RegisteredMethods
 from everybit_torch.sharded.safetensors_export import export
-from everybit_torch.sharded.shard_optimizer import ShardOptimizer
+from everybit_torch.sharded.shard_optimizer import LabelledTransform, ShardOptimizer
 from everybit_torch.sharded.state_loading import IncompatibleKeys, load_state
 from everybit_torch.sharded.step_checks import Completeness
 
@@ -48,19 +49,25 @@ class ModelAccess:
         """This rank's own weights were replaced: hand them out."""
         raise NotImplementedError
 
+    @property
+    def labelled(self) -> Mapping[str, LabelledTransform]:
+        """The transform and policy of each label."""
+        raise NotImplementedError
+
     # -- state dicts ----------------------------------------------------------------------------------------------------------------
 
     def model_state_dict(self, form: StateForm = "rank0") -> dict[str, Any]:
         """Copy the model's ``state_dict()`` to the host's memory, one unit after the other. Every rank has to call it.
 
         It has the names, shapes and dtypes of ``model.state_dict()`` before the stepper was made: tied names share a tensor, buffers and
-        ignored parameters are in it, as they are on the rank that has it. Under ``optim_grads_params`` a rank's device holds one unit
-        beside what it keeps.
+        ignored parameters are in it, as they are on the rank that has it. DTensors are put together, and are plain tensors of the whole's
+        shape. Under ``optim_grads_params`` a rank's device holds one unit beside what it keeps.
 
         Args:
             form: ``"rank0"``: all of it on the first rank, and an empty dict on the others. ``"full"``: all of it on every rank.
                 ``"sharded"``: on every rank its own elements of each parameter, as tensors that ``torch.distributed.checkpoint`` saves and
-                loads (``.local`` has the elements, 1-d, from ``.low`` on); nothing is sent for it.
+                loads (``.local`` has the elements, 1-d, from ``.low`` on, counted through this rank's part of a DTensor); nothing is sent
+                for it.
 
         Raises:
             RuntimeError: Inside a forward or backward pass; or ranks call something else.
@@ -73,7 +80,8 @@ class ModelAccess:
             if self._full is not None:
                 self._full.keep()
             return self._state.sharded()
-        return self._state.full(here=form == "full" or self._everyone.is_first)
+        everywhere = form == "full"
+        return self._state.full(here=everywhere or self._everyone.is_first, everywhere=everywhere)
 
     def load_model_state_dict(
         self, state_dict: Mapping[str, Any] | None, *, strict: bool = True, broadcast_from_rank0: bool = False
@@ -83,6 +91,9 @@ class ModelAccess:
         Everything is looked at first, on all ranks: names that are missing or that the model has not, shapes, dtypes, shards of another
         cut, tied names whose values differ, and ranks whose tensors differ. All of it is in one error, which is the same on all ranks,
         and nothing is changed then. Nothing is cast. A name that is missing is filled in where the model ties it to one that is given.
+
+        Tensors are whole ones, of which each rank takes its part; or shards of :meth:`model_state_dict`; or, for a DTensor, one that is
+        cut alike.
 
         Main weights become the weights that are loaded, and residuals zero. The optimizer's moments and counts stay as they are
         (``load_sharded`` loads these too). Values of ``get_extra_state`` are handed to ``set_extra_state``; hooks of
@@ -115,7 +126,7 @@ class ModelAccess:
                 f"{name}: in the middle of a cycle, with gradients of other weights; accepted is after step() or zero_grad()."
             )
         keys = load_state(
-            self._state, self._optimizer.engine, state_dict, (self.inner, self.outer), self._everyone,
+            self._state, self._optimizer.engine, state_dict, self._everyone,
             strict=strict, broadcast=broadcast_from_rank0,
             begin=lambda: self.completeness.mark_incomplete(f"{name} ended in an error after some of the weights were replaced"),
         )  # fmt: skip
@@ -129,6 +140,7 @@ class ModelAccess:
         max_shard_size: int | str | None = None,
         dtype: torch.dtype | None = None,
         metadata: Mapping[str, str] | None = None,
+        main: bool = False,
     ) -> None:
         """Write the model's ``state_dict()`` to safetensors. Every rank has to call it; the first one writes, one unit after the other.
 
@@ -142,6 +154,9 @@ class ModelAccess:
                 ``model.safetensors.index.json``, or ``model.safetensors`` alone if everything fits into one.
             dtype: Floating-point tensors are converted to it; None: each has its own.
             metadata: Strings to keep in the headers.
+            main: Write the weights that are trained with all the precision that parameters and state hold together, as
+                ``TorchOptimizer.export_fp32`` does: in the dtype in which steps are computed, if ``dtype`` is None. What is not trained is
+                written as it is. One group of parameters at a time is in memory in that dtype.
 
         Raises:
             OSError: The first rank cannot write; every rank says so, and why.
@@ -149,14 +164,26 @@ class ModelAccess:
             TypeError: The model's state has something that the format does not store; the message names it.
             ValueError: ``max_shard_size`` or ``dtype`` is none.
         """
-        self._require_between_passes("export_safetensors", f"{max_shard_size!r}, {dtype}")
-        export(self._state, path, self._everyone, max_shard_size=max_shard_size, dtype=dtype, metadata=metadata)
+        self._require_between_passes("export_safetensors", f"{max_shard_size!r}, {dtype}, main={main}")
+        values = None
+        if main:
+            self.completeness.require("export_safetensors")
+            values = MainValues(self._optimizer, self.buffers, self.labelled)
+        export(
+            self._state,
+            path,
+            self._everyone,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            metadata=metadata,
+            main=values,
+        )
 
     def copy_model(self, form: StateForm = "rank0") -> nn.Module | None:
         """A plain copy of the model, with all of its weights, in the host's memory. Every rank has to call it.
 
-        It belongs to no stepper: it has no hooks of one, and may be trained, averaged or pickled. Memory is as for
-        :meth:`model_state_dict`.
+        It belongs to no stepper: it has no hooks of one, and may be trained, averaged or pickled. DTensors are plain tensors in it, and it
+        has no hooks of ``parallelize_module``. Memory is as for :meth:`model_state_dict`.
 
         Args:
             form: ``"rank0"``: on the first rank, and None on the others. ``"full"``: on every rank.
@@ -167,7 +194,8 @@ class ModelAccess:
         """
         require_form(form, FORMS[:2])
         self._require_between_passes("copy_model", form)
-        return self._state.copy(here=form == "full" or self._everyone.is_first)
+        everywhere = form == "full"
+        return self._state.copy(here=everywhere or self._everyone.is_first, everywhere=everywhere)
 
     def own_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict()``, where tensors of sharded parameters have no values. For checkpoints, which know."""
@@ -179,7 +207,7 @@ class ModelAccess:
     def full_parameters(self, modules: Modules | None = None, *, writeback: bool = True) -> Iterator[nn.Module]:
         """The model with its weights on every rank, to look at, evaluate or save. What is written to them in here is kept.
 
-        Every rank has to do it.
+        Every rank has to do it. DTensors are shown as what they are: with this rank's part of them, and ``full_tensor()`` is the whole.
 
         Args:
             modules: Modules of the model, or their names: those units are shown in which their parameters lie. None: all.
@@ -238,20 +266,15 @@ class ModelAccess:
 
     @property
     def _everyone(self) -> Everyone:
-        return Everyone(self.inner, self.outer)
+        return Everyone(*reversed(self.beside.of_tensors), self.inner, self.outer)
 
     def _require_between_passes(self, name: str, arguments: str) -> None:
-        """Refuse what cannot be done now or with this model, or is not done by all ranks alike.
+        """Refuse what cannot be done now, or is not done by all ranks alike.
 
         Raises:
-            RuntimeError: Inside a pass; or the model has DTensors; or other ranks do something else.
+            RuntimeError: Inside a pass; or other ranks do something else.
         """
         problem = None
-        if self.beside.tensor_parallel is not None:
-            problem = (
-                f"{name}: the model has DTensors, and this rank has parts of them; accepted is save_sharded(stepper, path), or torch's own"
-                " functions for DTensors inside `with stepper.full_parameters():`."
-            )
         if self._passes.in_pass or self._passes.in_forward:
             problem = f"{name}: inside a forward or backward pass, or after one that ended in an error; accepted is between passes."
         gathered = "" if self._full is None else self._full.gathered

@@ -14,7 +14,6 @@ from everybit_torch.collectives.reduction import Wire
 from everybit_torch.dtensors import local
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, Layout
-from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, Shard
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.weights import WeightBuffer
@@ -31,7 +30,6 @@ class ModelBuffers:
         inner: The ranks that buffers are sharded over.
         outer: The ranks that hold copies of the same shards.
         device: Where everything lies.
-        beside: The ranks that hold other parts of the model.
         fill: Has the buffers of weights take the model's values, before anything else is allocated.
         keep_gradients: Keep the memory of main gradients from one cycle to the next.
 
@@ -52,7 +50,6 @@ class ModelBuffers:
         inner: Communicator,
         outer: Communicator,
         device: torch.device,
-        beside: ModelParallel,
         fill: Callable[[ModelBuffers], None],
         *,
         keep_gradients: bool,
@@ -70,7 +67,7 @@ class ModelBuffers:
                 gradients = self.gradients[number] = GradientBuffer(
                     group, sharding, inner, outer, main, *wires, device, keep=keep_gradients
                 )
-                counted = beside.counts(group.placements[0].spec.name, weights.parameters[0])
+                counted = group.placements[0].spec.counted
                 self.shards.append(Shard.of(weights, gradients, *self.own_range(group), counted=counted))
 
     def lay_out(self, number: int) -> None:

@@ -15,12 +15,18 @@ from everybit.policies import native
 from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
 from everybit.transform import any_per_tensor, require_transform
 from everybit_torch.choosing import choices, chosen
-from everybit_torch.dtensors import is_dtensor, local, mesh_of
+from everybit_torch.dtensors import local, mesh_of
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
-from everybit_torch.sharded.tensor_parallel import first_element_of_part, replicated, require_beside
+from everybit_torch.sharded.tensor_parallel import (
+    first_element_of_part,
+    part_beside,
+    replicated,
+    require_as_cut,
+    require_in_parts,
+)
 
 Transforms = eb.Transform[Any] | Mapping[str, eb.Transform[Any]]
 Units = Sequence[type[nn.Module] | nn.Module]
@@ -80,7 +86,6 @@ def describe(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in left_alone:
             continue
-        require_beside(name, parameter, ranks)
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     if not parameters:
@@ -91,17 +96,27 @@ def describe(
         )
     homes = _homes(found)
     by_name = {names[key][0]: parameter for key, parameter in parameters.items()}
+    require_in_parts(by_name, ranks)
     label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name))
     if copies and any_per_tensor(one.transform for one in labelled.values()):
         raise ValueError(
             f"copies: got {', '.join(map(repr, copies))} with a transform that reduces over each parameter, and nothing says of which"
             " parameter of another rank each of them is a copy; accepted with it is none. (Norms count copies twice then.)"
         )
+    for name in copies if not isinstance(copies, Mapping) else ():
+        if by_name[name].requires_grad and labelled[label_of[name]].draws_bits:
+            raise ValueError(
+                f"copies: got {name!r}, of which a step draws random bits under its policy, and nothing says which parameter's they have to"
+                f" be; accepted with it is a dict with the name in the other part of the model: {{{name!r}: 'embed.weight'}}."
+            )
+    mesh = mesh_of(list(parameters.values()))
     specs, counted = [], dict.fromkeys((p.dtype for p in parameters.values()), 0)
     for key, parameter in parameters.items():
         name = names[key][0]
         one = labelled[label_of[name]] if parameter.requires_grad else None
         block = 1 if one is None else one.policy.block
+        require_as_cut(name, parameter)
+        part = part_beside(parameter, mesh)
         first = first_element_of_part(name, parameter, block, draws_bits=one is not None and one.draws_bits)
         specs.append(
             ParameterSpec(
@@ -113,10 +128,12 @@ def describe(
                 "" if one is None else label_of[name],
                 counted[parameter.dtype] + first,
                 block,
-                parameter.numel() if is_dtensor(parameter) else None,
+                part,
+                name not in copies and (part is None or part.counted),
             )
         )
-        counted[parameter.dtype] += parameter.numel()
+        if name not in copies:  # whose places are those of another part's parameter
+            counted[parameter.dtype] += parameter.numel()
     return ModelLayout(tuple(specs), tuple(parameters.values()), tuple(found.items()), labelled)
 
 

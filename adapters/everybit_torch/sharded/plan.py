@@ -34,13 +34,14 @@ from everybit.optimizer import nbytes
 from everybit.policies import short
 from everybit.transform import any_per_tensor
 from everybit_torch.collectives.reduction import chunk_size
+from everybit_torch.dtensors import mesh_of
 from everybit_torch.probing import is_number
 from everybit_torch.sharded.construction.schedule import ConstructionSchedule, construction_of
 from everybit_torch.sharded.construction.sources import Values
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.ignored_parameters import Ignored
-from everybit_torch.sharded.layout import Layout, build
+from everybit_torch.sharded.layout import Layout, ParameterSpec, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.planning.access import access_bytes
@@ -51,6 +52,7 @@ from everybit_torch.sharded.planning.peaks import asked_peak, norm_peak, step_pe
 from everybit_torch.sharded.planning.reductions import reduced_numbers
 from everybit_torch.sharded.planning.report import Plan, Ranks
 from everybit_torch.sharded.planning.traffic import agreed_bytes
+from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.scheduling.schedule import Settings, cycle
 from everybit_torch.sharded.scheduling.weights import Prefetch
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -81,6 +83,8 @@ def plan(
     rank: int | tuple[int, int] = 0,
     values: Values | type[Values] | None = None,
     ignored: Ignored | None = None,
+    model_parallel: int | tuple[int, ...] = (),
+    nan: NanCheck = "off",
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
@@ -110,6 +114,10 @@ def plan(
         values: Where the stepper's model is to get its values from when it is constructed, or the class of that, such as
             ``FromSafetensors``: nothing is read. None: it has them, so that the phase "construction" begins with the whole model.
         ignored: What the stepper leaves alone, and is not counted.
+        model_parallel: The number of ranks with other parts of the model, by dimension: stages of a pipeline, or experts. Those over which
+            DTensors lie are found. What is sent to them counts; of parameters that they have and this rank has not ``FlatStepper.plan``
+            alone knows, which a transform that reduces over each parameter has numbers for.
+        nan: As the stepper's, which has more to tell other parts of the model.
 
     Raises:
         TypeError: As the stepper.
@@ -133,9 +141,15 @@ def plan(
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
     kind = sharding(strategy, outer)
     described = describe(model, transform, policy, units, labels, ignored)
+    mesh = mesh_of(described.parameters)
+    given = model_parallel if isinstance(model_parallel, tuple) else (model_parallel,)
+    for size in given:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"model_parallel: got {model_parallel!r}; accepted is 1 or more, or several such numbers.")
+    beside = (*(() if mesh is None else mesh.shape), *given)
     layout = build(described.specs, shards=inner_size * outer_size, units=[name for name, _ in described.units])
     return plan_layout(
-        layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank),
+        layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank, beside), nan=nan,
         construction=construction_of(model, described, layout, kind, values),
         microbatches=microbatches, reshard_after_forward=reshard_after_forward, compile=compile,
         keep_gradients=keep_gradients, defer_reduction=defer_reduction, metrics=metrics, second_order=second_order,
@@ -160,6 +174,8 @@ def plan_layout(
     prefetch: Prefetch | None = None,
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
+    others: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    nan: NanCheck = "off",
 ) -> Plan:
     """Plan for any rank, as :func:`plan`.
 
@@ -179,6 +195,8 @@ def plan_layout(
         defer_reduction: As :func:`plan`'s.
         second_order: See there.
         prefetch: What the stepper was told of gathers; None: nothing.
+        others: The sizes of parameters of other parts of the model, that come before this rank's, and after.
+        nan: As :func:`plan`'s.
     """
     where = torch.device(device)
     groups = [GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
@@ -197,7 +215,11 @@ def plan_layout(
         one for one in groups if one.resolved is not None and any_per_tensor([labelled[one.group.label].transform])
     ]
     stepped = [place.spec for one in groups if one.resolved is not None for place in one.group.placements]
-    numbered = {spec: number for number, spec in enumerate(stepped)}
+    elsewhere = [
+        [ParameterSpec((f"{side}.{n}",), (size,), torch.float32) for n, size in enumerate(sizes)]
+        for side, sizes in zip(("before", "after"), others, strict=True)
+    ]
+    numbered = {spec: number for number, spec in enumerate([*elsewhere[0], *stepped, *elsewhere[1]])}
     if asking:
         # The parameters that each run's elements belong to, and their sizes.
         persistent["bookkeeping"] += len(numbered) * torch.float64.itemsize
@@ -230,13 +252,16 @@ def plan_layout(
         # The norm of the gradient is found once, for the report and for a clip.
         tuple(reduced_numbers(labelled, len(numbered), alone=groups[0].alone)[answered:]),
         where,
+        # The sum of squares and whether to skip; under "param" whether any gradient is not finite.
+        (2 * torch.float64.itemsize, *([torch.float64.itemsize] if nan == "param" else [])),
+        2 * len(layout.specs) * torch.int64.itemsize if nan == "param" else 0,
     )
     settings = Settings(kind, reshard_after_forward, keep_gradients, defer_reduction, prefetch or Prefetch())
     # All microbatches between the first and the last are alike.
     stages = cycle(layout, settings, min(microbatches, 3), second_order=second_order)
     cycled, wire = meter(stages, groups, step, microbatches)
     transient = {"construction": made, **cycled}
-    access = access_bytes(layout, settings, groups, step)
+    access = access_bytes(layout, settings, groups, step, labelled)
     weights: Counter[str] = Counter()
     for one in groups:
         name = "frozen" if one.resolved is None else short(one.resolved.params)

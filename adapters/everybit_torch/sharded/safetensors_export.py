@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from everybit_torch.checkpoint_file import replace_file
 from everybit_torch.sharded.agreement import Everyone
+from everybit_torch.sharded.main_values import MainValues
 from everybit_torch.sharded.model_state import ModelState
 from everybit_torch.sharded.safetensors_files import (
     DTYPES,
@@ -38,6 +39,7 @@ def export(
     max_shard_size: int | str | None,
     dtype: torch.dtype | None,
     metadata: Mapping[str, str] | None,
+    main: MainValues | None = None,
 ) -> None:
     """Write a model; see :meth:`everybit_torch.FlatStepper.export_safetensors`. Every rank has to call it."""
     target = Path(path)
@@ -49,10 +51,10 @@ def export(
     for key, value in (metadata or {}).items():
         if not (isinstance(key, str) and isinstance(value, str)):
             raise TypeError(f"metadata: got {key!r}: {value!r}; accepted are strings.")
-    tensors, values, tied = ranks.on_all(lambda: _described(state, dtype))
+    tensors, values, tied = ranks.on_all(lambda: _described(state, dtype, {} if main is None else main.dtypes))
     head = {"format": "pt"} | dict(metadata or {}) | ({TIED: json.dumps(tied)} if tied else {})
     if most is None:
-        _write(state, target, tensors, values, head, ranks)
+        _write(state, target, tensors, values, head, ranks, main)
         return
     files = split(tensors, most)
     names = (
@@ -61,12 +63,19 @@ def export(
     # Nobody takes files of two exports for one model: the old index goes first, and the new one comes last.
     ranks.on_first(lambda: _prepare(target))
     for name, here in zip(names, files, strict=True):
-        _write(state, target / name, here, values, head, ranks)
+        _write(state, target / name, here, values, head, ranks, main)
     ranks.on_first(partial(_finish, target, dict(zip(names, files, strict=True)), {TIED: head[TIED]} if tied else {}))
 
 
-def _described(state: ModelState, dtype: torch.dtype | None) -> tuple[list[Stored], dict[str, Tensor], dict[str, str]]:
+def _described(
+    state: ModelState, dtype: torch.dtype | None, main: Mapping[str, torch.dtype]
+) -> tuple[list[Stored], dict[str, Tensor], dict[str, str]]:
     """What is stored, unit after unit; the model's tensors by the same names; and further names of theirs.
+
+    Args:
+        state: Of the model.
+        dtype: Of what is floating-point; None: each has its own.
+        main: The dtypes of parameters of which other values are stored than the model's, by name.
 
     Raises:
         TypeError: Something that the format does not store.
@@ -92,14 +101,12 @@ def _described(state: ModelState, dtype: torch.dtype | None) -> tuple[list[Store
     for members in state.members:
         ordered += [names[id(state.parameters[member])] for member in members if id(state.parameters[member]) in names]
     ordered += [name for name in values if name not in set(ordered)]
-    stored = [
-        Stored(
-            name,
-            dtype if dtype is not None and values[name].is_floating_point() else values[name].dtype,
-            tuple(values[name].shape),
-        )
-        for name in ordered
-    ]
+    wide = {id(state.parameters[name]): found for name, found in main.items()}
+
+    def dtype_of(value: Tensor) -> torch.dtype:
+        return dtype if dtype is not None and value.is_floating_point() else wide.get(id(value), value.dtype)
+
+    stored = [Stored(name, dtype_of(values[name]), tuple(values[name].shape)) for name in ordered]
     return stored, values, tied
 
 
@@ -110,31 +117,29 @@ def _write(
     values: Mapping[str, Tensor],
     head: Mapping[str, str],
     ranks: Everyone,
+    main: MainValues | None,
 ) -> None:
     """Write one file, with the units that have something in it; what goes wrong on the first rank is raised on all of them."""
     here = {id(values[one.name]): one for one in tensors}
-    units = [
-        n for n, members in enumerate(state.members) if any(id(state.parameters[name]) in here for name in members)
-    ]
-    failed: list[BaseException] = []
     visited = False
 
-    def visit(take: Callable[[Sequence[tuple[str, nn.Parameter]]], None]) -> None:
+    def visit(take: Callable[[Tensor, Tensor], None] | None) -> None:
         nonlocal visited
         visited = True
-        state.visit(take, units)
+        state.visit(
+            take or (lambda tensor, values: None),  # noqa: ARG005
+            set(here),
+            here=take is not None,
+            main=main,
+        )
 
     def write(path: Path) -> None:
         with open(path, "r+b") as file:
             header = Header(tensors, head)
-            try:
-                header.begin(file)
-            except BaseException as error:
-                failed.append(error)
-            visit(lambda members: _put(file, header, [p for _, p in members], here, failed))
-            _put(file, header, [values[one.name] for one in _others(state, tensors, values)], here, failed)
-            if failed:
-                raise failed[0]
+            header.begin(file)
+            visit(lambda tensor, given: header.write(file, here[id(tensor)], given))
+            for one in _plain_others(state, tensors, values):
+                header.write(file, one, values[one.name])
 
     def on_the_first() -> None:
         try:
@@ -142,26 +147,15 @@ def _write(
         finally:
             if not visited:  # the other ranks wait for this one in every unit
                 with suppress(Exception):
-                    visit(lambda members: None)  # noqa: ARG005
+                    visit(None)
 
-    ranks.on_all(on_the_first if ranks.is_first else lambda: visit(lambda members: None))  # noqa: ARG005
-
-
-def _others(state: ModelState, tensors: Sequence[Stored], values: Mapping[str, Tensor]) -> Iterable[Stored]:
-    """Those that are in no unit: buffers, and parameters that are ignored."""
-    laid_out = {id(parameter) for parameter in state.parameters.values()}
-    return [one for one in tensors if id(values[one.name]) not in laid_out]
+    ranks.on_all(on_the_first if ranks.is_first else lambda: visit(None))
 
 
-def _put(
-    file: BinaryIO, header: Header, given: Iterable[Tensor], here: Mapping[int, Stored], failed: list[BaseException]
-) -> None:
-    for value in given:
-        if id(value) in here and not failed:
-            try:
-                header.write(file, here[id(value)], value)
-            except BaseException as error:
-                failed.append(error)
+def _plain_others(state: ModelState, tensors: Sequence[Stored], values: Mapping[str, Tensor]) -> Iterable[Stored]:
+    """Those that are in no unit, and whole on this rank: buffers, and parameters that are ignored."""
+    shown = {id(one) for one in (*state.parameters.values(), *state.left_alone())}
+    return [one for one in tensors if id(values[one.name]) not in shown]
 
 
 def _prepare(directory: Path) -> None:

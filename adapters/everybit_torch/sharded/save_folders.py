@@ -49,6 +49,11 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
     return place
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a directory is one of checkpoints, or a checkpoint itself."""
+    return (directory / LATEST).is_file() or (directory / dcp_metadata.FILE).is_file()
+
+
 def folder_of_part(path: str | os.PathLike[str], part: tuple[int, int] | None) -> Path:
     """The directory of the checkpoints of one part of a model.
 
@@ -69,8 +74,8 @@ def require_part(place: Path) -> None:
     if not place.is_dir() and (beside or (place.parent / LATEST).exists()):
         there = ", ".join(sorted(beside)) or "a model in one part"
         raise FileNotFoundError(
-            f"{place}: does not exist; {place.parent} holds {there}. Accepted is a checkpoint of as many model-parallel parts; the"
-            " number of data-parallel ranks may be another."
+            f"{place}: does not exist; {place.parent} holds {there}. Accepted is a checkpoint of as many parts (stages of a pipeline, or"
+            " experts); the numbers of data-parallel and of tensor-parallel ranks may be others."
         )
 
 

@@ -13,7 +13,7 @@ without a word. (The first versions did not write who is of which label.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -117,7 +117,7 @@ def restored(
     for group in optimizer.param_groups:
         members = [number for number, name in enumerate(names) if labels[name] == group["label"]]
         try:
-            saved = _of_group(group["label"], members, names, there, loaded)
+            saved = _of_group(group["label"], members, names, there, loaded, set(labels.values()))
             groups.append(_entries(group, saved, optimizer.fields[group["label"]]))
         except ValueError as error:
             problems.append(f"param group {group['label']!r}: {error}")
@@ -149,13 +149,26 @@ def _by_label(loaded: Mapping[str, Tensor]) -> dict[str, _Saved]:
 
 
 def _of_group(
-    label: str, members: list[int], names: list[str], there: Mapping[str, _Saved], loaded: Mapping[str, Tensor]
+    label: str,
+    members: list[int],
+    names: list[str],
+    there: Mapping[str, _Saved],
+    loaded: Mapping[str, Tensor],
+    here: Collection[str],
 ) -> _Saved:
-    """Return the values that were saved under a group's label, or for its parameters."""
+    """Return the values that were saved under a group's label, or for its parameters; ``here`` are all labels of this run."""
+    masks = {one: loaded[f"{GROUPS}{one}"].tolist() for one in there if f"{GROUPS}{one}" in loaded}
     if label in there:
+        for number in members:
+            # What tensor parallelism replicates has a label of its own, which a run without it has not.
+            of = next((one for one, mask in masks.items() if mask[number] == 1 and one not in here), None)
+            if of is not None and not _same(there[of], there[label]):
+                raise ValueError(
+                    f"{names[number]} was of {of!r} there, which is no label here, with other hyperparameters ({_shown(there[of])};"
+                    f" {_shown(there[label])})"
+                )
         # Before it was written who is of which label, nobody told what is a hyperparameter and what an option.
         return there[label] if f"{GROUPS}{label}" in loaded else _Saved({}, there[label].own)
-    masks = {one: loaded[f"{GROUPS}{one}"].tolist() for one in there if f"{GROUPS}{one}" in loaded}
     first: tuple[str, _Saved] | None = None
     for number in members:
         of = next((one for one, mask in masks.items() if mask[number] == 1), None)
@@ -163,7 +176,7 @@ def _of_group(
             raise ValueError(f"there is no such label there, and it is not said of which {names[number]} was")
         if first is None:
             first = names[number], there[of]
-        elif repr(first[1]) != repr(there[of]):
+        elif not _same(first[1], there[of]):
             raise ValueError(
                 f"there is no such label there, and {first[0]} and {names[number]} had different hyperparameters"
                 f" ({_shown(first[1])}; {_shown(there[of])})"
@@ -183,6 +196,11 @@ def _entries(group: Mapping[str, Any], saved: _Saved, own: Mapping[str, Any]) ->
         if new[name] is None:
             raise ValueError(f"{name} is {values if len(values) != 1 else values[0]!r} there, and {group[name]!r} here")
     return new
+
+
+def _same(one: _Saved, other: _Saved) -> bool:
+    """Whether two labels have the same values, in whatever order; what is no number is like itself."""
+    return all(repr(sorted(mine.items())) == repr(sorted(its.items())) for mine, its in zip(one, other, strict=True))
 
 
 def _shown(saved: _Saved) -> str:

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from everybit.entries import Entry
-from everybit_torch.dtensors import local
+from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.saved_fit import elements
 from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.tensor_parallel import part_of
 
 Flat = dict[str, Tensor]
 
 
-def model_parts(stepper: FlatStepper) -> Flat:
-    """This rank's parts of the model, by name in a checkpoint."""
+def model_parts(stepper: FlatStepper, *, whole: bool = True) -> Flat:
+    """This rank's parts of the model, by name in a checkpoint.
+
+    Args:
+        stepper: Of the model.
+        whole: As parts of whole tensors. False: of what tensor parallelism has given this rank, as if that were the model.
+    """
     found: Flat = {}
     laid_out: set[str] = set()
     for weights in stepper.buffers.weights.values():
         low, high = stepper.buffers.own_range(weights.group)
         laid_out.update(name for placement in weights.group.placements for name in placement.spec.names)
         for s in weights.group.slices(low, high):
-            part = ShardTensor(weights.own[s.offset : s.offset + s.high - s.low], s.placement.spec.shape, s.low)
-            found |= {f"model.{name}": part for name in s.placement.spec.names}
+            spec = s.placement.spec
+            shape, part = (spec.whole_shape, spec.part) if whole else (spec.shape, None)
+            held = ShardTensor(weights.own[s.offset : s.offset + s.high - s.low], shape, s.low, part)
+            found |= {f"model.{name}": held for name in spec.names}
         for placement in weights.group.placements:
-            if placement.start == placement.stop:
-                empty = torch.empty(placement.spec.shape, dtype=placement.spec.dtype)
+            shape = placement.spec.whole_shape if whole else placement.spec.shape
+            if not math.prod(shape):
+                empty = torch.empty(shape, dtype=placement.spec.dtype)
                 found |= {f"model.{name}": empty for name in placement.spec.names}
     for name, tensor in stepper.own_state_dict().items():
         if not isinstance(tensor, Tensor):
@@ -39,24 +49,52 @@ def model_parts(stepper: FlatStepper) -> Flat:
                 " it beside them."
             )
         if name not in laid_out:
-            found[f"model.{name}"] = local(tensor).detach()
+            own = local(tensor).detach()
+            if whole and is_dtensor(tensor):
+                own = ShardTensor(own.reshape(-1), tensor.shape, 0, part_of(tensor))
+            found[f"model.{name}"] = own
     return found
 
 
-def state_parts(stepper: FlatStepper) -> Flat:
-    """This rank's parts of the optimizer's state, by name in a checkpoint."""
+def take_over_model(stepper: FlatStepper, own: Flat, loaded: Flat) -> None:
+    """Copy what was loaded to where a stepper's model has it.
+
+    Args:
+        stepper: Of the model.
+        own: What :func:`model_parts` returned, with more or without.
+        loaded: The same with other values.
+    """
+    for key, value in own.items():
+        if key.startswith("model."):
+            elements(value).copy_(elements(loaded[key]))
+    in_buffers = {
+        name for one in stepper.buffers.weights.values() for place in one.group.placements for name in place.spec.names
+    }
+    for name, tensor in stepper.own_state_dict().items():
+        # Of one that is not contiguous the elements above were a copy.
+        if is_dtensor(tensor) and name not in in_buffers and not local(tensor).is_contiguous():
+            here = local(tensor).detach()
+            here.copy_(elements(loaded[f"model.{name}"]).view(here.shape))
+
+
+def state_parts(stepper: FlatStepper, *, whole: bool = True) -> Flat:
+    """This rank's parts of the optimizer's state, by name in a checkpoint; ``whole`` as :func:`model_parts`'s."""
     found: Flat = {}
     slices = _slices(stepper)
     for unit in stepper.as_optimizer().engine.units:
         for member in unit.members:
             s = slices[id(member.parameter)]
+            spec = s.placement.spec
+            shape, part = (spec.whole_shape, spec.part) if whole else (spec.shape, None)
             for entry, value in unit.entries(member):
-                key = f"optimizer.state.{s.placement.spec.name}.{entry.name}"
+                key = f"optimizer.state.{spec.name}.{entry.name}"
                 if entry.role == "shared":
                     found[key] = value
                 else:
                     low, _ = entry.range(s.low, s.high)
-                    found[key] = ShardTensor(value, entry.shape(s.placement.spec.shape, value.shape), low)
+                    block = 1 if entry.part is None else entry.part.block
+                    own = part if part is None or block == 1 else part.blocks(block)
+                    found[key] = ShardTensor(value, entry.shape(shape, value.shape), low, own)
     return found
 
 
@@ -113,5 +151,5 @@ def kept_entries(stepper: FlatStepper) -> dict[str, list[Entry]]:
         placement.spec.name: by_label.get(group.label, [])
         for group in stepper.layout.groups
         for placement in group.placements
-        if group.requires_grad and placement.spec.numel
+        if group.requires_grad and placement.spec.whole_numel
     }

@@ -244,6 +244,8 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         """Number all parameters that are trained, wherever they lie, those of other stages too."""
         specs = [place.spec for shard in self.shards for place in shard.weights.group.placements]
         before, sizes = self._beside.numbers_before([spec.whole_numel for spec in specs])
+        self.others = sizes[:before], sizes[before + len(specs) :]
+        """The sizes of the parameters of the parts of the model before this rank's, and of those after it."""
         number_of = {spec: number for number, spec in enumerate(specs, start=before)}
         numbers = {
             id(p): number_of[s.placement.spec]

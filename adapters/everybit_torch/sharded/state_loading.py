@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.dtensors import is_dtensor
+from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.engine import Engine
+from everybit_torch.full_precision import begin_again
 from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.host_bytes import bytes_of, same_bits
+from everybit_torch.sharded.layout import Part
 from everybit_torch.sharded.model_state import ModelState
 from everybit_torch.sharded.shard_tensor import ShardTensor
-from everybit_torch.units import Unit, write
+from everybit_torch.sharded.tensor_parallel import part_of
+from everybit_torch.sharded.whole_tensors import cut, view_of
+from everybit_torch.units import Unit
 
 LISTED = 10
 """The most problems that one message lists."""
@@ -50,7 +53,6 @@ def load_state(
     state: ModelState,
     engine: Engine,
     given: Mapping[str, Any] | None,
-    communicators: tuple[Communicator, Communicator],
     ranks: Everyone,
     *,
     strict: bool,
@@ -63,8 +65,7 @@ def load_state(
         state: Of the model.
         engine: Of its optimizer, whose main weights and residuals follow.
         given: By name: tensors of the whole, or this rank's shards.
-        communicators: The inner and the outer ranks.
-        ranks: All of them.
+        ranks: All that hold something of the same parameters.
         strict: Refuse names that do not match.
         broadcast: The first rank alone has it.
         begin: Called when nothing is refused any more, before anything is changed.
@@ -77,7 +78,7 @@ def load_state(
     if ranks.is_first or not broadcast:
         judged = _judge(state, named, firsts, own, given, strict=strict)
         if broadcast:
-            sharded = [name for name, value in (given or {}).items() if isinstance(value, ShardTensor)]
+            sharded = [n for n, value in (given or {}).items() if isinstance(value, ShardTensor) or is_dtensor(value)]
             judged.problems.extend(
                 f"{name}: is a part of a tensor, and broadcast_from_rank0 takes whole ones" for name in sharded
             )
@@ -98,15 +99,16 @@ def load_state(
         judged = _of_first_rank(judged, ranks)
     begin()
     laid_out = {id(parameter): name for name, parameter in state.parameters.items()}
+    wanted = {name: value for name, value in firsts.items() if name in judged.given}
+    # One for all that the first rank sends: a backend may hold on to what it sent for a moment.
+    most = max((value.numel() * value.element_size() for value in wanted.values()), default=0)
+    room = torch.empty(most if broadcast else 0, dtype=torch.uint8, device=state.device)
     with torch.no_grad():
-        for name, value in firsts.items():
-            if name not in judged.given:
-                continue
-            source = judged.given[name]
-            wanted = (given or {}).get(source)
+        for name, value in wanted.items():
+            source = (given or {}).get(judged.given[name])
             if broadcast:
-                wanted = _from_first_rank(wanted, value, name, communicators)
-            _copy(wanted, value, own.get(laid_out.get(id(value), "")))
+                source = _from_first_rank(source, value, name, ranks, room)
+            _copy(source, value, own.get(laid_out.get(id(value), "")), state.part(value))
         loaded = {id(firsts[name]) for name in judged.given}
         written = {name for name, parameter in state.parameters.items() if id(parameter) in loaded}
         for unit, _ in engine.stepped():
@@ -154,7 +156,7 @@ def _judge(
         if not isinstance(value, Tensor):
             extra[name] = given[name]
             continue
-        problem = _misfit(name, given[name], value, own.get(laid_out.get(id(value), "")))
+        problem = _misfit(name, given[name], value, own.get(laid_out.get(id(value), "")), state.part(value))
         first = first_of[id(value)]
         if problem is not None:
             problems.append(problem)
@@ -182,7 +184,7 @@ def _fits_another_name(named: Mapping[str, Any], given: Mapping[str, Any], name:
     return isinstance(named[name], Tensor) and any(x is named[name] and other in given for other, x in named.items())
 
 
-def _misfit(name: str, given: Any, value: Tensor, own: Any) -> str | None:
+def _misfit(name: str, given: Any, value: Tensor, own: Any, part: Part | None) -> str | None:
     if not isinstance(given, Tensor):
         return f"{name}: got a {type(given).__name__}; accepted is a tensor"
     if is_dtensor(given) and not is_dtensor(value):
@@ -193,24 +195,43 @@ def _misfit(name: str, given: Any, value: Tensor, own: Any) -> str | None:
         return f"{name}: got {given.dtype}; accepted is {value.dtype}"
     if given.device.type == "meta":
         return f"{name}: got a tensor on the meta device, without values; accepted is one with values"
-    if isinstance(given, ShardTensor):
-        if own is None:
-            return f"{name}: got a part of a tensor that is not sharded here; accepted is the whole of it"
-        s, part = own
-        low = 0 if s is None else s.low
-        if (given.low, given.local.numel()) != (low, part.numel()) and part.numel() + given.local.numel():
+    if is_dtensor(given):
+        assert is_dtensor(value)
+        if (given.device_mesh, given.placements) != (value.device_mesh, value.placements):
             return (
-                f"{name}: got elements {given.low} to {given.low + given.local.numel()}; accepted on this rank are {low} to"
-                f" {low + part.numel()} (torch.distributed.checkpoint brings shards into another cut)"
+                f"{name}: got a DTensor placed as {list(given.placements)} on {given.device_mesh}; accepted is a plain tensor of the whole,"
+                f" or a DTensor placed as the model's: {list(value.placements)} on {value.device_mesh}"
+            )
+    elif isinstance(given, ShardTensor):
+        if own is None and not is_dtensor(value):
+            return f"{name}: got a part of a tensor that is not sharded here; accepted is the whole of it"
+        low, high = _range(value, own)
+        there = given.low, given.low + given.local.numel()
+        cuts = None if given.part is None else given.part.sizes, None if part is None else part.sizes
+        if (there != (low, high) and high - low + given.local.numel()) or (high > low and cuts[0] != cuts[1]):
+            of, of_theirs = (f" of a part {one.sizes}" if one is not None else "" for one in (part, given.part))
+            return (
+                f"{name}: got elements {there[0]} to {there[1]}{of_theirs}; accepted on this rank are {low} to {high}{of}"
+                " (torch.distributed.checkpoint brings shards into another cut)"
             )
     elif given.layout is not torch.strided:
         return f"{name}: got a {given.layout} tensor; accepted are dense ones"
     return None
 
 
+def _range(value: Tensor, own: Any) -> tuple[int, int]:
+    """The elements of a value that this rank has, counted through its part of it."""
+    if own is None:
+        return 0, local(value).numel()
+    s, part = own
+    return (0, part.numel()) if s is None else (s.low, s.high)
+
+
 def _equal(one: Tensor, other: Tensor) -> bool:
     if isinstance(one, ShardTensor) and isinstance(other, ShardTensor):
         one, other = one.local, other.local
+    elif is_dtensor(one) and is_dtensor(other):
+        one, other = local(one), local(other)
     return type(one) is type(other) and (one is other or same_bits(one, other))
 
 
@@ -226,19 +247,30 @@ def _of_all_ranks(problems: list[str], ranks: Everyone) -> list[str]:
 
 
 def _differences(given: Mapping[str, Any], names: Mapping[str, str], ranks: Everyone) -> list[str]:
-    """Whole tensors that are not the same on all ranks: ranks that hold copies would go their own ways."""
-    whole = {
-        name: zlib.crc32(bytes_of(given[source].detach().cpu().contiguous()))
-        for name, source in names.items()
-        if not isinstance(given[source], ShardTensor)
-    }
-    found = ranks.gather(whole)
-    return [
-        f"{name}: differs between rank 0 and rank {rank}; accepted are the same values on every rank"
-        for rank, one in enumerate(found)
-        for name in {**found[0], **one}
-        if one.get(name) != found[0].get(name)
-    ]
+    """Tensors that are not the same on all ranks: ranks that hold copies would go their own ways."""
+    found = ranks.gather(
+        {
+            name: [_place(given[source]), zlib.crc32(bytes_of(local(given[source]).detach().cpu().contiguous()))]
+            for name, source in names.items()
+            if not isinstance(given[source], ShardTensor)
+        }
+    )
+    problems: list[str] = []
+    first: dict[tuple[str, str], tuple[int, int]] = {}  # the first rank with a tensor, or with this part of it
+    for name in dict.fromkeys(name for one in found for name in one):
+        for rank, one in enumerate(found):
+            place, checksum = one.get(name, ["", None])
+            other, known = first.setdefault((name, place), (rank, checksum))
+            if known != checksum:
+                problems.append(
+                    f"{name}: differs between rank {other} and rank {rank}; accepted are the same values on every rank"
+                )
+    return problems
+
+
+def _place(given: Tensor) -> str:
+    """Which part of a tensor it is; empty: all of it."""
+    return str(part_of(given).offsets) if is_dtensor(given) else ""
 
 
 def _of_first_rank(judged: _Judged, ranks: Everyone) -> _Judged:
@@ -253,29 +285,36 @@ def _of_first_rank(judged: _Judged, ranks: Everyone) -> _Judged:
 # -- writing ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _from_first_rank(
-    given: Tensor | None, value: Tensor, name: str, communicators: tuple[Communicator, Communicator]
-) -> Tensor:
-    inner, outer = communicators
-    whole = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    if inner.rank == 0 and outer.rank == 0:
+def _from_first_rank(given: Tensor | None, value: Tensor, name: str, ranks: Everyone, room: Tensor) -> Tensor:
+    whole = room[: value.numel() * value.element_size()].view(value.dtype).view(value.shape)
+    if ranks.is_first:
         assert given is not None
         whole.copy_(given)
-    for communicator in (outer, inner):
-        communicator.broadcast(whole, name)
+    ranks.broadcast(whole, name)
     return whole
 
 
-def _copy(given: Any, value: Tensor, own: Any) -> None:
+def _copy(given: Any, value: Tensor, own: Any, part: Part | None) -> None:
     """Copy what this rank has of a value; ``own`` is its part in this rank's buffers, if it lies in some."""
     if own is None:
-        value.detach().copy_(given)
+        here = local(value).detach()
+        if isinstance(given, ShardTensor):
+            here.copy_(given.local.view(here.shape))
+        elif is_dtensor(given):
+            here.copy_(local(given))
+        elif part is None:
+            here.copy_(given)
+        elif part.numel:
+            (box,) = part.boxes(0, part.numel)
+            here.copy_(view_of(given.detach(), box))
         return
-    s, part = own
+    s, into = own
     if isinstance(given, ShardTensor):
-        part.copy_(given.local)
+        into.copy_(given.local)
+    elif s is not None and is_dtensor(given):
+        into.copy_(local(given).detach().reshape(-1)[s.low : s.high])
     elif s is not None:
-        part.copy_(given.detach().reshape(-1)[s.low : s.high])
+        cut(given.detach(), part, s.low, s.high, into)
 
 
 def _follow(unit: Unit, engine: Engine, written: set[str]) -> None:
@@ -292,8 +331,6 @@ def _follow(unit: Unit, engine: Engine, written: set[str]) -> None:
     # Where state lies, which is the host's memory if it is offloaded.
     places = [x.device for x in eb.tree.leaves(unit.state.extra)]
     tensor = unit.tensor if not places else unit.tensor.to(places[0])
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    state = optimizer.import_fp32([tensor.to(wide)], [tensor], unit.state)[1]
-    write(unit.state.extra, state.extra)
+    begin_again(optimizer, tensor, unit.state)
     for value, before in kept:
         value.copy_(before)

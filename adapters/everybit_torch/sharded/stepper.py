@@ -92,9 +92,11 @@ class FlatStepper(Control, ModelAccess):
             ``FromStateDict``; each rank is given what it keeps. None: the model has values.
         device: Where a model on the meta device is to be. None: torch's default device.
         model_parallel: The ranks that hold other parameters of the same model: stages of a pipeline, or experts. A process group, or a
-            ``DeviceMesh`` of any number of dimensions. Ranks of tensor parallelism, over which DTensors lie, are found without it.
+            ``DeviceMesh`` of any number of dimensions. Ranks of tensor parallelism, over which DTensors lie, are found without it. Random
+            bits are those of one process that has the parameters of all these ranks, one rank's after the other's.
         copies: Names of parameters of which another rank of ``model_parallel`` has a copy that it counts, such as a tied embedding of the
-            last stage; norms count them there.
+            last stage; norms count them there. Under policies that draw random bits a dict, with the name that each has there: both draw
+            the same ones.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
@@ -155,7 +157,7 @@ class FlatStepper(Control, ModelAccess):
         self.model, self._given, (self.inner, self.outer) = model, given.to_keep(), judged.ranks
         described, device, construction = judged.described, judged.device, judged.construction
         self.sharding, self.divisor, self.layout = judged.sharding, judged.divisor, judged.layout
-        self.closed = False
+        self.closed, self.seed = False, given.seed
         self.all_ranks, self.beside = ranks_of(given.mesh), judged.beside
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: Future[Path] | None = None
@@ -163,7 +165,7 @@ class FlatStepper(Control, ModelAccess):
         parameters = dict(zip(self._names, described.parameters, strict=True))
         self._parameters = list(parameters.items())
         self.buffers = ModelBuffers(
-            self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device, self.beside,
+            self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device,
             construction.fill, keep_gradients=given.keep_gradients,
         )  # fmt: skip
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
@@ -202,7 +204,7 @@ class FlatStepper(Control, ModelAccess):
             self._guards = Guards(model, self._gathering)
             self._full = FullParameters(self._gathering, self.weights)
         self._state = ModelState(
-            model, self.layout, parameters, self.buffers, self._schedule, self._executor, self._guards
+            model, self.layout, parameters, self.buffers, self._schedule, self._executor, self._guards, self.beside
         )
         self._methods = RegisteredMethods(model, self.layout, self._gathering)
 
@@ -371,7 +373,8 @@ class FlatStepper(Control, ModelAccess):
         given = self._given
         return plan_layout(
             self.layout, self.labelled, self.sharding,
-            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank), construction=self._constructed,
+            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank, self.beside.sizes),
+            construction=self._constructed, others=self._optimizer.others, nan=given.nan,
             microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(), defer_reduction=self._schedule.defers,

@@ -127,6 +127,7 @@ class WeightBuffer:
 
     def adopt(self, number: int) -> None:
         """The parameter ``number`` is what :meth:`place_of` returns, from now on."""
+        self._tensors[number] = local(self.parameters[number])
         self._versions[number] = version(self._tensors[number])
 
     @property

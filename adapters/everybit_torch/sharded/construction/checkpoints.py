@@ -10,9 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from everybit_torch.sharded.checked_storage import read_piece
-from everybit_torch.sharded.construction.reading import Entry, Request, require_same
-from everybit_torch.sharded.inventory import Piece
-from everybit_torch.sharded.layout import Box, boxes
+from everybit_torch.sharded.construction.reading import Entry, Request, common, require_same, within
 from everybit_torch.sharded.save_folders import latest_checkpoint, read_inventory_of
 
 PREFIX = "model."
@@ -67,7 +65,7 @@ class CheckpointFiles:
             if request.low == request.high:
                 continue
             first, *others = [name for name in request.names if name in known]
-            self._read(first, request.low, request.high, request.into)
+            self._read(first, request)
             for name in others:
                 # Through memory of the first's dtype, which is the other's.
                 one, other = (self._own_dtype(name, request) for name in (first, name))
@@ -76,35 +74,18 @@ class CheckpointFiles:
     def _own_dtype(self, name: str, request: Request) -> Tensor:
         dtype = self._inventory.tensors[self._prefix + name].dtype
         found = request.into.new_empty(request.high - request.low, dtype=dtype, device="cpu")
-        self._read(name, request.low, request.high, found)
+        self._read(name, Request(request.names, request.low, request.high, found, request.part))
         return found
 
-    def _read(self, name: str, low: int, high: int, into: Tensor) -> None:
+    def _read(self, name: str, request: Request) -> None:
         saved = self._inventory.tensors[self._prefix + name]
-        wanted = boxes(saved.shape, low, high)
+        wanted = request.boxes(saved.shape)
         for piece in saved.pieces:
-            common = [(box, corner) for box in wanted if (corner := _common(box, piece)) is not None]
-            if not common:
+            shared = [(box, both) for box in wanted if (both := common(box, piece.offsets, piece.sizes)) is not None]
+            if not shared:
                 continue
             values = read_piece(self._inventory, self._prefix + name, piece)
-            for box, (start, sizes) in common:
-                target = into[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
-                for dimension, (at, size) in enumerate(zip(start, sizes, strict=True)):
-                    target = target.narrow(dimension, at - box.offsets[dimension], size)
-                part = values
-                for dimension, (at, size) in enumerate(zip(start, sizes, strict=True)):
-                    part = part.narrow(dimension, at - piece.offsets[dimension], size)
-                target.copy_(part)
+            for box, both in shared:
+                target = request.into[box.start : box.start + math.prod(box.sizes)].view(box.sizes)
+                within(target, box.offsets, both).copy_(within(values, piece.offsets, both))
             del values
-
-
-def _common(box: Box, piece: Piece) -> tuple[list[int], list[int]] | None:
-    """The first corner and the sizes of the elements that are in both; None if there are none."""
-    start, sizes = [], []
-    for a, n, b, m in zip(box.offsets, box.sizes, piece.offsets, piece.sizes, strict=True):
-        low, high = max(a, b), min(a + n, b + m)
-        if low >= high:
-            return None
-        start.append(low)
-        sizes.append(high - low)
-    return start, sizes

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.sharded.construction.reading import Entry, Request, chunks, require_same
-from everybit_torch.sharded.fingerprint import fetch_text
+from everybit_torch.sharded.agreement import Everyone
+from everybit_torch.sharded.construction.reading import Entry, Request, chunks, common, require_same, within
+from everybit_torch.sharded.layout import Box, boxes
 
 
 class FirstRank:
@@ -21,24 +21,23 @@ class FirstRank:
 
     Args:
         state_dict: On the first rank.
-        inner: The inner ranks.
-        outer: The outer ranks.
+        ranks: All that hold something of the same parameters.
 
     Raises:
         TypeError: It is no state dict; or another rank than the first has one.
         ValueError: The first rank has none.
     """
 
-    def __init__(self, state_dict: Mapping[str, Tensor] | None, inner: Communicator, outer: Communicator) -> None:
-        self._inner, self._outer = inner, outer
+    def __init__(self, state_dict: Mapping[str, Tensor] | None, ranks: Everyone) -> None:
+        self._ranks = ranks
         self.where = "the first rank's state dict"
         self._table: dict[str, Entry] = {}
-        self.is_first = inner.rank == outer.rank == 0
+        self.is_first = ranks.is_first
         if not self.is_first:
             if state_dict is not None:
                 raise TypeError(
-                    f"FromStateDict: got a {type(state_dict).__name__} on rank {outer.rank * inner.size + inner.rank}; accepted is a"
-                    " state dict on the first rank, and None on all others: FromStateDict(state_dict if rank == 0 else None)."
+                    f"FromStateDict: got a {type(state_dict).__name__} on rank {ranks.rank}; accepted is a state dict on the first rank,"
+                    " and None on all others: FromStateDict(state_dict if rank == 0 else None)."
                 )
             return
         if state_dict is None:
@@ -74,7 +73,7 @@ class FirstRank:
     def meet(self) -> None:
         """Tell all ranks what there is. Every rank has to call it."""
         mine = {name: (str(x.dtype), list(x.shape)) for name, x in self._values.items()} if self.is_first else {}
-        told = json.loads(fetch_text(json.dumps(mine).encode(), 0, self._inner, self._outer))
+        told = self._ranks.of_first(mine)
         self._table = {
             name: Entry(getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
             for name, (dtype, shape) in told.items()
@@ -93,12 +92,24 @@ class FirstRank:
             whole = self._values[name].detach().reshape(-1) if self.is_first else None
             numel = torch.Size(entry.shape).numel()
             for low, high in chunks(0, numel, entry.dtype.itemsize):
-                part = torch.empty(high - low, dtype=entry.dtype, device=self._inner.device)
+                part = torch.empty(high - low, dtype=entry.dtype, device=self._ranks.device)
                 if whole is not None:
                     part.copy_(whole[low:high])
                 # As bytes, which every backend sends.
-                for communicator in (self._inner, self._outer):
-                    communicator.broadcast(part.view(torch.uint8), request.names[0])
-                start, stop = max(low, request.low), min(high, request.high)
-                if start < stop:
-                    request.into[start - request.low : stop - request.low].copy_(part[start - low : stop - low])
+                self._ranks.broadcast(part.view(torch.uint8), request.names[0])
+                if request.part is None:
+                    start, stop = max(low, request.low), min(high, request.high)
+                    if start < stop:
+                        request.into[start - request.low : stop - request.low].copy_(part[start - low : stop - low])
+                else:
+                    _take(request, boxes(entry.shape, low, high), part)
+
+
+def _take(request: Request, sent: Sequence[Box], values: Tensor) -> None:
+    """Keep of what was sent, which are these rectangles of the tensor, what is asked for here."""
+    for wanted in request.boxes(()):
+        into = request.into[wanted.start : wanted.start + math.prod(wanted.sizes)].view(wanted.sizes)
+        for one in sent:
+            if (both := common(one, wanted.offsets, wanted.sizes)) is not None:
+                given = values[one.start : one.start + math.prod(one.sizes)].view(one.sizes)
+                within(into, wanted.offsets, both).copy_(within(given, one.offsets, both))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from everybit_torch.dtensors import local
 from everybit_torch.sharded.construction.initializers import Initializer
 from everybit_torch.sharded.construction.tensors import ModelTensor
 from everybit_torch.sharded.planning.construction import LOOKED_AT
@@ -49,7 +50,8 @@ def initialize(initializer: Initializer, absent: Mapping[int, str], advice: str)
     def name_of(given: Tensor) -> str | None:
         if given.device.type == "meta":
             return f"a tensor of shape {tuple(given.shape)} on the meta device"
-        return absent.get(given.untyped_storage().data_ptr()) if given.numel() else None
+        memory = local(given)
+        return absent.get(memory.untyped_storage().data_ptr()) if memory.numel() else None
 
     try:
         with torch.no_grad(), _Watch(name_of):
@@ -75,13 +77,18 @@ def spoil(tensor: Tensor) -> None:
         tensor.fill_(mark)
 
 
-def require_written(one: ModelTensor, last: Initializer) -> None:
+def require_written(one: ModelTensor, values: Tensor, last: Initializer) -> None:
     """Refuse a tensor that its initializers did not write; of floating-point ones, a part that they did not write.
+
+    Args:
+        one: The tensor.
+        values: What they wrote to.
+        last: The last that may have written.
 
     Raises:
         RuntimeError: They did not.
     """
-    flat = one.tensor.detach().reshape(-1)
+    flat = values.detach().reshape(-1)
     mark = _mark(flat.dtype)
     if mark is None or not flat.numel():
         return

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.dtensors import local
+from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.construction.first_rank import FirstRank
 from everybit_torch.sharded.construction.fitting import require_fit, widest_dtype
 from everybit_torch.sharded.construction.initializers import (
@@ -28,7 +30,7 @@ from everybit_torch.sharded.construction.initializing import fingerprint, initia
 from everybit_torch.sharded.construction.main_weights import store
 from everybit_torch.sharded.construction.reading import Request, Source
 from everybit_torch.sharded.construction.safetensors_files import SafetensorsFiles
-from everybit_torch.sharded.construction.schedule import ConstructionSchedule, chunk_of
+from everybit_torch.sharded.construction.schedule import ConstructionSchedule, chunk_of, names_in_parts
 from everybit_torch.sharded.construction.sources import (
     FromCheckpoint,
     FromInitializers,
@@ -36,13 +38,16 @@ from everybit_torch.sharded.construction.sources import (
     FromStateDict,
     Values,
 )
-from everybit_torch.sharded.construction.tensors import Memory, ModelTensor, tensors_of
+from everybit_torch.sharded.construction.tensors import Memory, ModelTensor, StandIns, tensors_of
 from everybit_torch.sharded.fingerprint import Facts, require_alike
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.model_buffers import ModelBuffers, synchronize_values
 from everybit_torch.sharded.model_layout import ModelLayout
+from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.scheduling.construction import ConstructionEvent, ConstructionKind, Tensors
 from everybit_torch.sharded.shard_optimizer import ShardOptimizer
+from everybit_torch.sharded.tensor_parallel import part_beside
+from everybit_torch.sharded.whole_tensors import cut
 
 
 class Construction:
@@ -54,6 +59,7 @@ class Construction:
         values: Where its values come from; None: it has them.
         device: Where it is to be.
         ranks: The inner and the outer ranks.
+        beside: The ranks that hold other parts of the model.
         synchronize: Send the first rank's values to all others, where the model has values.
 
     Attributes:
@@ -73,10 +79,13 @@ class Construction:
         values: Values | None,
         device: torch.device,
         ranks: tuple[Communicator, Communicator],
+        beside: ModelParallel,
         *,
         synchronize: bool,
     ) -> None:
-        self._model, self._synchronize = model, synchronize
+        self._model, self._synchronize, self._beside = model, synchronize, beside
+        self._everyone = Everyone(*reversed(beside.of_tensors), *ranks)
+        self._stand_ins = StandIns(model)
         self._described, self._device, self._ranks = described, device, ranks
         self._values = values
         self._tensors: list[ModelTensor] = []
@@ -111,7 +120,7 @@ class Construction:
             from everybit_torch.sharded.construction.checkpoints import CheckpointFiles
 
             found = CheckpointFiles(values.path, values.prefix, self._tensors[0].names)
-            if not found.is_checked and self._ranks[0].rank == self._ranks[1].rank == 0:
+            if not found.is_checked and self._everyone.is_first:
                 warnings.warn(
                     f"{found.where}: has no checksums (it was written by dcp.save), so that nothing can be verified: bits that have changed"
                     " since it was written are taken over as they are.",
@@ -122,7 +131,7 @@ class Construction:
                     f"values: {found.where}: {', '.join(sorted(found.others))}: no tensor; accepted are tensors."
                 )
             return found
-        given = FirstRank(values.state_dict, *self._ranks)
+        given = FirstRank(values.state_dict, self._everyone)
         given.require_ties([one.names for one in self._tensors])
         return given
 
@@ -137,8 +146,12 @@ class Construction:
             ValueError: It does not fit, which all ranks say.
         """
         if isinstance(self._source, FirstRank):
-            self._source.meet()
-            self._require_fit()
+            self._on_all(self._meet)
+
+    def _meet(self) -> None:
+        assert isinstance(self._source, FirstRank)
+        self._source.meet()
+        self._require_fit()
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -146,30 +159,44 @@ class Construction:
         try:
             yield
         except BaseException:
+            self._stand_ins.end_all()
             self._memory.take_back()
             raise
         self._memory.keep()
 
     def _on_all(self, function: Callable[[], object]) -> None:
-        """Call a function that meets no other rank, on every rank; if it fails on one, all ranks raise.
+        """Call a function on every rank; if it fails on one, or for one part of the model, all ranks raise.
 
         Raises:
             RuntimeError: It failed on another rank.
             ValueError: Initializers made other values on other ranks.
         """
+        refused: Exception | None = None
         try:
             function()
         except Exception as error:
-            require_alike(error, *self._ranks)
-            raise
-        require_alike(self._drawn, *self._ranks)
+            refused = error
+        alone = Communicator(None)
+        # Whole tensors are initialized, so that tensor-parallel ranks have the same values too; other parts have other tensors.
+        compared: list[tuple[Facts, Communicator, Communicator]] = [(self._drawn, *self._ranks)]
+        compared += [(self._drawn, one, alone) for one in self._beside.of_tensors]
+        compared += [((), one, alone) for one in self._beside.given]
+        for facts, inner, outer in compared:
+            try:
+                require_alike(refused or facts, inner, outer)
+            except Exception as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     # -- weights -------------------------------------------------------------------------------------------------------------------
 
     def fill(self, buffers: ModelBuffers) -> None:
         """Allocate the buffers of weights, and have them take the model's values, as far as they are not read in :meth:`finish`."""
         names = [spec.name for spec in self._described.specs]
-        tensors = Tensors(buffers.layout, buffers.sharding, names, max(len(self._tensors) - len(names), 0))
+        tensors = Tensors(
+            buffers.layout, buffers.sharding, names, max(len(self._tensors) - len(names), 0), names_in_parts(self._described)
+        )  # fmt: skip
         if self._source is not None:
             self._later = self._wide(buffers)
         schedule = self.schedule = ConstructionSchedule(
@@ -185,7 +212,9 @@ class Construction:
             "lay out": lambda number: self._lay_out(buffers, number),
             "materialize": self._materialize,
             "place": lambda number: self._place(buffers, tensors, number),
+            "stand in": self._stand_in,
             "initialize": self._initialize,
+            "cut": lambda number: self._cut(buffers, tensors, number),
             "take": lambda number: self._take(buffers, tensors, number),
             "settle": self._settle,
             "read": lambda number: self._read(buffers, number),
@@ -216,17 +245,17 @@ class Construction:
     def _materialize(self, number: int) -> None:
         one = self._tensors[number]
         if one.is_absent:
-            self._give(one, torch.empty_like(one.tensor, device=self._device, requires_grad=False))
+            self._give(one, torch.empty_like(local(one.tensor), device=self._device, requires_grad=False))
         elif self._source is not None and any(name in self._source.table for name in one.names):
             # A copy: what is read is not written over the model's own values, which it has again if something fails.
-            self._give(one, one.tensor.detach().to(self._device, copy=True))
+            self._give(one, local(one.tensor).detach().to(self._device, copy=True))
         else:
             self._move(one)
 
     def _move(self, one: ModelTensor) -> None:
         """A buffer that has its values is where the model is to be."""
         if not one.is_absent and one.tensor.device.type != self._device.type:
-            self._give(one, one.tensor.detach().to(self._device))
+            self._give(one, local(one.tensor).detach().to(self._device))
 
     def _place(self, buffers: ModelBuffers, tensors: Tensors, number: int) -> None:
         weights = buffers.weights[tensors.group_of[number]]
@@ -237,7 +266,41 @@ class Construction:
     def _give(self, one: ModelTensor, memory: Tensor) -> None:
         self._memory.give(one.tensor, memory.detach())
         if one.is_absent and (self._source is None or not one.is_saved):
-            spoil(one.tensor.detach())
+            spoil(local(one.tensor).detach())
+
+    def _stand_in(self, number: int) -> None:
+        one = self._tensors[number]
+        whole = torch.empty(one.tensor.shape, dtype=one.tensor.dtype, device=self._device)
+        spoil(whole)
+        self._stand_ins.begin(one, whole)
+
+    def _cut(self, buffers: ModelBuffers, tensors: Tensors, number: int) -> None:
+        """Keep this rank's part of what was initialized whole."""
+        one = self._tensors[number]
+        assert one.spec is not None
+        assert one.spec.part is not None
+        part = one.spec.part
+        whole = self._stand_ins.end(one)
+        self._look_at(number, whole)
+        if not tensors.is_in_buffer(number):
+            memory = torch.empty(part.sizes, dtype=whole.dtype, device=whole.device)
+            cut(whole, part, 0, part.numel, memory.view(-1))
+            self._memory.give(one.tensor, memory)
+            return
+        weights = buffers.weights[tensors.group_of[number]]
+        member = tensors.members[tensors.group_of[number]].index(number)
+        place = weights.group.placements[member]
+        low, high = (0, weights.group.padded)
+        if tensors.sharded:
+            low, high = weights.group.shard(weights.inner.rank, weights.inner.size)
+            address = weights.place_of(member).untyped_storage().data_ptr()
+            self._absent[address] = one.name
+        kept = weights.shard if tensors.sharded else weights.whole
+        start, stop = max(place.start, low), min(place.stop, high)
+        if start < stop:
+            cut(whole, part, start - place.start, stop - place.start, kept[start - low : stop - low])
+        self._memory.give(one.tensor, weights.place_of(member))
+        weights.adopt(member)
 
     def _initialize(self, number: int) -> None:
         one = self._initializers[number]
@@ -260,9 +323,12 @@ class Construction:
 
     def _settle(self, number: int) -> None:
         """A tensor has its values: they are looked at."""
+        self._look_at(number, self._tensors[number].tensor)
+
+    def _look_at(self, number: int, values: Tensor) -> None:
         one = self._tensors[number]
-        require_written(one, next(call for call in reversed(self._initializers) if number in call.uses))
-        self._drawn.append((f"the initial values of {one.name}", fingerprint(one.tensor)))
+        require_written(one, values, next(call for call in reversed(self._initializers) if number in call.uses))
+        self._drawn.append((f"the initial values of {one.name}", fingerprint(values)))
 
     # -- reading -------------------------------------------------------------------------------------------------------------------
 
@@ -293,7 +359,7 @@ class Construction:
             stop = max(start, stop)
             part = into[start - low : stop - low] if start < stop else into[:0]
             start, stop = (start, stop) if start < stop else (place.start, place.start)
-            requests.append(Request(place.spec.names, start - place.start, stop - place.start, part))
+            requests.append(Request(place.spec.names, start - place.start, stop - place.start, part, place.spec.part))
         self._source.deliver(requests)
 
     def _read_others(self, tensors: Tensors) -> None:
@@ -307,13 +373,14 @@ class Construction:
             and any(name in self._source.table for name in one.names)
         ]
         for one in others:
-            values = one.tensor.detach()
+            values = local(one.tensor).detach()
             flat = (
                 values.view(-1)
                 if values.is_contiguous()
                 else torch.empty(values.numel(), dtype=values.dtype, device=values.device)
             )
-            self._source.deliver([Request(one.names, 0, values.numel(), flat)])
+            part = part_beside(one.tensor, None)
+            self._source.deliver([Request(one.names, 0, values.numel(), flat, part)])
             if not values.is_contiguous():
                 values.copy_(flat.view(values.shape))
 

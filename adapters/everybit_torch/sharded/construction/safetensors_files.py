@@ -84,11 +84,12 @@ class SafetensorsFiles:
     def _read(self, request: Request) -> None:
         names = [name for name in request.names if name in self._places]
         first = self._places[names[0]]
-        for low, high in chunks(request.low, request.high, first.entry.dtype.itemsize):
-            part = _elements(first, low, high)
-            for name in names[1:]:
-                require_same(part, _elements(self._places[name], low, high), (names[0], name), self.where)
-            request.into[low - request.low : high - request.low].copy_(part)
+        for start, stop, place in request.runs(first.entry.shape):
+            for low, high in chunks(start, stop, first.entry.dtype.itemsize):
+                part = _elements(first, low, high)
+                for name in names[1:]:
+                    require_same(part, _elements(self._places[name], low, high), (names[0], name), self.where)
+                request.into[place + low - start : place + high - start].copy_(part)
 
 
 def _find(path: Path) -> Path:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from everybit_torch.dtensors import is_dtensor
 from everybit_torch.sharded.construction.initializers import calls_of, initializers_of
 from everybit_torch.sharded.construction.reading import CHUNK
 from everybit_torch.sharded.construction.sources import FromInitializers, FromStateDict, Values
@@ -67,7 +68,7 @@ def construction_of(
     if values is None:
         return ConstructionSchedule(Tensors(layout, kind, names, 0))
     found = tensors_of(model, described, planned=True)
-    tensors = Tensors(layout, kind, names, len(found) - len(names))
+    tensors = Tensors(layout, kind, names, len(found) - len(names), names_in_parts(described))
     source = values() if values is FromInitializers else values
     if not isinstance(source, FromInitializers):
         return ConstructionSchedule(tensors, given=False, reads=True, chunk=chunk_of(source))
@@ -79,3 +80,9 @@ def construction_of(
 def chunk_of(values: Values | type[Values] | None) -> int:
     """Bytes of a source that are in a tensor at a time, on every rank, on their way from the first."""
     return CHUNK if isinstance(values, FromStateDict) or values is FromStateDict else 0
+
+
+def names_in_parts(described: ModelLayout) -> list[str]:
+    """The names of the parameters that are DTensors."""
+    together = zip(described.specs, described.parameters, strict=True)
+    return [spec.name for spec, parameter in together if is_dtensor(parameter)]

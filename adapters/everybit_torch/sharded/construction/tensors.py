@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from everybit_torch.dtensors import is_dtensor, like
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.model_layout import ModelLayout
 
@@ -66,6 +67,43 @@ def tensors_of(model: nn.Module, described: ModelLayout, *, planned: bool = Fals
     ]
 
 
+class StandIns:
+    """Plain tensors that stand for DTensors in a model's modules while initializers write to them: whole, as if the model were not cut.
+
+    torch cannot make a plain tensor of a DTensor in place, so that for this time modules hold another object.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._whole: dict[int, tuple[ModelTensor, nn.Parameter]] = {}
+
+    def begin(self, one: ModelTensor, memory: Tensor) -> None:
+        """Have the model's modules hold a parameter with this memory in the place of a DTensor."""
+        whole = nn.Parameter(memory, requires_grad=one.tensor.requires_grad)
+        whole.__dict__.update(one.tensor.__dict__)
+        self._whole[id(one.tensor)] = one, whole
+        self._set(one, whole)
+
+    def end(self, one: ModelTensor) -> Tensor:
+        """The modules have the DTensor again; returns what stood for it."""
+        _, whole = self._whole.pop(id(one.tensor))
+        self._set(one, one.tensor)
+        return whole.detach()
+
+    def end_all(self) -> None:
+        """The modules have all DTensors again."""
+        for one, _ in list(self._whole.values()):
+            self.end(one)
+
+    def _set(self, one: ModelTensor, tensor: Tensor) -> None:
+        for name in one.names:
+            module, _, attribute = name.rpartition(".")
+            setattr(self._model.get_submodule(module), attribute, tensor)
+
+
 class Memory:
     """Gives tensors on the meta device memory, so that they stay the same objects: whoever holds one, or ties to it, has it then, too."""
 
@@ -77,9 +115,13 @@ class Memory:
         """Refuse tensors that cannot be given memory in place.
 
         Raises:
-            ValueError: Somebody has a weak reference to one; the message names it.
+            ValueError: Somebody has a weak reference to one, or it is a buffer that is a DTensor; the message names it.
         """
         for one in tensors:
+            if one.is_absent and one.spec is None and is_dtensor(one.tensor):
+                raise ValueError(
+                    f"{one.name}: is a buffer on the meta device, and a DTensor; accepted are plain buffers, or ones that have values."
+                )
             if one.is_absent and weakref.getweakrefs(one.tensor):
                 raise ValueError(
                     f"{one.name}: somebody holds a weak reference to it (weakref.ref), and torch gives such a tensor no memory in place;"
@@ -87,7 +129,11 @@ class Memory:
                 )
 
     def give(self, tensor: Tensor, memory: Tensor) -> None:
-        """``tensor`` has this memory from now on, with its attributes, its class and ``requires_grad`` as before."""
+        """``tensor`` has this memory from now on, with its attributes, its class and ``requires_grad`` as before.
+
+        Of a DTensor it is the memory of this rank's part.
+        """
+        memory = like(tensor, memory)
         made = nn.Parameter(memory, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
         if type(made) is not type(tensor):
             made.__class__ = type(tensor)

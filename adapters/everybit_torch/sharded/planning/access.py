@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
+import torch
+
+import everybit as eb
+from everybit.dtypes import torch_dtype
+from everybit_torch.full_precision import begin_again, export_piece, pieces_of
+from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import Meter, StepBytes
+from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.scheduling.copies import copy_out
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
+from everybit_torch.sharded.shard_optimizer import LabelledTransform
+from everybit_torch.sharded.whole_tensors import gathered_bytes
+
+Shown = Callable[[GroupPlan], Iterator[tuple[int, int]]]
+"""For each parameter of a group that is shown, bytes that stay and bytes that come and go."""
 
 
-def access_bytes(layout: Layout, settings: Settings, groups: Sequence[GroupPlan], step: StepBytes) -> dict[str, int]:
+def access_bytes(
+    layout: Layout,
+    settings: Settings,
+    groups: Sequence[GroupPlan],
+    step: StepBytes,
+    labelled: Mapping[str, LabelledTransform],
+) -> dict[str, int]:
     """Peak bytes by call; see :class:`~everybit_torch.sharded.planning.report.Plan`.
 
     Args:
@@ -19,28 +38,40 @@ def access_bytes(layout: Layout, settings: Settings, groups: Sequence[GroupPlan]
         settings: Of the schedule.
         groups: Of the layout, on one rank.
         step: Bytes of a step, whose device is the model's.
+        labelled: What the labels mean.
     """
 
-    def peak(copies: bool) -> int:
+    def peak(shown: Shown, on_the_way: int) -> int:
         schedule = Schedule(layout, settings)
         if schedule.weights is not None:
             schedule.weights.free_all()
         meter = Meter(groups, step)
-        if copies:
-            meter.copies = _weights
+        meter.copied = shown
+        meter.live = meter.peak = on_the_way
         meter.follow(list(copy_out(range(len(layout.units)), schedule.weights)))
         return meter.peak
 
-    first = groups[0].ranks.inner_rank == groups[0].ranks.outer_rank == 0
+    ranks = groups[0].ranks
+    first_of_data = ranks.inner_rank == ranks.outer_rank == 0
+    parts = [spec.part for spec in layout.specs if spec.part is not None]
+    first = first_of_data and all(part.counted and not any(part.offsets) for part in parts)
     on_host = step.device.type in ("cpu", "meta")
-    all_weights, own = sum(map(_weights, groups)), sum(map(_own_weights, groups))
+    all_weights, own = sum(map(_whole_weights, groups)), sum(map(_own_weights, groups))
     gathered = sum(one.weights for one in groups) if settings.sharding.params else 0
+    loading = max((_followed(one, labelled) for one in groups), default=0)
+    sent, sent_main = (max(_sent(one, main=main) for one in groups) for main in (False, True))
+    gathered_main = max(one.group.padded * _main_itemsize(one) for one in groups if one.resolved is not None)
+    keeping = partial(_showing, keeps=True, on_host=on_host)
+    showing = _showing(copies=first, keeps=False, on_host=on_host)
     found = {
         "full_parameters": gathered,
-        "model_state_dict": peak(on_host and first),
-        "model_state_dict, full": peak(on_host),
+        "model_state_dict": peak(keeping(copies=first), sent if first_of_data else 0),
+        "model_state_dict, full": peak(keeping(copies=True), sent),
         "model_state_dict, sharded": own if on_host else 0,
-        "export_safetensors": peak(False),
+        "export_safetensors": peak(showing, sent if first_of_data else 0),
+        "export_safetensors, main": peak(_main(labelled, showing), gathered_main + (sent_main if first_of_data else 0)),
+        "load_model_state_dict": loading,
+        "load_model_state_dict, broadcast": loading + max(map(_largest, groups)),
     }
     if not on_host:
         found |= {
@@ -51,13 +82,88 @@ def access_bytes(layout: Layout, settings: Settings, groups: Sequence[GroupPlan]
     return found
 
 
-def _weights(one: GroupPlan) -> int:
-    """The bytes of a group's weights, without padding."""
-    return one.group.numel * one.group.dtype.itemsize
+def _sent(one: GroupPlan, *, main: bool) -> int:
+    """The bytes on their way while one of a group's tensors is put together of which ranks have parts, at the most."""
+    size = _main_itemsize(one) if main else one.group.dtype.itemsize
+    parts = [place.spec.part for place in one.group.placements if place.spec.part is not None]
+    return max((gathered_bytes(part, size) for part in parts), default=0)
+
+
+def _main_itemsize(one: GroupPlan) -> int:
+    """The bytes of an element of a group's main values; of frozen parameters, of their weights."""
+    return one.group.dtype.itemsize if one.resolved is None else torch_dtype(one.resolved.policy.compute).itemsize
+
+
+def _showing(*, copies: bool, keeps: bool, on_host: bool) -> Callable[..., Iterator[tuple[int, int]]]:
+    """What is taken to show a group's parameters.
+
+    Args:
+        copies: Whether this rank is shown them.
+        keeps: Whether copies of all are kept.
+        on_host: Whether what is in the host's memory counts.
+    """
+
+    def shown(one: GroupPlan, itemsize: int | None = None) -> Iterator[tuple[int, int]]:
+        size = one.group.dtype.itemsize if itemsize is None else itemsize
+        for place in one.group.placements:
+            whole = place.spec.whole_numel * size if copies and on_host else 0
+            together = place.spec.part is not None and bool(place.spec.part.cuts)
+            yield (whole, 0) if keeps else (0, whole if together else 0)
+
+    return shown
+
+
+def _main(labelled: Mapping[str, LabelledTransform], shown: Callable[..., Iterator[tuple[int, int]]]) -> Shown:
+    """The same with the values of main weights, which are computed a group at a time."""
+
+    def with_main(one: GroupPlan) -> Iterator[tuple[int, int]]:
+        if one.resolved is not None:
+            label = labelled[one.group.label]
+            yield 0, max((_exported(one, label, numel) for numel in one.runs(labelled)), default=0)
+        yield from shown(one, _main_itemsize(one))
+
+    return with_main
+
+
+def _exported(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
+    """What is allocated while the weights of a run are computed from all that is stored of them, a piece at a time."""
+    optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
+    tensor = torch.empty(min(numel, pieces_of(label.policy.block)), dtype=one.group.dtype, device="meta")
+    state = optimizer.init([tensor])
+    into = torch.empty(tensor.shape, dtype=torch_dtype(label.policy.compute), device="meta")
+    with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
+        export_piece(optimizer, tensor, state, into)
+    peak: int = counter.peak
+    return peak
+
+
+def _followed(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> int:
+    """What is allocated while main weights become those that were loaded: a run at a time."""
+    if one.resolved is None:
+        return 0
+    label = labelled[one.group.label]
+    optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
+    most = 0
+    for numel in dict.fromkeys(one.runs(labelled)):
+        tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
+        state = optimizer.init([tensor])
+        with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
+            begin_again(optimizer, tensor, state)
+        most = max(most, counter.peak)
+    return most
+
+
+def _largest(one: GroupPlan) -> int:
+    return max(place.spec.whole_numel for place in one.group.placements) * one.group.dtype.itemsize
+
+
+def _whole_weights(one: GroupPlan) -> int:
+    """The bytes of a group's weights on all tensor-parallel ranks together, without padding."""
+    return sum(place.spec.whole_numel for place in one.group.placements) * one.group.dtype.itemsize
 
 
 def _own_weights(one: GroupPlan) -> int:
     """The bytes of this rank's elements of a group; of frozen parameters that are not sharded, all."""
     if one.resolved is None and not one.kind.params:
-        return _weights(one)
+        return one.group.numel * one.group.dtype.itemsize
     return sum(s.high - s.low for s in one.group.slices(one.low, one.high)) * one.group.dtype.itemsize

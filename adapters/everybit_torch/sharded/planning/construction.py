@@ -79,7 +79,7 @@ def construction_peak(
 
 def _sent(one: GroupPlan, itemsize: int, chunk: int) -> int:
     """The most bytes of a group that are sent at a time."""
-    return _seen(max((min(place.spec.numel * itemsize, chunk) for place in one.group.placements), default=0))
+    return _seen(max((min(place.spec.whole_numel * itemsize, chunk) for place in one.group.placements), default=0))
 
 
 class _Weights:
@@ -89,6 +89,11 @@ class _Weights:
         self._tensors, self._groups, self._given, self._chunk = tensors, groups, given, chunk
         self._sizes = {
             member: place.spec.numel * one.group.dtype.itemsize
+            for one, members in zip(groups, tensors.members, strict=True)
+            for member, place in zip(members, one.group.placements, strict=True)
+        }
+        self._whole_sizes = {
+            member: place.spec.whole_numel * one.group.dtype.itemsize
             for one, members in zip(groups, tensors.members, strict=True)
             for member, place in zip(members, one.group.placements, strict=True)
         }
@@ -102,9 +107,16 @@ class _Weights:
             self._add(one.weights // (one.ranks.inner if one.kind.params else 1))
         elif event.kind == "materialize":
             self._add(self._sizes.get(event.number, 0))
+        elif event.kind == "stand in":
+            self._add(self._whole_sizes[event.number])
+        elif event.kind == "cut":
+            self._briefly(self._looked_at(event.number, self._whole_sizes))
+            if not self._tensors.is_in_buffer(event.number):
+                self._add(self._sizes[event.number])
+            self.live -= _seen(self._whole_sizes[event.number])
         elif event.kind in ("take", "settle"):
             if not self._given:
-                self._briefly(self._looked_at(event.number))
+                self._briefly(self._looked_at(event.number, self._sizes))
             if event.kind == "take":
                 self.live -= _seen(self._sizes.get(event.number, 0))
         elif event.kind == "read":
@@ -114,12 +126,12 @@ class _Weights:
             for one, has in zip(self._groups, self._tensors.in_buffers, strict=True):
                 self._briefly(0 if has else _sent(one, one.group.dtype.itemsize, self._chunk))
 
-    def _looked_at(self, number: int) -> int:
+    def _looked_at(self, number: int, sizes: Mapping[int, int]) -> int:
         """Bytes in which it is noted which elements of a tensor were written: one for each of those that are looked at, at a time."""
         if number not in self._tensors.group_of:
             return 0
         itemsize = self._groups[self._tensors.group_of[number]].group.dtype.itemsize
-        return _seen(min(self._sizes[number] // itemsize, LOOKED_AT))
+        return _seen(min(sizes[number] // itemsize, LOOKED_AT))
 
     def _briefly(self, size: int) -> None:
         self.peak = max(self.peak, self.live + size)

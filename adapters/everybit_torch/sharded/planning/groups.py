@@ -102,12 +102,19 @@ class GroupPlan:
     @property
     def counts(self) -> bool:
         """Whether this rank finds the sum of the squares of what it steps; of ranks that hold copies the first one does."""
-        inner = self.kind.state or self.ranks.inner_rank == 0
+        inner = self.counted and (self.kind.state or self.ranks.inner_rank == 0)
         return inner and (self.kind.outer == "optim" or self.ranks.outer_rank == 0)
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank's part of the model counts it; what is copied in several parts one of them does."""
+        return self.group.placements[0].spec.counted
 
     @property
     def alone(self) -> bool:
         """Whether no other rank has a part of what this one steps, so that reductions go over this rank only."""
+        if any(size > 1 for size in self.ranks.beside):
+            return False
         return not self.kind.state or (self.ranks.inner == 1 and (self.kind.outer != "optim" or self.ranks.outer == 1))
 
     @property

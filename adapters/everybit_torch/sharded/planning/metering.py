@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,8 @@ class StepBytes:
         agreed: Bytes of the numbers in which ranks agree.
         reductions: How many float64 numbers each reduction has that the transforms ask for.
         device: Where it is taken.
+        told: Bytes of what ranks with other parts of the model are told of the gradients, in each message.
+        located: Bytes of a rank's counts of gradients that are not finite, where these are told by parameter; else 0.
     """
 
     agree: int
@@ -37,6 +39,8 @@ class StepBytes:
     agreed: int
     reductions: tuple[int, ...]
     device: torch.device
+    told: tuple[int, ...] = ()
+    located: int = 0
 
 
 class Meter:
@@ -50,13 +54,14 @@ class Meter:
         live: Bytes that are allocated now.
         peak: The most that were, since this was last set.
         sent: Bytes that were sent, by collective.
-        copies: Asked for the bytes of a group that is copied out, which stay allocated; None: nothing stays.
+        copied: Asked for what is taken to copy a group out: for each of its parameters bytes that stay allocated, and bytes that come and
+            go; None: nothing is.
     """
 
     def __init__(self, groups: Sequence[GroupPlan], step: StepBytes) -> None:
         self._groups, self._step = list(groups), step
         self.live = self.peak = 0
-        self.copies: Callable[[GroupPlan], int] | None = None
+        self.copied: Callable[[GroupPlan], Iterable[tuple[int, int]]] | None = None
         self.sent: Counter[str] = Counter()
         self._units: dict[int, list[GroupPlan]] = {}
         for group in groups:
@@ -119,8 +124,11 @@ class Meter:
         self.live -= sum(one.weights for one in self._units.get(event.number, []))
 
     def _copy_out(self, event: Event) -> None:
-        if self.copies is not None:
-            self._add(sum(map(self.copies, self._units.get(event.number, []))))
+        for one in self._units.get(event.number, []) if self.copied is not None else ():
+            assert self.copied is not None
+            for kept, brief in self.copied(one):
+                self._add(kept)
+                self._briefly(brief)
 
     def _spread(self, event: Event) -> None:
         one = self._groups[event.number]
@@ -188,14 +196,23 @@ class Meter:
         self._briefly(self._step.agree)
         for size in self._ranks:
             self._send(sent_by_sum(self._step.agreed, size))
+        located = self._step.located
+        for size in self._ranks:
+            located *= size
+            self._send(sent_by_exchange("all_gather", located, size))
+        for size in self._groups[0].ranks.beside:
+            for nbytes in self._step.told:
+                self._send(sent_by_sum(nbytes, size))
 
     def _take_step(self, _event: Event) -> None:
         self._briefly(self._step.step)
         kind, (inner, outer) = self._groups[0].kind, self._ranks
+        sizes: tuple[int, ...] = ()
         if kind.state:
-            for size in (inner, outer) if kind.outer == "optim" else (inner,):
-                for numbers in self._step.reductions:
-                    self._send(sent_by_sum(numbers * torch.float64.itemsize, size))
+            sizes = (inner, outer) if kind.outer == "optim" else (inner,)
+        for size in (*sizes, *self._groups[0].ranks.beside):
+            for numbers in self._step.reductions:
+                self._send(sent_by_sum(numbers * torch.float64.itemsize, size))
 
 
 def meter(

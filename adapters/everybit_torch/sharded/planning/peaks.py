@@ -55,7 +55,11 @@ def asked_peak(
 
     The first ``answered`` of its reductions are answered by the norm that the report is made with.
     """
-    reducing = [one for one in groups if one.resolved is not None and labelled[one.group.label].transform.reduces]
+    reducing = [
+        one
+        for one in groups
+        if one.resolved is not None and one.counted and labelled[one.group.label].transform.reduces
+    ]
     chunk = reductions.piece_size(device)
     return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered))
 

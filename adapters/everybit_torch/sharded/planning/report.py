@@ -10,12 +10,13 @@ from everybit_torch.sharded.strategies import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The numbers of inner and outer ranks, and the rank that is planned."""
+    """The numbers of inner and outer ranks, the rank that is planned, and the numbers of ranks with other parts of the model."""
 
     inner: int = 1
     outer: int = 1
     inner_rank: int = 0
     outer_rank: int = 0
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

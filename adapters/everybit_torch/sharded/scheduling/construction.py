@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from everybit_torch.sharded.layout import Layout
@@ -14,11 +14,15 @@ ConstructionKind = Literal[
     # A tensor gets memory of its own; or its place in its group's buffer, which allocates nothing.
     "materialize",
     "place",
+    # A plain tensor of the whole's shape stands for one of which tensor parallelism gives this rank a part.
+    "stand in",
     # Call a module's initializer.
     "initialize",
     # A tensor has its values: keep what is to be kept, and give its own memory up; or look at the values where they stay.
     "take",
     "settle",
+    # The same of what stands for another: keep this rank's part of it, and give the whole up.
+    "cut",
     # Read what this rank keeps of a group, in the dtype of its weights; or of the tensors that are in no buffer.
     "read",
     "read others",
@@ -57,15 +61,24 @@ class Tensors:
         sharding: What is sharded.
         names: Of the parameters, in the order of the model.
         buffers: How many buffers there are.
+        in_parts: The names of those of which tensor parallelism gives each rank a part, or a copy.
     """
 
-    def __init__(self, layout: Layout, sharding: Sharding, names: Sequence[str], buffers: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        sharding: Sharding,
+        names: Sequence[str],
+        buffers: int,
+        in_parts: Collection[str] = (),
+    ) -> None:
         numbers = {name: number for number, name in enumerate(names)}
         self.members = [[numbers[place.spec.name] for place in group.placements] for group in layout.groups]
         self.group_of = {member: number for number, members in enumerate(self.members) for member in members}
         self.in_buffers = [group.requires_grad or sharding.params for group in layout.groups]
         self.sharded = sharding.params
         self.count = len(names) + buffers
+        self.in_parts = {numbers[name] for name in in_parts}
 
     def is_in_buffer(self, number: int) -> bool:
         """Whether a tensor is a parameter that lies in a group's buffer."""
@@ -92,11 +105,13 @@ def of_calls(tensors: Tensors, calls: Sequence[Call]) -> Iterator[ConstructionEv
     for call, (begins, ends) in enumerate(calls):
         for number in begins:
             has_place = tensors.is_in_buffer(number) and not tensors.sharded
-            yield ConstructionEvent("place" if has_place else "materialize", number)
+            plain: ConstructionKind = "place" if has_place else "materialize"
+            yield ConstructionEvent("stand in" if number in tensors.in_parts else plain, number)
         yield ConstructionEvent("initialize", call)
         for number in ends:
             moves = tensors.is_in_buffer(number) and tensors.sharded
-            yield ConstructionEvent("take" if moves else "settle", number)
+            plain = "take" if moves else "settle"
+            yield ConstructionEvent("cut" if number in tensors.in_parts else plain, number)
 
 
 def of_reading(tensors: Tensors, later: Sequence[int], calls: Sequence[Call]) -> Iterator[ConstructionEvent]:

@@ -150,6 +150,7 @@ def _plan(
             units=units,
             microbatches=options.microbatches,
             reshard_after_forward=not options.keep_weights,
+            reshard_after_backward=not options.keep_weights_after_backward,
             defer_reduction=options.defer_reduction,
             device=options.device,
             values=_VALUES[options.values],

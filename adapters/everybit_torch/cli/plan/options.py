@@ -70,6 +70,9 @@ class PlanOptions:
     keep_weights: bool = False
     """With optim_grads_params: keep weights after the forward pass instead of gathering them twice."""
 
+    keep_weights_after_backward: bool = False
+    """With optim_grads_params: keep weights after a backward pass, for the forward pass of the next microbatch."""
+
     values: Literal["files", "initializers", "model"] = "files"
     """Where the model that steppers are made of gets its values from: files and initializers give each rank what it keeps, of a model on
     the meta device; model: each rank has all of it before."""

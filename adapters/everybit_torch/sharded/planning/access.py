@@ -11,7 +11,9 @@ from everybit_torch.sharded.scheduling.copies import copy_out
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
 
 
-def access_bytes(layout: Layout, settings: Settings, groups: Sequence[GroupPlan], step: StepBytes) -> dict[str, int]:
+def access_bytes(
+    layout: Layout, settings: Settings, groups: Sequence[GroupPlan], step: StepBytes, state: int
+) -> dict[str, int]:
     """Peak bytes by call; see :class:`~everybit_torch.sharded.planning.report.Plan`.
 
     Args:
@@ -19,6 +21,7 @@ def access_bytes(layout: Layout, settings: Settings, groups: Sequence[GroupPlan]
         settings: Of the schedule.
         groups: Of the layout, on one rank.
         step: Bytes of a step, whose device is the model's.
+        state: Bytes of the state that this rank saves.
     """
 
     def peak(copies: bool) -> int:
@@ -41,12 +44,14 @@ def access_bytes(layout: Layout, settings: Settings, groups: Sequence[GroupPlan]
         "model_state_dict, full": peak(on_host),
         "model_state_dict, sharded": own if on_host else 0,
         "export_safetensors": peak(False),
+        "save_sharded, asynchronous": own + state if on_host else 0,
     }
     if not on_host:
         found |= {
             "model_state_dict, host": all_weights if first else 0,
             "model_state_dict, full, host": all_weights,
             "model_state_dict, sharded, host": own,
+            "save_sharded, asynchronous, host": own + state,
         }
     return found
 

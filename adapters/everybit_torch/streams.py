@@ -66,6 +66,12 @@ def mark(device: torch.device) -> Any:
     return current(device).record_event() if has_streams(device) else None
 
 
+def come_after(event: Any, device: torch.device) -> None:
+    """Order what is queued on the present stream of a device from here on after an event of :func:`mark`. The host does not wait."""
+    if event is not None:
+        current(device).wait_event(event)
+
+
 def keep(x: Tensor) -> None:
     """Keep a tensor's memory from being used again before the present stream is done with it, whoever frees it on whichever stream."""
     if has_streams(x.device):

@@ -368,6 +368,143 @@ def test_a_graph_that_only_some_ranks_make_is_refused_by_name() -> None:
         assert goes_on
 
 
+# -- weights that stay --------------------------------------------------------------------------------------------------------------------
+
+
+def staying(strategy: Strategy, kind: int) -> Weights:
+    """Three microbatches of two steps, before each of which it is said what stays."""
+    model = network()
+    stepper = FlatStepper(model, CLIPPED, strategy=strategy, units=[Block])
+    one = model.blocks[0]
+    for step, number in itertools.product(range(2), range(3)):
+        if kind == 1:
+            stepper.set_reshard_after_forward(one, (step + number) % 2 == 0, recurse=False)
+        elif kind == 2:
+            stepper.set_reshard_after_backward(model, number == 2)
+        elif kind == 3:
+            stepper.set_reshard_after_forward(model, False)
+            stepper.set_reshard_after_backward(one, False)
+        with stepper.microbatch(last=number == 2):
+            model(data(step, dist.get_rank(), number, torch.float32)).square().mean().backward()
+        if strategy == "optim_grads_params" and kind == 2:
+            assert bool(one.get_parameter("inner.weight").isnan().any()) == (number == 2)
+        if number == 1:
+            with torch.no_grad():
+                model(data(step, 0, number, torch.float32))  # evaluation in between
+        if number == 2:
+            stepper.step()
+    assert strategy != "optim_grads_params" or one.get_parameter("inner.weight").isnan().any()
+    return weights_of(stepper)
+
+
+def all_staying() -> list[tuple[str, int]]:
+    wrong: list[tuple[str, int]] = []
+    strategies: tuple[Strategy, ...] = ("optim", "optim_grads_params")
+    for strategy in strategies:
+        expected = staying(strategy, 0)
+        wrong += [(strategy, kind) for kind in range(1, 4) if not equal(staying(strategy, kind), expected)]
+    return wrong
+
+
+def test_weights_that_stay_after_a_pass_have_the_same_bits() -> None:
+    for wrong in run(2, all_staying):
+        assert not wrong
+
+
+class Direct(Block):
+    def direct(self, x: Tensor) -> Tensor:
+        """Computes with the unit's own weights, without its forward."""
+        out: Tensor = self.outer(torch.relu(self.inner(x)))
+        return out
+
+
+def through_a_method(strategy: Strategy, ahead: str, count: int) -> Weights:
+    """Weights that a method computes with are there before it runs."""
+    model, last = network(), Direct(5)
+    model.blocks[1] = last
+    stepper = FlatStepper(model, CLIPPED, strategy=strategy, units=[Block])
+    stepper.register_method(last, "direct")
+    if ahead == "stays":
+        stepper.set_reshard_after_backward(model, False)
+    for number in range(count):
+        if ahead == "by hand":
+            stepper.unshard(last)
+        with stepper.microbatch(last=number == count - 1):
+            x = data(0, dist.get_rank(), number, torch.float32)
+            last.direct(torch.cat([x, x[:, :2]], 1)).square().mean().backward()  # type: ignore[no-untyped-call]
+    stepper.step()
+    return weights_of(stepper)
+
+
+def all_through_a_method() -> list[str]:
+    expected = through_a_method("no_shard", "", 1)
+    wrong = [] if equal(through_a_method("optim_grads_params", "", 1), expected) else ["one microbatch"]
+    expected = through_a_method("optim_grads_params", "", 3)
+    return wrong + [
+        one for one in ("by hand", "stays") if not equal(through_a_method("optim_grads_params", one, 3), expected)
+    ]
+
+
+def test_a_registered_method_is_trained_through_whose_weights_are_there_before() -> None:
+    for wrong in run(2, all_through_a_method, timeout=20):
+        assert not wrong
+
+
+def unalike_staying() -> tuple[list[str], bool]:
+    """What ranks are told that say different things; and whether they go on from there."""
+    model, rank, said = network(), dist.get_rank(), []
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])
+    first = model.blocks[0]
+    try:
+        stepper.set_reshard_after_forward(first, rank == 0)
+    except RuntimeError as error:
+        said.append(str(error))
+    for turn in range(2):
+        stepper.set_reshard_after_backward(first if turn else model, rank == turn)
+        try:
+            with stepper.microbatch(last=False):
+                model(data(0, rank, 0, torch.float32)).square().mean().backward()
+        except RuntimeError as error:
+            said.append(str(error))
+        stepper.zero_grad()
+    stepper.set_reshard_after_backward(model, reshard_after_backward=True)
+    loss = model(data(0, rank, 0, torch.float32)).square().mean()
+    calls: list[Callable[[], object]] = [
+        lambda: stepper.set_reshard_after_forward(first, False),
+        lambda: stepper.set_reshard_after_backward(model.entry, False),
+        lambda: stepper.set_reshard_after_backward(model, 0),  # type: ignore[arg-type]
+        lambda: stepper.set_reshard_after_forward(model, True, recurse="no"),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as refused:
+            call()
+        said.append(str(refused.value))
+    loss.backward()
+    stepper.step()
+    weights = weights_of(stepper)
+    return said, equal(weights, train("no_shard", None, eb.sgd(0.1), steps=1, microbatches=1)[0])
+
+
+def test_ranks_that_keep_different_weights_are_told_so_by_name_and_go_on() -> None:
+    for said, goes_on in run(2, unalike_staying, timeout=20):
+        assert said[0] == (
+            "rank 0 calls set_reshard_after_forward(blocks.0, True, recurse=True), and rank 1 calls set_reshard_after_forward(blocks.0,"
+            " False, recurse=True); accepted is the same call on every rank."
+        )
+        for one in said[1:3]:
+            assert (
+                "keep the weights of different units after this backward pass. Accepted is the same set_reshard_after_backward()"
+                in one
+            )
+        assert said[3].startswith("set_reshard_after_forward: inside a forward or a backward pass, or between the two")
+        assert said[4:] == [
+            "set_reshard_after_backward: got a Linear that is no unit; accepted are units, and the model.",
+            "set_reshard_after_backward: reshard_after_backward: got 0; accepted is True or False.",
+            "set_reshard_after_forward: recurse: got 'no'; accepted is True or False.",
+        ]
+        assert goes_on
+
+
 # -- when weights are gathered ------------------------------------------------------------------------------------------------------------
 
 

@@ -199,7 +199,9 @@ def measured(path: Path, strategy: Strategy, low: bool) -> tuple[dict[str, int],
             before = counter.peak = counter.live
             stack.enter_context(stepper.full_parameters())
             found["full_parameters"] = counter.peak - before
-    return dict(stepper.plan().access), found
+    # Of saves, test_staging.py.
+    predicted = {name: size for name, size in stepper.plan().access.items() if not name.startswith("save_sharded")}
+    return predicted, found
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,7 @@ class Nested(Model):
 def measured(
     strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
     outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True, nested: bool = False, steps: int = 2,
-    defer: bool = False, second_order: bool = False, ahead: int | None = None,
+    defer: bool = False, second_order: bool = False, ahead: int | None = None, stays: Sequence[tuple[str, int]] = (),
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
     """The plan; and of the steps from the second on: what persists, the most by phase on top of it, and what was sent in the last."""
     torch.manual_seed(0)
@@ -80,6 +80,12 @@ def measured(
         for number, block in enumerate(model.blocks if ahead is not None else ()):
             stepper.set_modules_to_forward_prefetch(block, list(model.blocks)[number + 1 :][:ahead])
             stepper.set_modules_to_backward_prefetch(block, list(model.blocks)[:number][::-1][:ahead])
+        for after, which in stays:
+            module = model if which < 0 else model.blocks[which]
+            if after == "forward":
+                stepper.set_reshard_after_forward(module, reshard_after_forward=False)
+            else:
+                stepper.set_reshard_after_backward(module, reshard_after_backward=False)
         communicators = {id(c): c for c in (stepper.inner, stepper.outer)}
         if stepper._gathering is not None:
             communicators[id(stepper._gathering.communicator)] = stepper._gathering.communicator
@@ -214,6 +220,29 @@ def test_weights_that_are_kept_after_the_forward_pass() -> None:
         assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
 
 
+def test_weights_of_some_units_that_stay_are_planned() -> None:
+    """After their forward pass, after a backward pass, or both; of three microbatches the first finds none there."""
+    transient, sent_in_all = [], []
+    for number, stays in enumerate(
+        [(), [("forward", 1)], [("backward", 0), ("backward", 2)], [("forward", 1), ("backward", -1)]]
+    ):
+        policy, low, _, transform = CASES[0]
+        arguments = (
+            "optim_grads_params", policy, low, 3, transform, True, "no_shard", None, True, number == 3, 2, False, False, None, stays,
+        )  # fmt: skip
+        for predicted, persistent, peaks, sent in run(2, measured, *arguments):
+            assert predicted.persistent_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+        transient.append(predicted.transient)
+        sent_in_all.append(predicted.wire["all_gather"])
+    assert transient[0]["step"] < transient[2]["step"]
+    # A block is gathered twice in each microbatch: once in each if it stays after the forward pass, twice less if after backward passes.
+    block = sum(p.numel() for p in Block(259).parameters()) * 4 // 2
+    assert sent_in_all[0] - sent_in_all[1] == 3 * block
+    assert sent_in_all[0] - sent_in_all[2] == 2 * 2 * block
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -292,6 +321,24 @@ def test_lists_of_units_that_are_gathered_ahead_are_planned() -> None:
             assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
         peaks_by_list.append(predicted.transient["forward"])
     assert peaks_by_list[0] < peaks_by_list[1]
+
+
+def test_the_price_of_weights_that_stay_is_memory_and_their_gain_is_traffic() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+    found = {
+        (forward, backward): plan(
+            model, eb.adamw(1e-3), policy=KAHAN, strategy="optim_grads_params", ranks=4, units=[nn.Linear], microbatches=8,
+            reshard_after_forward=forward, reshard_after_backward=backward,
+        )
+        for forward, backward in itertools.product((True, False), repeat=2)
+    }  # fmt: skip
+    weights = found[True, True].parameters * 2 * 3 // 4
+    gathered = {key: one.wire["all_gather"] // weights for key, one in found.items()}
+    assert gathered == {(True, True): 16, (False, True): 8, (True, False): 9, (False, False): 1}
+    assert (
+        found[True, False].transient["step"] - found[True, True].transient["step"] == found[True, True].parameters * 2
+    )
 
 
 def test_the_price_of_deferred_reduction_is_a_whole_gradient_and_its_gain_is_traffic() -> None:

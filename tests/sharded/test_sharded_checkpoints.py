@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import re
 import signal
@@ -655,17 +656,56 @@ def test_folders_that_no_save_made_stay(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir() if one.is_dir()) == ["000000", "000003"]
 
 
-def test_an_asynchronous_save_that_failed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+LAST_SAVE_FAILED = "the last asynchronous save failed, and the checkpoint before it is in place: division by zero"
+
+
+def test_an_asynchronous_save_that_failed_is_told_of_by_what_comes_next(tmp_path: Path) -> None:
     stepper = FlatStepper(network(), eb.adamw(1e-2))
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save", lambda *a, **k: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            save_sharded(stepper, tmp_path, asynchronous=True).result(60)
-    with pytest.warns(
-        UserWarning,
-        match="the last asynchronous save failed, and the checkpoint before it is in place: division by zero",
-    ):
+
+    def fails() -> Any:
+        with mock.patch.object(checkpoint, "save", side_effect=ZeroDivisionError("division by zero")):
+            pending = save_sharded(stepper, tmp_path, asynchronous=True)
+            concurrent.futures.wait([pending])
+            assert not pending.cancel()
+            return pending
+
+    save_sharded(stepper, tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        fails().result(60)
+    save_sharded(stepper, tmp_path)  # it was told already
+    fails()
+    with pytest.raises(RuntimeError, match=f"^{LAST_SAVE_FAILED}$"):
         save_sharded(stepper, tmp_path)
+    assert latest_checkpoint(tmp_path).name == "000002"
+    save_sharded(stepper, tmp_path, asynchronous=True).result(60)
+    fails()
+    with pytest.warns(UserWarning, match=f"^{LAST_SAVE_FAILED}$"):
+        load_sharded(stepper, tmp_path)
+    fails()
+    with pytest.warns(UserWarning, match="^close: the last asynchronous save failed: division by zero$"):
+        stepper.close()
+
+
+def told_on_one_rank(path: Path) -> list[str]:
+    _, stepper, _ = make("optim", "FP32")
+    said = []
+    with mock.patch.object(checkpoint, "save", side_effect=ZeroDivisionError("division by zero")):
+        pending = save_sharded(stepper, path, asynchronous=True)
+        concurrent.futures.wait([pending])
+    if dist.get_rank() == 0:
+        pending.exception()
+    for _ in range(2):
+        try:
+            said.append(str(save_sharded(stepper, path).result()))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_failed_save_is_raised_on_all_ranks_if_one_has_not_asked(tmp_path: Path) -> None:
+    first, second = run(2, told_on_one_rank, tmp_path, timeout=30)
+    assert first == [f"on rank 1: {LAST_SAVE_FAILED}", str(tmp_path / "000001")]
+    assert second == [LAST_SAVE_FAILED, str(tmp_path / "000001")]
 
 
 def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:

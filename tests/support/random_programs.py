@@ -111,6 +111,8 @@ class Microbatch:
         frozen: The beginnings of the names of parameters that require no gradient in it.
         evaluates: Whether the model runs without a gradient before it.
         reshards: Whether what was gathered by hand is given back first, and gathered again.
+        stays: What is said before it of modules' weights: after which pass they are kept or given back, of which module (by its number),
+            whether they are given back, and whether those of units in it are, too.
     """
 
     ways: tuple[Way, ...]
@@ -118,6 +120,7 @@ class Microbatch:
     frozen: tuple[str, ...]
     evaluates: bool
     reshards: bool
+    stays: tuple[tuple[Literal["forward", "backward"], int, bool, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,9 @@ def cycles(draw: Any, ranks: int) -> Cycle:
             own = [replace(way, unshards=2) for way in own]  # all ranks do it alike
         evaluates = draw(st.integers(0, 3)) == 0
         syncs = draw(st.sampled_from([None, None, True, False]))
-        microbatches.append(Microbatch(tuple(own), syncs, frozen, evaluates, reshards))
+        said = st.tuples(st.sampled_from(["forward", "backward"]), st.integers(0, UNITS), st.booleans(), st.booleans())
+        stays = draw(st.lists(said, max_size=2))
+        microbatches.append(Microbatch(tuple(own), syncs, frozen, evaluates, reshards, tuple(stays)))
     fails = None
     if draw(st.integers(0, 3)) == 0:
         places = (
@@ -330,6 +335,15 @@ def _by_hand(stepper: FlatStepper, model: Model, way: Way, reshards: bool) -> No
             stepper.unshard(model)
 
 
+def _say_what_stays(stepper: FlatStepper, model: Model, one: Microbatch) -> None:
+    for after, number, reshard, recurse in one.stays:
+        module = model if number == UNITS else model.units[number]
+        if after == "forward":
+            stepper.set_reshard_after_forward(module, reshard, recurse)
+        else:
+            stepper.set_reshard_after_backward(module, reshard, recurse=recurse)
+
+
 def _pass_of(stepper: FlatStepper, context: Context, last: bool) -> contextlib.AbstractContextManager[None]:
     if context == "microbatch":
         return stepper.microbatch(last=last)
@@ -369,6 +383,7 @@ def carried_out(program: Program, strategy: Strategy, directory: Path) -> Outcom
             _freeze(model, one.frozen)
             if one.syncs is not None:
                 stepper.set_requires_gradient_sync(one.syncs)
+            _say_what_stays(stepper, model, one)
             fails = cycle.fails is not None and cycle.fails[0] == number
             if fails:
                 assert cycle.fails is not None

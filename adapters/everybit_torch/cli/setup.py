@@ -88,7 +88,8 @@ def subject(options: Setup) -> Subject:
 
 def planned(
     options: Setup, subject: Subject, name: str, policy: AnyPrecision, strategy: Strategy, *, ranks: int | tuple[int, int],
-    outer: OuterStrategy = "no_shard", reshard_after_forward: bool = True, defer_reduction: bool = False,
+    outer: OuterStrategy = "no_shard", reshard_after_forward: bool = True, reshard_after_backward: bool = True,
+    defer_reduction: bool = False,
 ) -> Plan:  # fmt: skip
     """Plan one policy under one strategy.
 
@@ -99,7 +100,8 @@ def planned(
         return plan(
             subject.model, TRANSFORMS[options.optimizer], policy=policy, strategy=strategy, outer=outer, ranks=ranks,
             units=subject.units, microbatches=options.microbatches, reshard_after_forward=reshard_after_forward,
-            defer_reduction=defer_reduction, device=options.device, values=_VALUES[options.values],
+            reshard_after_backward=reshard_after_backward, defer_reduction=defer_reduction, device=options.device,
+            values=_VALUES[options.values],
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("values: "):

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit.entries import former_names
-from everybit_torch import streams
 from everybit_torch.collectives import groups
 from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
@@ -38,6 +37,7 @@ from everybit_torch.sharded import saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, numbers_of, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, read_piece
 from everybit_torch.sharded.inventory import Inventory
+from everybit_torch.sharded.pending_save import PendingSave
 from everybit_torch.sharded.save_folders import (
     folder_of_part,
     has_checkpoint,
@@ -85,6 +85,16 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
     return found | saved_hyperparameters.tensors(stepper.as_optimizer(), labels_of(stepper))
 
 
+def _staged(stepper: FlatStepper) -> tuple[Flat, Any]:
+    """This rank's part of weights and state, on its way to the staging memory; and what to wait for before it is read."""
+
+    def is_shown(name: str, part: Tensor) -> bool:
+        return name.startswith("model.") and not (stepper.sharding.params and isinstance(part, ShardTensor))
+
+    found, copied = stepper.staging.copy(model_parts(stepper) | state_parts(stepper), is_shown)
+    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), labels_of(stepper)), copied
+
+
 def save_sharded(
     stepper: FlatStepper, path: str | os.PathLike[str], *, asynchronous: bool = False, keep: int = 1
 ) -> Future[Path]:
@@ -93,7 +103,9 @@ def save_sharded(
     Args:
         stepper: Outside a backward pass; gradients are not saved.
         path: A directory, the same on every rank, which all of them see; made if need be.
-        asynchronous: Copy, and write in the background. The next save waits for it.
+        asynchronous: Copy to the host's memory, and write in the background. Training goes on at once: its next step waits for the copies,
+            on the device. The memory is kept for the next asynchronous save; ``stepper.staging.free()`` and ``stepper.close()`` give it
+            back. The next save waits for this one, and raises what went wrong with it unless somebody has asked for its ``result()``.
         keep: How many earlier checkpoints stay.
 
     Returns:
@@ -101,7 +113,8 @@ def save_sharded(
         ``result()`` raises what went wrong: the previous checkpoint is in place then, and nothing of this one is left.
 
     Raises:
-        OSError: Some rank cannot write (the disk is full); the message names the rank and the file, and says why.
+        OSError: Some rank cannot write (the disk is full), or could not in the background; the message names the rank and the file, and
+            says why.
         RuntimeError: Weights and state do not belong together, or ranks had different numbers of backward passes before the last step.
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
         ValueError: ``keep`` below 0.
@@ -113,13 +126,16 @@ def save_sharded(
     stepper.require_equal_passes("save_sharded")
     directory = folder_of_part(path, stepper.beside.part)
     group, everyone = _group(stepper, "saving"), _everyone(stepper, "saving")
-    _finish_pending(stepper)
-    state = on_all(lambda: sharded_state_dict(stepper, clone=asynchronous), group)
-    copied = streams.mark(stepper.buffers.device)
+
+    def begin() -> tuple[Flat, Any]:
+        _raise_pending(stepper)
+        return _staged(stepper) if asynchronous else (sharded_state_dict(stepper), None)
+
+    state, copied = on_all(begin, group)
 
     def write() -> Path:
         if copied is not None:
-            copied.synchronize()  # another thread has another stream, and the copies may be on their way
+            copied.synchronize()  # the copies may be on their way
         number = max(numbers_of(from_first(lambda: next_number(directory), group), everyone))
         name = from_first(lambda: make_folder(directory, number), group)
         place = directory / name
@@ -142,9 +158,9 @@ def save_sharded(
 
     if asynchronous:
         executor = ThreadPoolExecutor(1, thread_name_prefix="everybit-save")
-        pending = executor.submit(write)
+        pending = stepper.saving = PendingSave()
+        executor.submit(pending.carry_out, write)
         executor.shutdown(wait=False)
-        stepper.saving = pending
         return pending
     done: Future[Path] = Future()
     done.set_result(write())
@@ -174,7 +190,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
             nothing is changed on any rank.
     """
     _require_outside(stepper, "load_sharded")
-    _finish_pending(stepper)
+    _warn_of_pending(stepper)
     place, whole = _latest(stepper, path)
     group = _group(stepper, "loading", whole=whole)
     found = on_all(lambda: read_inventory_of(place, is_judged=_is_first(group)), group)
@@ -204,6 +220,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
+        stepper.staging.order()
         take_over_model(stepper, own, aside)
         optimizer.engine.load(by_parameter(optimizer, aside))
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):
@@ -393,13 +410,30 @@ def _latest_of_all(stepper: FlatStepper, directory: Path, *, whole: bool) -> Pat
     return directory / f"{min(numbers_of(int(name), everyone)):06d}"
 
 
-def _finish_pending(stepper: FlatStepper) -> None:
-    """Wait for a save that is under way, and say if it failed."""
-    pending, stepper.saving = stepper.saving, None
-    if pending is not None and (error := pending.exception()) is not None:
+def _raise_pending(stepper: FlatStepper) -> None:
+    """Wait for a save that is under way.
+
+    Raises:
+        Exception: It failed, and nobody has asked.
+    """
+    error = _unseen(stepper)
+    if error is not None:
+        raise same_kind(
+            error, f"the last asynchronous save failed, and the checkpoint before it is in place: {error}"
+        ) from error
+
+
+def _warn_of_pending(stepper: FlatStepper) -> None:
+    """Wait for a save that is under way, and say if it failed and nobody has asked: the checkpoint before it is what one wants then."""
+    if (error := _unseen(stepper)) is not None:
         warnings.warn(
             f"the last asynchronous save failed, and the checkpoint before it is in place: {error}", stacklevel=3
         )
+
+
+def _unseen(stepper: FlatStepper) -> BaseException | None:
+    pending, stepper.saving = stepper.saving, None
+    return None if pending is None else pending.unseen()
 
 
 def _require_outside(stepper: FlatStepper, name: str) -> None:

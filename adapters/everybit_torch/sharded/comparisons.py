@@ -29,11 +29,14 @@ _FLAGS: dict[PassFlags, tuple[str, str]] = {
     ),
     PassFlags.CREATES_GRAPH: ("make a graph of this backward pass", "`create_graph`"),
 }
-_ANY = 2 ** len(PassFlags)  # more than all flags
+_RETAINED = 2 ** len(PassFlags)
+"""By so much the digest of the units that stay gathered is multiplied, to be compared together with the flags."""
+
+_ANY = _RETAINED * 2**32  # more than all flags and digests
 
 
 class DifferentPassesError(RuntimeError):
-    """Ranks are in backward passes with different flags. Nothing was sent in them."""
+    """Ranks are in backward passes with different flags, or keep different weights after them. No gradient was sent in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Agreement:
 class Comparison:
     """A comparison that is under way."""
 
-    def __init__(self, turn: Turn, flags: PassFlags | None, message: Tensor, pending: Pending) -> None:
+    def __init__(self, turn: Turn, flags: int | None, message: Tensor, pending: Pending) -> None:
         self._turn, self._flags, self._message, self._pending = turn, flags, message, pending
         self._result: Agreement | None = None
 
@@ -83,19 +86,23 @@ class Comparison:
                     " rank."
                 )
             if self._flags is not None and all_flags != -no_flags:
-                self._refuse(self._flags, PassFlags(all_flags if all_flags != self._flags else -no_flags))
+                self._refuse(self._flags, all_flags if all_flags != self._flags else -no_flags)
             self._result = Agreement(alike, in_order)
         return self._result
 
     @staticmethod
-    def _refuse(mine: PassFlags, others: PassFlags) -> None:
+    def _refuse(mine: int, others: int) -> None:
         for flag, (what, accepted) in _FLAGS.items():
-            if flag in mine ^ others:
-                this, other = ("does", "does not") if flag in mine else ("does not", "does")
+            if flag & (mine ^ others):
+                this, other = ("does", "does not") if flag & mine else ("does not", "does")
                 raise DifferentPassesError(
                     f"optim_grads_params: this rank {this} {what}, and another rank {other}. Accepted is the same {accepted} on every rank;"
                     " accepted next is zero_grad(), on every rank."
                 )
+        raise DifferentPassesError(
+            "optim_grads_params: this rank and another one keep the weights of different units after this backward pass. Accepted is the"
+            " same set_reshard_after_backward() on every rank; accepted next is zero_grad(), on every rank."
+        )
 
 
 class Comparer:
@@ -109,7 +116,9 @@ class Comparer:
     def __init__(self, inner: Communicator, outer: Communicator) -> None:
         self._inner, self._outer = inner, outer
 
-    def start(self, turn: Turn, digest: int, *, in_order: bool = True, flags: PassFlags | None = None) -> Comparison:
+    def start(
+        self, turn: Turn, digest: int, *, in_order: bool = True, flags: PassFlags | None = None, retained: int = 0
+    ) -> Comparison:
         """Begin to compare. Every rank has to call it.
 
         Args:
@@ -117,13 +126,15 @@ class Comparer:
             digest: Of what has to be the same, below 2**62.
             in_order: See :class:`Agreement`.
             flags: Of a backward pass; None: they are not known, and any others' will do.
+            retained: With ``flags``, a digest, below 2**32, of the units that stay gathered.
         """
         number = list(_TURNS).index(turn)
-        most, least = (int(flags), -int(flags)) if flags is not None else (-_ANY, -_ANY)
+        own = None if flags is None else int(flags) + _RETAINED * retained
+        most, least = (own, -own) if own is not None else (-_ANY, -_ANY)
         message = torch.tensor([number, -number, digest, -digest, int(not in_order), most, least], dtype=torch.int64)
         pending = self._inner.all_reduce(message, "the order of units", dist.ReduceOp.MAX)
         if self._outer.size > 1:
             # Now, not when the result is wanted: a rank that waits for it has to have done its part.
             pending.wait()
             pending = self._outer.all_reduce(message, "the order of units", dist.ReduceOp.MAX)
-        return Comparison(turn, flags, message, pending)
+        return Comparison(turn, own, message, pending)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.passes import Passes
@@ -30,6 +32,8 @@ class Control:
     """The methods of :class:`~everybit_torch.FlatStepper` by which a cycle is directed."""
 
     gradients: list[GradientBuffer]
+    inner: Communicator
+    outer: Communicator
     _passes: Passes
     _schedule: Schedule
     _optimizer: ShardOptimizer
@@ -104,6 +108,68 @@ class Control:
         self._passes.require_ready(name)
 
     # -- when weights are gathered ---------------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Give a unit's weights back after its forward pass from here on, or keep them for its backward pass; under FSDP2's name.
+
+        Every rank has to call it: they compare what they say. The model's own weights stay in any case. The memory is in :meth:`plan`.
+
+        Args:
+            module: A unit, or the model.
+            reshard_after_forward: False: a unit is gathered once in a microbatch, and stays in memory between its two passes. At first it
+                is as the stepper was told when it was made.
+            recurse: Of the units that lie in it, too.
+
+        Raises:
+            TypeError: Not a bool.
+            ValueError: The module is no unit.
+            RuntimeError: Inside a forward or a backward pass, or between the two; or another rank does something else. Nothing is changed.
+        """
+        name = "set_reshard_after_forward"
+        units = self._units_with(name, "reshard_after_forward", module, reshard_after_forward, recurse)
+        if (weights := self._schedule.weights) is not None:
+            problem: str | None = None
+            try:
+                self._require_before_a_forward(name)
+            except RuntimeError as error:
+                problem = str(error)
+            call = f"{name}({self._gathering.units[units[0]]}, {reshard_after_forward}, recurse={recurse})"  # type: ignore[union-attr]
+            Everyone(self.inner, self.outer).require_same_call(call, "", problem)
+            weights.retained = weights.retained.with_forward(units, stay=not reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Give a unit's weights back after a backward pass from here on, or keep them for the next forward pass; under FSDP2's name.
+
+        While it is False, a microbatch after the first need not gather them for its forward pass. A step frees them, because it changes
+        them. All ranks have to say the same before the same backward pass, which compares it. The memory is in :meth:`plan`.
+
+        Args:
+            module: A unit, or the model.
+            reshard_after_backward: At first True.
+            recurse: Of the units that lie in it, too.
+
+        Raises:
+            TypeError: Not a bool.
+            ValueError: The module is no unit.
+            RuntimeError: Inside a microbatch or a backward pass, or an error was not recovered from.
+        """
+        name = "set_reshard_after_backward"
+        units = self._units_with(name, "reshard_after_backward", module, reshard_after_backward, recurse)
+        self._require_no_pass(name)
+        if (weights := self._schedule.weights) is not None:
+            weights.retained = weights.retained.with_backward(units, stay=not reshard_after_backward)
+
+    def _units_with(self, name: str, field: str, module: nn.Module, value: bool, recurse: bool) -> list[int]:
+        for what, given in ((field, value), ("recurse", recurse)):
+            if not isinstance(given, bool):
+                raise TypeError(f"{name}: {what}: got {given!r}; accepted is True or False.")
+        first = self._unit(name, module)
+        if self._gathering is None or not recurse:
+            return [first]
+        inside = {id(one) for one in module.modules()}
+        return [first, *(n for n, unit in enumerate(self._gathering.units) if n != first and id(unit.module) in inside)]
 
     def unshard(self, module: nn.Module, *, async_op: bool = False) -> UnshardHandle | None:
         """Gather the weights of a unit before the forward pass that comes next, under FSDP2's name.

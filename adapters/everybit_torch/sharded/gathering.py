@@ -105,7 +105,9 @@ class Gathering:
         Yields:
             What is to be told of the method's outputs, from which a backward pass comes.
         """
-        follow = [number for number in numbers if number not in self.scheduled.gathered]
+        # Inside of a unit's forward pass that is followed itself. What is gathered before one stays there from a backward pass, or by hand.
+        inside = set() if self.scheduled.before_a_forward else self.scheduled.gathered
+        follow = [number for number in numbers if number not in inside]
 
         def returned(outputs: Any) -> None:
             differentiable = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
@@ -222,9 +224,9 @@ class Gathering:
         self._executor.run(self._schedule.come_to(number, use))
 
     def end_backward(self) -> None:
-        """The backward pass is over: free everything, unless a graph was made of it, which another pass may come to."""
+        """The backward pass is over: free what does not stay, unless a graph was made of it, which another pass may come to."""
         if not self.scheduled.keeps_for_graph:
-            self.free_all()
+            self._executor.run_all(self.scheduled.free_after_backward())
 
     # -- after an error -------------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.registered_methods import RegisteredMethods
 from everybit_torch.sharded.safetensors_export import export
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, ShardOptimizer
+from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.state_loading import IncompatibleKeys, load_state
 from everybit_torch.sharded.step_checks import Completeness
 
@@ -38,6 +39,7 @@ class ModelAccess:
     inner: Communicator
     outer: Communicator
     completeness: Completeness
+    staging: StagingMemory
     beside: ModelParallel
     _passes: Passes
     _optimizer: ShardOptimizer
@@ -125,6 +127,7 @@ class ModelAccess:
             raise RuntimeError(
                 f"{name}: in the middle of a cycle, with gradients of other weights; accepted is after step() or zero_grad()."
             )
+        self.staging.order()
         keys = load_state(
             self._state, self._optimizer.engine, state_dict, self._everyone,
             strict=strict, broadcast=broadcast_from_rank0,
@@ -222,6 +225,8 @@ class ModelAccess:
         if self._passes.in_pass:
             raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
         units, parameters = self._units_of(modules)
+        if writeback:
+            self.staging.order()
         with (
             nullcontext() if writeback else read_only(parameters),
             nullcontext() if self._full is None else self._full.show(units, writeback=writeback),

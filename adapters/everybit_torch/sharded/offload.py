@@ -85,6 +85,11 @@ class HostCopies:
         if self._stream is not None:
             streams.current(device).wait_stream(self._stream)
 
+    def mark(self, device: torch.device) -> Any:
+        """An event after the copies so far; None where they are made at once."""
+        with self.on_stream():
+            return None if self._stream is None else streams.mark(device)
+
     def keep(self, x: Tensor) -> None:
         """Keep a tensor's memory from being reused before the copies so far are made."""
         if self._stream is not None:

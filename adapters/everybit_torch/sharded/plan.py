@@ -54,7 +54,7 @@ from everybit_torch.sharded.planning.report import Plan, Ranks
 from everybit_torch.sharded.planning.traffic import agreed_bytes
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.scheduling.schedule import Settings, cycle
-from everybit_torch.sharded.scheduling.weights import Prefetch
+from everybit_torch.sharded.scheduling.weights import Prefetch, Retained
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
 from everybit_torch.stepping import piece_size
@@ -74,6 +74,7 @@ def plan(
     labels: Labels | None = None,
     microbatches: int = 1,
     reshard_after_forward: bool = True,
+    reshard_after_backward: bool = True,
     compile: bool = False,
     keep_gradients: bool = True,
     defer_reduction: bool = False,
@@ -102,6 +103,8 @@ def plan(
         labels: A function from (name, parameter) to the key of its transform.
         microbatches: The number of backward passes in a step.
         reshard_after_forward: Whether a unit's weights are freed after its forward pass, under ``optim_grads_params``.
+        reshard_after_backward: Whether they are freed after a backward pass, too, and not kept for the next microbatch's forward pass; see
+            :meth:`FlatStepper.set_reshard_after_backward`.
         compile: Whether the step is compiled, which changes its transient memory.
         keep_gradients: Whether main gradients are kept from one step to the next; if not, they count as transient.
         defer_reduction: Whether sharded gradients are summed over the ranks in a step's last backward pass only. Between the others whole
@@ -151,8 +154,11 @@ def plan(
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank, beside), nan=nan,
         construction=construction_of(model, described, layout, kind, values),
-        microbatches=microbatches, reshard_after_forward=reshard_after_forward, compile=compile,
-        keep_gradients=keep_gradients, defer_reduction=defer_reduction, metrics=metrics, second_order=second_order,
+        microbatches=microbatches,
+        retained=Retained.of(
+            len(layout.units), reshard_after_forward=reshard_after_forward, reshard_after_backward=reshard_after_backward
+        ),
+        compile=compile, keep_gradients=keep_gradients, defer_reduction=defer_reduction, metrics=metrics, second_order=second_order,
         device=device,
     )  # fmt: skip
 
@@ -165,7 +171,7 @@ def plan_layout(
     *,
     construction: ConstructionSchedule,
     microbatches: int = 1,
-    reshard_after_forward: bool = True,
+    retained: Retained | None = None,
     compile: bool = False,
     keep_gradients: bool = True,
     defer_reduction: bool = False,
@@ -186,7 +192,7 @@ def plan_layout(
         ranks: How many there are, and whose bytes.
         construction: How the stepper is given the model.
         microbatches: As :func:`plan`'s, like the next ones.
-        reshard_after_forward: See there.
+        retained: Which units' weights stay gathered; None: none.
         compile: See there.
         keep_gradients: See there.
         metrics: See there.
@@ -256,7 +262,7 @@ def plan_layout(
         (2 * torch.float64.itemsize, *([torch.float64.itemsize] if nan == "param" else [])),
         2 * len(layout.specs) * torch.int64.itemsize if nan == "param" else 0,
     )
-    settings = Settings(kind, reshard_after_forward, keep_gradients, defer_reduction, prefetch or Prefetch())
+    settings = Settings(kind, True, keep_gradients, defer_reduction, prefetch or Prefetch(), retained or Retained())
     # All microbatches between the first and the last are alike.
     stages = cycle(layout, settings, min(microbatches, 3), second_order=second_order)
     cycled, wire = meter(stages, groups, step, microbatches)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,12 +34,14 @@ from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms
 from everybit_torch.sharded.model_state import ModelState
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
+from everybit_torch.sharded.pending_save import PendingSave
 from everybit_torch.sharded.plan import Plan, Ranks, plan_layout
 from everybit_torch.sharded.registered_methods import RegisteredMethods
 from everybit_torch.sharded.reports import NanCheck, StepReport
 from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, ShardOptimizer
+from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.step_agreement import StepAgreement, agree
 from everybit_torch.sharded.step_checks import Completeness, require_gathered, require_same_parameters
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
@@ -160,7 +160,7 @@ class FlatStepper(Control, ModelAccess):
         self.closed, self.seed = False, given.seed
         self.all_ranks, self.beside = ranks_of(given.mesh), judged.beside
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
-        self.saving: Future[Path] | None = None
+        self.saving: PendingSave | None = None
         self._names = [spec.name for spec in described.specs]
         parameters = dict(zip(self._names, described.parameters, strict=True))
         self._parameters = list(parameters.items())
@@ -182,6 +182,7 @@ class FlatStepper(Control, ModelAccess):
             self.beside, self.step, self.zero_grad,
             compile=given.compile, offload=given.offload, metrics=given.metrics, seed=given.seed, unsafe=given.unsafe,
         )  # fmt: skip
+        self.staging = StagingMemory(device)
         construction.finish(self.buffers, self._optimizer, self._hand_out)
         self._passes = Passes(
             self.layout, parameters, self.buffers.gradients, self._schedule, self._executor, self.sharding, given.nan,
@@ -342,6 +343,7 @@ class FlatStepper(Control, ModelAccess):
     def _step_shards(self, _event: Event) -> None:
         step, self._prepared = self._prepared, None
         assert step is not None
+        self.staging.order()
         step()
 
     def _agree(self, _event: Event) -> None:
@@ -370,15 +372,15 @@ class FlatStepper(Control, ModelAccess):
             microbatches: In a step.
             second_order: See :func:`everybit_torch.plan`.
         """
-        given = self._given
+        given, weights = self._given, self._schedule.weights
         return plan_layout(
             self.layout, self.labelled, self.sharding,
             Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank, self.beside.sizes),
-            construction=self._constructed, others=self._optimizer.others, nan=given.nan,
-            microbatches=microbatches, reshard_after_forward=given.reshard_after_forward, compile=given.compile,
+            construction=self._constructed, others=self._optimizer.others, nan=given.nan, microbatches=microbatches,
+            retained=None if weights is None else weights.retained, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(), defer_reduction=self._schedule.defers,
-            second_order=second_order, prefetch=None if self._schedule.weights is None else self._schedule.weights.prefetch,
+            second_order=second_order, prefetch=None if weights is None else weights.prefetch,
         )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:
@@ -424,8 +426,9 @@ class FlatStepper(Control, ModelAccess):
         self._methods.close()
         for handle in self._handles:
             handle.remove()
-        if self.saving is not None:
-            wait_for([self.saving])
+        if self.saving is not None and (error := self.saving.unseen()) is not None:
+            warnings.warn(f"close: the last asynchronous save failed: {error}", stacklevel=2)
+        self.staging.free()
         for communicator in self._made:
             communicator.close()
         for group in self.groups.values():

@@ -177,7 +177,11 @@ class UnitWeights:
     def _compare_backward(self, event: Event) -> None:
         in_order = self._schedule.ways.in_the_layouts_order
         self._comparison = self._comparer.start(
-            "backward", event.number, in_order=in_order, flags=PassFlags(event.place)
+            "backward",
+            event.number,
+            in_order=in_order,
+            flags=PassFlags(event.place),
+            retained=self._schedule.retained.digest,
         )
 
     def _end_comparison(self) -> None:

@@ -115,7 +115,8 @@ def _plan(options: PlanOptions, chosen: Subject, name: str, policy: AnyPrecision
     return planned(
         options, chosen, name, policy, strategy, ranks=(options.outer, options.ranks),
         outer=options.outer_strategy if strategy == "optim_grads_params" else "no_shard",
-        reshard_after_forward=not options.keep_weights, defer_reduction=options.defer_reduction,
+        reshard_after_forward=not options.keep_weights, reshard_after_backward=not options.keep_weights_after_backward,
+        defer_reduction=options.defer_reduction,
     )  # fmt: skip
 
 

@@ -48,6 +48,9 @@ class PlanOptions(Setup):
     keep_weights: bool = False
     """With optim_grads_params: keep weights after the forward pass instead of gathering them twice."""
 
+    keep_weights_after_backward: bool = False
+    """With optim_grads_params: keep weights after a backward pass, for the forward pass of the next microbatch."""
+
     defer_reduction: bool = False
     """With sharded gradients: sum them over the ranks in the last backward pass of a step, and keep whole gradients until then."""
 

@@ -58,6 +58,7 @@ def access_bytes(
     on_host = step.device.type in ("cpu", "meta")
     all_weights, own = sum(map(_whole_weights, groups)), sum(map(_own_weights, groups))
     gathered = sum(one.weights for one in groups) if settings.sharding.params else 0
+    state = sum(one.state_saved(labelled) for one in groups)
     loading = max((_followed(one, labelled) for one in groups), default=0)
     sent, sent_main = (max(_sent(one, main=main) for one in groups) for main in (False, True))
     gathered_main = max(one.group.padded * _main_itemsize(one) for one in groups if one.resolved is not None)
@@ -72,12 +73,14 @@ def access_bytes(
         "export_safetensors, main": peak(_main(labelled, showing), gathered_main + (sent_main if first_of_data else 0)),
         "load_model_state_dict": loading,
         "load_model_state_dict, broadcast": loading + max(map(_largest, groups)),
+        "save_sharded, asynchronous": own + state if on_host else 0,
     }
     if not on_host:
         found |= {
             "model_state_dict, host": all_weights if first else 0,
             "model_state_dict, full, host": all_weights,
             "model_state_dict, sharded, host": own,
+            "save_sharded, asynchronous, host": own + state,
         }
     return found
 

@@ -178,3 +178,14 @@ class GroupPlan:
             found.update(state_bytes(state.inner, counters=state.step.nbytes))
             found["bookkeeping"] += torch.int64.itemsize  # the run's first global index
         return found
+
+    def state_saved(self, labelled: Mapping[str, LabelledTransform]) -> int:
+        """Bytes of the state that is saved: what persists of runs that have parameters."""
+        if self.resolved is None:
+            return 0
+        optimizer = eb.Optimizer(labelled[self.group.label].transform, labelled[self.group.label].policy)
+        found = 0
+        for numel in filter(None, self.runs(labelled)):
+            state = optimizer.init([torch.empty(numel, dtype=self.group.dtype, device="meta")])
+            found += nbytes((state.extra, state.inner, state.step))
+        return found

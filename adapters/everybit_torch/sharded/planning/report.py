@@ -35,7 +35,8 @@ class Plan:
         weights: Elements of the whole model by the format of their weights, as one would write it; ``"frozen"`` those of frozen ones.
         access: Peak bytes of what is done between passes if one asks for it, by call, on top of the persistent ones, and not in
             :attr:`peak_bytes`. They are the device's; of a model in the host's memory with the copies, which else are beside them under
-            names that end in ``", host"``. Buffers and ignored parameters are not counted.
+            names that end in ``", host"``. Those of an asynchronous save stay from one save to the next. Buffers and ignored parameters are
+            not counted.
     """
 
     sharding: Sharding

@@ -10,7 +10,7 @@ from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.scheduling.events import Event, PassFlags
 from everybit_torch.sharded.scheduling.gradients import GradientSchedule, Phase, TrainedGroup
 from everybit_torch.sharded.scheduling.ways import Nesting, UseKey
-from everybit_torch.sharded.scheduling.weights import Prefetch, WeightSchedule
+from everybit_torch.sharded.scheduling.weights import Prefetch, Retained, WeightSchedule
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -24,6 +24,7 @@ class Settings:
         keep_gradients: Whether main gradients are kept from one step to the next.
         defer_reduction: Whether sharded gradients are summed over the ranks in the last backward pass of a cycle only.
         prefetch: How far ahead weights are gathered, where they are sharded.
+        retained: Which units' weights stay gathered, where they are sharded; None: as ``reshard_after_forward`` says.
     """
 
     sharding: Sharding
@@ -31,6 +32,7 @@ class Settings:
     keep_gradients: bool = True
     defer_reduction: bool = False
     prefetch: Prefetch = field(default_factory=Prefetch)
+    retained: Retained | None = None
 
 
 class Schedule:
@@ -61,12 +63,11 @@ class Schedule:
         ]
         sharding = settings.sharding
         self.gradients = GradientSchedule(self.trained, sharded=sharding.grads, kept=settings.keep_gradients)
+        retained = settings.retained or Retained.of(
+            len(layout.units), reshard_after_forward=settings.reshard_after_forward
+        )
         self.weights = (
-            WeightSchedule(
-                layout.units, reshard_after_forward=settings.reshard_after_forward, prefetch=settings.prefetch
-            )
-            if sharding.params
-            else None
+            WeightSchedule(layout.units, retained=retained, prefetch=settings.prefetch) if sharding.params else None
         )
         self.last: bool | None = None
         self.defers = settings.defer_reduction
@@ -243,7 +244,9 @@ def cycle(layout: Layout, settings: Settings, microbatches: int = 1, *, second_o
             stages.append(Stage("backward", number, list(_slope(schedule, layout.units, uses))))
         stages.append(Stage("backward", number, list(_backward(schedule, layout.units, uses))))
     phases: list[Phase] = ["final" for _ in schedule.trained]
-    step = [*schedule.finish_gradients(phases), *schedule.agree(), *schedule.update(), *schedule.gradients.clear()]
+    step = [*schedule.finish_gradients(phases), *schedule.agree(), *schedule.update()]
+    step += [] if schedule.weights is None else schedule.weights.free_all()
+    step += schedule.gradients.clear()
     stages.append(Stage("step", microbatches - 1, step))
     return stages
 
@@ -298,4 +301,4 @@ def _backward(schedule: Schedule, units: Sequence[str], uses: Mapping[int, UseKe
                     yield from schedule.arrive(group.number, place)
     yield from schedule.end_pass()
     if schedule.weights is not None:
-        yield from schedule.weights.free_all()
+        yield from schedule.weights.free_after_backward()

@@ -14,7 +14,7 @@ The model itself, the first unit, keeps what is in no other unit from its forwar
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from everybit_torch.sharded.scheduling.events import Event, PassFlags
@@ -42,12 +42,49 @@ class Prefetch:
         return replace(self, backward={**self.backward, number: min(units, default=number)})
 
 
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """Which units' weights stay gathered when others' are freed. All ranks say the same of the same pass.
+
+    Attributes:
+        after_forward: After their forward pass, until their backward pass is over: they are not gathered for that. The model's own do so
+            whatever this says.
+        after_backward: After a backward pass, until the next forward pass or step: they are not gathered for that.
+    """
+
+    after_forward: frozenset[int] = frozenset()
+    after_backward: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, units: int, *, reshard_after_forward: bool = True, reshard_after_backward: bool = True) -> Retained:
+        """All of so many units, or none."""
+        everything, nothing = frozenset(range(units)), frozenset[int]()
+        return cls(nothing if reshard_after_forward else everything, nothing if reshard_after_backward else everything)
+
+    def with_forward(self, units: Iterable[int], *, stay: bool) -> Retained:
+        """Return this with other units that stay, or do not, after their forward pass."""
+        return replace(self, after_forward=_changed(self.after_forward, units, stay=stay))
+
+    def with_backward(self, units: Iterable[int], *, stay: bool) -> Retained:
+        """Return this with other units that stay, or do not, after a backward pass."""
+        return replace(self, after_backward=_changed(self.after_backward, units, stay=stay))
+
+    @property
+    def digest(self) -> int:
+        """The same number, below 2**32, for the same units."""
+        return zlib.crc32(repr((sorted(self.after_forward), sorted(self.after_backward))).encode())
+
+
+def _changed(before: frozenset[int], units: Iterable[int], *, stay: bool) -> frozenset[int]:
+    return before.union(units) if stay else before.difference(units)
+
+
 class WeightSchedule:
     """The events of weights. What a method yields has to be carried out one by one: an event counts when the next one is asked for.
 
     Args:
         units: Names, in the layout's order, the model first.
-        reshard_after_forward: Free units after the forward pass, to gather them again for the backward pass. False: keep them.
+        retained: Units that are not freed after their forward pass, or after a backward pass.
 
     Attributes:
         gathered: Units that are gathered, or being gathered.
@@ -62,12 +99,15 @@ class WeightSchedule:
         ran: Units that had a forward pass in this cycle.
         ways: How units were used.
         prefetch: How far ahead weights are gathered. May be set at any time.
+        retained: As given. May be set before a forward pass; what it says of backward passes, before one of these.
     """
 
-    def __init__(self, units: Sequence[str], *, reshard_after_forward: bool, prefetch: Prefetch | None = None) -> None:
-        self.prefetch = prefetch or Prefetch()
+    def __init__(
+        self, units: Sequence[str], *, retained: Retained | None = None, prefetch: Prefetch | None = None
+    ) -> None:
+        self.prefetch, self.retained = prefetch or Prefetch(), retained or Retained()
         self._begun = False  # gathering by hand, for the forward pass that comes next
-        self._count, self.reshard_after_forward = len(units), reshard_after_forward
+        self._count = len(units)
         self.ways = Ways(Nesting(units))
         self.gathered = set(range(len(units)))
         self.entered: set[int] = set()
@@ -93,12 +133,20 @@ class WeightSchedule:
 
     def free_all(self) -> list[Event]:
         """Free everything, and begin anew: after a step all weights are others. The events count at once."""
+        return self._begin_anew(self.kept)
+
+    def free_after_backward(self) -> list[Event]:
+        """Free what does not stay for the next forward pass, and begin anew. The events count at once."""
+        return self._begin_anew(self.kept | self.retained.after_backward)
+
+    def _begin_anew(self, stay: Collection[int]) -> list[Event]:
         self._graph_pending = self.keeps_for_graph = False
         self._forwards, self._begun = 0, False
         self._begin_at_the_first()
         if self.held:
             return []
-        freed, self.gathered = sorted(self.gathered - self.kept), self.gathered & self.kept
+        freed = sorted(self.gathered.difference(stay))
+        self.gathered.intersection_update(stay)
         return [Event("free", number) for number in freed]
 
     def stop_holding(self, *, held: bool) -> list[Event]:
@@ -127,7 +175,7 @@ class WeightSchedule:
         if self.keeps_all or self.in_forward or self.in_backward:
             return []
         if self._graph_pending:
-            freed = [number for number in released if number > 0 and self.reshard_after_forward]
+            freed = [number for number in released if number > 0 and self._frees_after_forward(number)]
             self.gathered.difference_update(freed)
             return [Event("free", number) for number in freed]
         forwards = self._forwards
@@ -223,8 +271,11 @@ class WeightSchedule:
         """A unit's forward pass has ended, out of a backward pass."""
         if number == 0:
             yield from self._end_forward(recording=recording)
-        elif self.reshard_after_forward or not (recording or self._records):
+        elif self._frees_after_forward(number) or not (recording or self._records):
             yield from self._free(number)
+
+    def _frees_after_forward(self, number: int) -> bool:
+        return number not in self.retained.after_forward
 
     def is_used(self, number: int, *, differentiable: bool, checkpoint: int, recorded: bool = True) -> UseKey:
         """A unit's forward pass has returned something; ``differentiable`` if a backward pass may come to it. Returns the use."""
@@ -242,8 +293,7 @@ class WeightSchedule:
         self.in_forward = self._records = self._begun = False
         if recording:
             self.forward_over = True
-        if self.reshard_after_forward or not recording:
-            yield from self._free_units()
+        yield from self._free_units() if not recording else self._free_for_backward()
         if not recording and not self._graph_pending:
             yield from self._free(0)
 
@@ -252,7 +302,7 @@ class WeightSchedule:
             number = self._next_forward
             yield from self._gather(number)
             self._next_forward += 1
-            if number > 1 and (self.reshard_after_forward or not recording):
+            if number > 1 and (self._frees_after_forward(number - 1) or not recording):
                 yield from self._free(number - 1)
 
     def skip_forward(self) -> Iterator[Event]:
@@ -273,9 +323,10 @@ class WeightSchedule:
         self.keeps_for_graph = self.keeps_for_graph or self._creates_graph
 
     def _free_for_backward(self) -> Iterator[Event]:
-        """All ranks gather every unit in the backward pass, so none keeps one from before."""
-        if self.reshard_after_forward:
-            yield from self._free_units()
+        """All ranks gather every unit in the backward pass but those that stay on all of them, so none keeps another from before."""
+        for number in sorted(self.gathered - {0}):
+            if self._frees_after_forward(number):
+                yield from self._free(number)
 
     def enter(self, number: int, use: UseKey) -> None:
         """The backward pass has come to what a use of a unit returned."""
@@ -301,7 +352,7 @@ class WeightSchedule:
     def free_what_is_over(self) -> Iterator[Event]:
         """Free what the backward pass has left, or will never come to."""
         for number in sorted(self.gathered - {0}, reverse=True):
-            if self.ways.is_over(number):
+            if self.ways.is_over(number) and number not in self.retained.after_backward:
                 yield from self._free(number)
 
     def ahead_of(self, number: int) -> Iterator[Event]:
@@ -310,7 +361,10 @@ class WeightSchedule:
 
     def take_part(self, number: int) -> Iterator[Event]:
         """Gather all units down to the one before ``number``: what a rank does as its backward pass comes to that unit."""
-        while self.reshard_after_forward and self._next_backward >= max(number - 1, 1):
+        while self._next_backward >= max(number - 1, 1):
+            if not self._frees_after_forward(self._next_backward):
+                self._next_backward -= 1
+                continue
             yield from self._gather(self._next_backward)
             self._next_backward -= 1
             if self._next_backward >= max(number - 1, 1):
@@ -334,8 +388,7 @@ class WeightSchedule:
         yield from self.take_part(1)
         yield Event("require compared")
         self.end_pass()
-        if self.reshard_after_forward:
-            yield from self._free_units()
+        yield from self._free_for_backward()
         self._next_backward = self._count - 1
 
     @property

@@ -1,0 +1,46 @@
+"""A save that is written in the background, whose error is raised once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+
+class PendingSave(Future[Path]):
+    """Of an asynchronous save: done with its directory, or with what went wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # a collective is not cancelled
+        self._asked = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The directory, when every rank has written.
+
+        Raises:
+            BaseException: What went wrong; the next save does not raise it then.
+        """
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong, or None; the next save does not raise it then."""
+        error = super().exception(timeout)
+        self._asked = True
+        return error
+
+    def carry_out(self, write: Callable[[], Path]) -> None:
+        """Be done with what a function returns or raises."""
+        try:
+            path = write()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(path)
+
+    def unseen(self) -> BaseException | None:
+        """Wait for it, and return its error if nobody has asked for it."""
+        asked = self._asked
+        error = self.exception()
+        return None if asked else error

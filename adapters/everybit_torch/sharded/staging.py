@@ -1,0 +1,89 @@
+"""The host's memory into which a checkpoint is copied, so that training may go on while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everybit_torch import streams
+from everybit_torch.inference import outside_inference
+from everybit_torch.sharded.offload import HostCopies
+from everybit_torch.sharded.shard_tensor import ShardTensor
+
+
+class StagingMemory:
+    """The memory in which asynchronous saves of one stepper have what they write: a tensor of the host's for each that is saved.
+
+    It is allocated by the first of them and used again by the next. Where the model's device has streams it is pinned, and filled by
+    copies on a stream of their own, so that nothing is allocated on the device.
+
+    Args:
+        device: The model's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._copies = device, HostCopies()
+        self._memory: dict[str, Tensor] = {}
+        self._copied: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of the host's memory are kept for the next asynchronous save."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    def free(self) -> None:
+        """Give the memory back; the next asynchronous save allocates it again. A save that is under way keeps what it writes."""
+        self._memory = {}
+
+    @outside_inference
+    def copy(
+        self, parts: Mapping[str, Tensor], is_shown: Callable[[str, Tensor], bool]
+    ) -> tuple[dict[str, Tensor], Any]:
+        """Start to copy tensors to the staging memory, which nobody reads now.
+
+        Args:
+            parts: By name. The same memory under several names is copied once.
+            is_shown: Whether a tensor is one that users write to, at any time: what is queued on the present stream next comes after its
+                copy. What only the stepper writes to is written after :meth:`order`.
+
+        Returns:
+            The copies by name, and an event after them, for which the host has to wait before it reads them; None where it need not.
+        """
+        memory: dict[str, Tensor] = {}
+        copies: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        found: dict[str, Tensor] = {}
+        self._copies.begin(self._device)
+        for shown in (True, False):
+            for name, part in parts.items():
+                if is_shown(name, part) is shown:
+                    source = part.local if isinstance(part, ShardTensor) else part
+                    key = (source.data_ptr(), source.numel(), source.dtype)
+                    if key not in copies or not source.numel():
+                        copies[key] = memory[name] = self._room_for(name, source)
+                        self._start(copies[key], source)
+                    copy = copies[key].view(source.shape)
+                    found[name] = ShardTensor(copy, part.shape, part.low) if isinstance(part, ShardTensor) else copy
+            if shown:
+                self._copies.end(self._device)
+        self._memory = memory
+        self._copied = self._copies.mark(self._device)
+        return {name: found[name] for name in parts}, self._copied
+
+    def order(self) -> None:
+        """Order what is queued on the present stream from here on after the copies. The host does not wait."""
+        streams.come_after(self._copied, self._device)
+
+    def _room_for(self, name: str, source: Tensor) -> Tensor:
+        known = self._memory.get(name)
+        if known is not None and known.dtype is source.dtype and known.numel() == source.numel():
+            return known
+        return self._copies.allocate(source, source.numel())
+
+    def _start(self, into: Tensor, source: Tensor) -> None:
+        with self._copies.on_stream():
+            into.view(source.shape).copy_(source, non_blocking=streams.has_streams(source.device))
+        if streams.has_streams(source.device):
+            self._copies.keep(source)

@@ -100,6 +100,30 @@ def test_stages_draw_the_bits_of_one_process_and_copies_those_of_what_they_copy(
     assert not torch.equal(found[0]["variance"], found[1]["variance"])
 
 
+def failing() -> str:
+    """Values of one stage cannot be made."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+
+    def broken(module: nn.Module) -> None:
+        if mesh.get_local_rank("stage"):
+            raise OSError("no values here")
+        getattr(module, "reset_parameters", lambda: None)()
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        FlatStepper(
+            model, eb.adamw(1e-3), mesh=mesh["data"], model_parallel=mesh["stage"], values=FromInitializers(broken)
+        )
+    assert model[0].weight.device.type == "meta"
+    return str(caught.value)
+
+
+def test_a_stage_that_cannot_be_constructed_is_told_to_the_others() -> None:
+    for told in run(4, failing, timeout=20.0):
+        assert "no values here" in told
+
+
 # -- the plan -----------------------------------------------------------------------------------------------------------------------------
 
 SENT: list[tuple[str, str, str, dict[str, Any]]] = [

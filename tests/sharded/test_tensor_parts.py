@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -302,6 +303,66 @@ def test_what_does_not_fit_a_part_is_refused_by_name_on_every_rank(tmp_path: Pat
             assert word in message, message
     for number in (0, 2, 3, 4):
         assert len({messages[number] for messages in told}) == 1
+
+
+def in_two_dimensions(path: Path, wanted: dict[str, Tensor]) -> list[str]:
+    """A mesh of tensor parallelism of two dimensions; a DTensor that is left alone, of which a part is not contiguous."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "rows of ranks", "columns of ranks"))
+    tensor = mesh["rows of ranks", "columns of ranks"]
+    placements = {
+        "rows": [Shard(0), Shard(1)], "columns": [Shard(1), Shard(1)], "few": [Replicate(), Shard(0)], "cube": [Shard(2), Shard(0)],
+        "copy": [Replicate(), Replicate()], "frozen": [Shard(0), Replicate()],
+    }  # fmt: skip
+    wrong: list[str] = []
+    for strategy in ("optim", "optim_grads_params"):
+        model = model_of("EXACT_BF16")
+        cut(model, tensor, placements)
+        across = distribute_tensor(torch.arange(15.0).view(3, 5), tensor, [Replicate(), Shard(1)])
+        strided = across.to_local().mT.contiguous().mT
+        alone = DTensor.from_local(
+            strided, tensor, [Replicate(), Shard(1)], run_check=False, shape=across.shape, stride=across.stride()
+        )
+        model.alone = nn.Parameter(alone)
+        arguments: dict[str, Any] = {
+            "policy": POLICIES["EXACT_BF16"],
+            "units": [Layer],
+            "seed": 5,
+            "ignored": ["alone"],
+        }
+        stepper = FlatStepper(model, transform(), mesh=mesh["data"], strategy=strategy, **arguments)
+        trained(model, stepper, 0, 1, range(2))
+        expect = {"alone": torch.arange(15.0).view(3, 5), **wanted}
+        stepper.export_safetensors(path / "one.safetensors")
+        save_sharded(stepper, path / strategy)
+        state, shards = stepper.model_state_dict("full"), stepper.model_state_dict("sharded")
+        wrong += [f"{strategy}: {name}" for name in differing(state, expect)]
+        wrong += [
+            f"{strategy}, rank0: {n}"
+            for n in differing(stepper.model_state_dict(), expect if dist.get_rank() == 0 else {})
+        ]
+        once = by_name({name: x for name, x in expect.items() if name != "layers.two.rows"})
+        dist.barrier()
+        wrong += [f"{strategy}, file: {name}" for name in differing(by_name(load_file(path / "one.safetensors")), once)]
+        for form in ("sharded", "first rank", "checkpoint"):
+            with torch.no_grad(), stepper.full_parameters():
+                for parameter in model.parameters():
+                    (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
+            if form == "checkpoint":
+                load_sharded(stepper, path / strategy)
+            elif form == "sharded":
+                stepper.load_model_state_dict(shards)
+            else:
+                stepper.load_model_state_dict(state if dist.get_rank() == 0 else None, broadcast_from_rank0=True)
+            wrong += [f"{strategy}, from {form}: {n}" for n in differing(stepper.model_state_dict("full"), expect)]
+        dist.barrier()
+        stepper.close()
+    return wrong
+
+
+def test_parts_of_two_dimensions_and_dtensors_that_are_left_alone_are_whole_too(tmp_path: Path) -> None:
+    wanted = expected("EXACT_BF16", 2)[0]
+    for wrong in run(4, in_two_dimensions, tmp_path, wanted):
+        assert wrong == []
 
 
 # -- construction -----------------------------------------------------------------------------------------------------------------------

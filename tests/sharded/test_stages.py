@@ -20,6 +20,7 @@ from everybit_torch.sharded.construction.sources import FromInitializers, FromSa
 from everybit_torch.sharded.joint import JointStepper
 from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import Strategy
 from tests.sharded.test_composition import TRANSFORMS, Model, dtype_of, one_process, policy, weights_of
 from tests.sharded.test_composition import Part as CompositionPart
 from tests.sharded.test_plan import counting_live, settled_bytes
@@ -100,6 +101,30 @@ def test_stages_draw_the_bits_of_one_process_and_copies_those_of_what_they_copy(
     assert not torch.equal(found[0]["variance"], found[1]["variance"])
 
 
+def failing() -> str:
+    """Values of one stage cannot be made."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+
+    def broken(module: nn.Module) -> None:
+        if mesh.get_local_rank("stage"):
+            raise OSError("no values here")
+        getattr(module, "reset_parameters", lambda: None)()
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        FlatStepper(
+            model, eb.adamw(1e-3), mesh=mesh["data"], model_parallel=mesh["stage"], values=FromInitializers(broken)
+        )
+    assert model[0].weight.device.type == "meta"
+    return str(caught.value)
+
+
+def test_a_stage_that_cannot_be_constructed_is_told_to_the_others() -> None:
+    for told in run(4, failing, timeout=20.0):
+        assert "no values here" in told
+
+
 # -- the plan -----------------------------------------------------------------------------------------------------------------------------
 
 SENT: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -112,12 +137,12 @@ SENT: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
-def sending() -> list[Any]:
+def sending(cases: list[int]) -> list[Any]:
     """Where what was sent in a step, or what persists, is not what is planned; the plan of a stepper and that of its arguments."""
     mesh, wrong = Mesh(2, 2), list[Any]()
     rank, other = mesh.place("data"), mesh.place("tensor")
     with counting_live() as start_counting:
-        for kind, transform, strategy, options in SENT:
+        for kind, transform, strategy, options in [SENT[case] for case in cases]:
             start_counting()
             names = ["a"] if kind == "stages" and other else ["a", "b"]
             # What torch's DTensor keeps of a frozen parameter of another size on each rank is longer than the part.
@@ -161,8 +186,9 @@ def sending() -> list[Any]:
     return wrong
 
 
-def test_what_is_sent_to_ranks_with_other_parts_is_planned_to_the_byte() -> None:
-    for wrong in run(4, sending):
+@pytest.mark.parametrize("cases", [[1, 2, 4], pytest.param([0, 3, 5], marks=pytest.mark.exhaustive)])
+def test_what_is_sent_to_ranks_with_other_parts_is_planned_to_the_byte(cases: list[int]) -> None:
+    for wrong in run(4, sending, cases):
         assert wrong == []
 
 
@@ -176,44 +202,43 @@ def wide(dtype: torch.dtype, mesh: Mesh) -> Layers:
     return model
 
 
-def accessing(path: Path) -> list[Any]:
+def accessing(path: Path, strategy: Strategy, stored: str) -> list[Any]:
     """Where what state dicts, files, loading and construction take is not what is planned."""
     mesh, wrong = Mesh(2, 2), list[Any]()
     first = dist.get_rank() == 0
-    for strategy, stored in (("optim_grads_params", "EXACT_BF16"), ("optim", "FP32")):
-        dtype = dtype_of(stored)
-        arguments: dict[str, Any] = {
-            "policy": policy(stored),
-            "strategy": strategy,
-            "units": [Layer],
-            "mesh": mesh["data"],
-        }
-        model = wide(dtype, mesh)
-        with counting() as counter:
-            found, predicted, state = access(model, arguments, path, counter)
-        wrong += [
-            (strategy, name, predicted[name], size)
-            for name, size in found.items()
-            if predicted[name] != size and max(predicted[name], size) >= 2 * SMALLEST
-        ]
-        del model
-        gc.collect()
-        sources: dict[str, Any] = {
-            "initializers": FromInitializers(),
-            "files": FromSafetensors(path / "model.safetensors"),
-            "more bits": FromSafetensors(path / "main.safetensors"),
-            "first rank": FromStateDict(state if first else None),
-        }
-        for name, values in sources.items():
-            with torch.device("meta"):
-                model = wide(dtype, mesh)
-            with counting(everything=True) as counter:
-                stepper = FlatStepper(model, eb.adamw(1e-3), values=values, device="cpu", **arguments)
-                measured = counter.peak - counter.live
-            if stepper.plan().transient["construction"] != measured:
-                wrong.append((strategy, name, stepper.plan().transient["construction"], measured))
-            stepper.close()
-            del stepper, model
+    dtype = dtype_of(stored)
+    arguments: dict[str, Any] = {
+        "policy": policy(stored),
+        "strategy": strategy,
+        "units": [Layer],
+        "mesh": mesh["data"],
+    }
+    model = wide(dtype, mesh)
+    with counting() as counter:
+        found, predicted, state = access(model, arguments, path, counter)
+    wrong += [
+        (strategy, name, predicted[name], size)
+        for name, size in found.items()
+        if predicted[name] != size and max(predicted[name], size) >= 2 * SMALLEST
+    ]
+    del model
+    gc.collect()
+    sources: dict[str, Any] = {
+        "initializers": FromInitializers(),
+        "files": FromSafetensors(path / "model.safetensors"),
+        "more bits": FromSafetensors(path / "main.safetensors"),
+        "first rank": FromStateDict(state if first else None),
+    }
+    for name, values in sources.items():
+        with torch.device("meta"):
+            model = wide(dtype, mesh)
+        with counting(everything=True) as counter:
+            stepper = FlatStepper(model, eb.adamw(1e-3), values=values, device="cpu", **arguments)
+            measured = counter.peak - counter.live
+        if stepper.plan().transient["construction"] != measured:
+            wrong.append((strategy, name, stepper.plan().transient["construction"], measured))
+        stepper.close()
+        del stepper, model
     return wrong
 
 
@@ -247,8 +272,14 @@ def access(
     return found, predicted, state
 
 
-def test_what_whole_tensors_take_in_memory_is_planned_to_the_byte(tmp_path: Path) -> None:
-    for wrong in run(4, accessing, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "stored"),
+    [("optim_grads_params", "EXACT_BF16"), pytest.param("optim", "FP32", marks=pytest.mark.exhaustive)],
+)
+def test_what_whole_tensors_take_in_memory_is_planned_to_the_byte(
+    strategy: Strategy, stored: str, tmp_path: Path
+) -> None:
+    for wrong in run(4, accessing, tmp_path, strategy, stored):
         assert wrong == []
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -28,6 +29,7 @@ from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, s
 from everybit_torch.sharded.construction.reading import Request
 from everybit_torch.sharded.construction.sources import FromCheckpoint, FromInitializers, FromSafetensors, FromStateDict
 from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 from everybit_torch.sharded.tensor_parallel import parts_of
 from everybit_torch.sharded.whole_tensors import elements_of, view_of
 from tests.support.block_formats import Int8Blocks
@@ -102,11 +104,13 @@ def differing(found: dict[str, Any], wanted: dict[str, Tensor]) -> list[str]:
 # -- everyday access --------------------------------------------------------------------------------------------------------------------
 
 
-def everyday(data: int, tensor: int, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], path: Path) -> list[str]:
+def everyday(
+    data: int, tensor: int, strategies: tuple[Strategy, ...], wanted: tuple[dict[str, Tensor], dict[str, Tensor]], path: Path
+) -> list[str]:  # fmt: skip
     wrong: list[str] = []
     mesh, (state, wide) = Mesh(data, tensor), wanted
     rank = dist.get_rank()
-    for strategy in ("optim_grads_params", "optim"):
+    for strategy in strategies:
         here = path / f"{data} {tensor} {strategy}"
         model = model_of("EXACT_BF16")
         cut(model, mesh["tensor"], BY_COLUMNS)
@@ -179,9 +183,18 @@ def everyday(data: int, tensor: int, wanted: tuple[dict[str, Tensor], dict[str, 
     return wrong
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 2), pytest.param(1, 3, marks=pytest.mark.exhaustive)])
-def test_what_one_sees_of_a_tensor_parallel_model_are_whole_tensors(data: int, tensor: int, tmp_path: Path) -> None:
-    for wrong in run(data * tensor, everyday, data, tensor, expected("EXACT_BF16", 2), tmp_path):
+EVERYDAY: list[Any] = [
+    (2, 2, ("optim_grads_params",)),
+    pytest.param(2, 2, ("optim", "no_shard"), marks=pytest.mark.exhaustive),
+    pytest.param(1, 3, ("optim_grads_params", "optim_grads"), marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("data", "tensor", "strategies"), EVERYDAY)
+def test_what_one_sees_of_a_tensor_parallel_model_are_whole_tensors(
+    data: int, tensor: int, strategies: tuple[Strategy, ...], tmp_path: Path
+) -> None:
+    for wrong in run(data * tensor, everyday, data, tensor, strategies, expected("EXACT_BF16", 2), tmp_path):
         assert wrong == []
 
 
@@ -231,20 +244,38 @@ def alone(path: Path, policy: str, wanted: dict[str, Tensor]) -> list[str]:
 
 
 CASES = [("EXACT_BF16", BY_COLUMNS, BY_ROWS), ("LEAN_BF16", BY_ROWS, BY_ROWS), ("blocks", BY_ROWS, BY_ROWS)]
+SHAPES_OF_RANKS: list[Any] = [
+    (0, (1, 3)),
+    (1, (2, 1)),
+    (2, (1, 1)),
+    *(
+        pytest.param(case, ranks, marks=pytest.mark.exhaustive)
+        for case, ranks in ((0, (2, 1)), (1, (1, 2)), (2, (2, 2)))
+    ),
+]
 
 
-@pytest.mark.parametrize("case", [0, 1, pytest.param(2)])
-def test_a_checkpoint_goes_on_with_another_number_of_tensor_parallel_ranks(case: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "ranks"), SHAPES_OF_RANKS)
+def test_a_checkpoint_goes_on_with_another_number_of_tensor_parallel_ranks(
+    case: int, ranks: tuple[int, int], tmp_path: Path
+) -> None:
     policy, before, after = CASES[case]
     wanted = expected(policy, 4)[0]
-    run(4, saved, tmp_path / "two", policy, 2, before)
-    for data, tensor in ((2, 1), (1, 3), (1, 1)) if case == 0 else ((2, 1), (1, 2)):
-        for wrong in run(data * tensor, resumed, tmp_path / "two", policy, data, tensor, after, wanted):
-            assert wrong == []
-    run(2, saved, tmp_path / "one", policy, 1, before)
-    for wrong in run(4, resumed, tmp_path / "one", policy, 2, 2, after, wanted):
+    run(4, saved, tmp_path / "saved", policy, 2, before)
+    for wrong in run(ranks[0] * ranks[1], resumed, tmp_path / "saved", policy, *ranks, after, wanted):
         assert wrong == []
-    assert run(1, alone, tmp_path / "one 2 2 2 2", policy, wanted) == [[]]
+
+
+@pytest.mark.parametrize("case", [1, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in (0, 2))])
+def test_a_checkpoint_of_whole_tensors_goes_on_in_parts_and_is_read_by_a_plain_optimizer(
+    case: int, tmp_path: Path
+) -> None:
+    policy, _, after = CASES[case]
+    wanted = expected(policy, 4)[0]
+    run(2, saved, tmp_path / "saved", policy, 1, after)
+    for wrong in run(4, resumed, tmp_path / "saved", policy, 2, 2, after, wanted):
+        assert wrong == []
+    assert run(1, alone, tmp_path / "saved 2 2 2 2", policy, wanted) == [[]]
 
 
 def unlike(path: Path) -> list[str]:
@@ -304,6 +335,69 @@ def test_what_does_not_fit_a_part_is_refused_by_name_on_every_rank(tmp_path: Pat
         assert len({messages[number] for messages in told}) == 1
 
 
+def in_two_dimensions(path: Path, wanted: dict[str, Tensor], strategies: tuple[Strategy, ...]) -> list[str]:
+    """A mesh of tensor parallelism of two dimensions; a DTensor that is left alone, of which a part is not contiguous."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "rows of ranks", "columns of ranks"))
+    tensor = mesh["rows of ranks", "columns of ranks"]
+    placements = {
+        "rows": [Shard(0), Shard(1)], "columns": [Shard(1), Shard(1)], "few": [Replicate(), Shard(0)], "cube": [Shard(2), Shard(0)],
+        "copy": [Replicate(), Replicate()], "frozen": [Shard(0), Replicate()],
+    }  # fmt: skip
+    wrong: list[str] = []
+    for strategy in strategies:
+        model = model_of("EXACT_BF16")
+        cut(model, tensor, placements)
+        across = distribute_tensor(torch.arange(15.0).view(3, 5), tensor, [Replicate(), Shard(1)])
+        strided = across.to_local().mT.contiguous().mT
+        alone = DTensor.from_local(
+            strided, tensor, [Replicate(), Shard(1)], run_check=False, shape=across.shape, stride=across.stride()
+        )
+        model.alone = nn.Parameter(alone)
+        arguments: dict[str, Any] = {
+            "policy": POLICIES["EXACT_BF16"],
+            "units": [Layer],
+            "seed": 5,
+            "ignored": ["alone"],
+        }
+        stepper = FlatStepper(model, transform(), mesh=mesh["data"], strategy=strategy, **arguments)
+        trained(model, stepper, 0, 1, range(2))
+        expect = {"alone": torch.arange(15.0).view(3, 5), **wanted}
+        stepper.export_safetensors(path / "one.safetensors")
+        save_sharded(stepper, path / strategy)
+        state, shards = stepper.model_state_dict("full"), stepper.model_state_dict("sharded")
+        wrong += [f"{strategy}: {name}" for name in differing(state, expect)]
+        wrong += [
+            f"{strategy}, rank0: {n}"
+            for n in differing(stepper.model_state_dict(), expect if dist.get_rank() == 0 else {})
+        ]
+        once = by_name({name: x for name, x in expect.items() if name != "layers.two.rows"})
+        dist.barrier()
+        wrong += [f"{strategy}, file: {name}" for name in differing(by_name(load_file(path / "one.safetensors")), once)]
+        for form in ("sharded", "first rank", "checkpoint"):
+            with torch.no_grad(), stepper.full_parameters():
+                for parameter in model.parameters():
+                    (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
+            if form == "checkpoint":
+                load_sharded(stepper, path / strategy)
+            elif form == "sharded":
+                stepper.load_model_state_dict(shards)
+            else:
+                stepper.load_model_state_dict(state if dist.get_rank() == 0 else None, broadcast_from_rank0=True)
+            wrong += [f"{strategy}, from {form}: {n}" for n in differing(stepper.model_state_dict("full"), expect)]
+        dist.barrier()
+        stepper.close()
+    return wrong
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.exhaustive)])
+def test_parts_of_two_dimensions_and_dtensors_that_are_left_alone_are_whole_too(
+    strategy: Strategy, tmp_path: Path
+) -> None:
+    wanted = expected("EXACT_BF16", 2)[0]
+    for wrong in run(4, in_two_dimensions, tmp_path, wanted, (strategy,)):
+        assert wrong == []
+
+
 # -- construction -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +427,8 @@ def initialize(module: nn.Module) -> None:
         module.reset_parameters()
 
 
-def constructing(path: Path, data: int, tensor: int) -> list[str]:
+def constructing(path: Path, data: int, tensor: int, sampled: bool) -> list[str]:
+    """``sampled``: each source under one of two strategies."""
     wrong: list[str] = []
     mesh, first = Mesh(data, tensor), dist.get_rank() == 0
     made = made_whole()
@@ -347,8 +442,9 @@ def constructing(path: Path, data: int, tensor: int) -> list[str]:
         "checkpoint": FromCheckpoint(path / "saved"),
     }
     for number, (name, values) in enumerate(sources.items()):
-        for strategy in ("optim", "optim_grads_params"):
-            if name == "checkpoint" and strategy == "optim":
+        for strategy in STRATEGIES[1 + 2 * (number % 2 == 0) :][:1] if sampled else STRATEGIES[1::2]:
+            if name == "checkpoint" and not (path / "saved").exists():
+                dist.barrier()
                 given = made_whole()
                 cut(given, mesh["tensor"], BY_ROWS)
                 save_sharded(stepper_of(given, "EXACT_BF16", mesh, strategy), path / "saved")
@@ -382,7 +478,7 @@ def test_a_tensor_parallel_model_is_constructed_of_parts_of_what_is_made_whole(
     data: int, tensor: int, tmp_path: Path
 ) -> None:
     files(tmp_path)
-    for wrong in run(data * tensor, constructing, tmp_path, data, tensor):
+    for wrong in run(data * tensor, constructing, tmp_path, data, tensor, data == 2):
         assert wrong == []
 
 

@@ -217,7 +217,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
-        stepper.staging.order()
+        stepper.before_writing()
         for key, value in own.items():
             if key.startswith("model."):
                 elements(value).copy_(elements(aside[key]))

@@ -15,6 +15,7 @@ from everybit_torch.dtensors import local
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, Layout
 from everybit_torch.sharded.model_parallel import ModelParallel
+from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, Shard
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.weights import WeightBuffer
@@ -34,6 +35,7 @@ class ModelBuffers:
         beside: The ranks that hold other parts of the model.
         fill: Has the buffers of weights take the model's values, before anything else is allocated.
         keep_gradients: Keep the memory of main gradients from one cycle to the next.
+        copies: Of what lies on the host.
 
     Attributes:
         layout: As given.
@@ -56,7 +58,9 @@ class ModelBuffers:
         fill: Callable[[ModelBuffers], None],
         *,
         keep_gradients: bool,
+        copies: HostCopies,
     ) -> None:
+        self._copies = copies
         self.sharding, self.inner, self.outer, self.device = sharding, inner, outer, device
         self.weights: dict[int, WeightBuffer] = {}
         self.gradients: dict[int, GradientBuffer] = {}
@@ -68,8 +72,9 @@ class ModelBuffers:
             if group.requires_grad:
                 main, wires = self._stored(group, labelled)
                 gradients = self.gradients[number] = GradientBuffer(
-                    group, sharding, inner, outer, main, *wires, device, keep=keep_gradients
-                )
+                    group, sharding, inner, outer, main, *wires, device, keep=keep_gradients,
+                    copies=copies if copies.offload.gradients else None,
+                )  # fmt: skip
                 counted = beside.counts(group.placements[0].spec.name, weights.parameters[0])
                 self.shards.append(Shard.of(weights, gradients, *self.own_range(group), counted=counted))
 
@@ -77,7 +82,15 @@ class ModelBuffers:
         """Allocate what is kept of the weights of one of the layout's groups."""
         group = self.layout.groups[number]
         members = [self.parameters[place.spec.name] for place in group.placements]
-        self.weights[number] = WeightBuffer(group, members, self.sharding, self.inner, self.outer, self.device)
+        self.weights[number] = WeightBuffer(
+            group,
+            members,
+            self.sharding,
+            self.inner,
+            self.outer,
+            self.device,
+            self._copies if self._copies.offload.weights else None,
+        )
 
     def own_range(self, group: Group) -> tuple[int, int]:
         """The part of a group's buffer that this rank steps."""

@@ -26,6 +26,7 @@ from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.sharded.construction.sources import FromInitializers, FromSafetensors, Values
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.model_layout import AnyPrecision
+from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.plan import Plan, plan
 from everybit_torch.sharded.strategies import Strategy
 
@@ -67,6 +68,8 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> None:
             raise OptionError("--outer-strategy", "optim with --outer 1", accepted)
         if "optim_grads_params" not in options.strategies:
             raise OptionError("--outer-strategy", f"optim with --strategies {' '.join(options.strategies)}", accepted)
+    if options.offload != "nothing" and options.device == "cpu":
+        raise OptionError("--offload", f"{options.offload} with --device cpu", "nothing, or --device cuda")
     policies = _policies(options)
     dtype = None if options.dtype == "model" else getattr(torch, _DTYPES[options.dtype])
     model, blocks = build(options.model, dtype)
@@ -82,7 +85,7 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> None:
                 progress.advance(task)
     title = _title(options, rows[0].plan, units)
     console.print(title, highlight=False, soft_wrap=True)
-    console.print(_table(rows), highlight=False)
+    console.print(_table(rows, host=options.offload != "nothing"), highlight=False)
     if options.out is None:
         return
     numbers, picture = options.out / "plan.json", options.out / "plan.png"
@@ -154,6 +157,7 @@ def _plan(
             defer_reduction=options.defer_reduction,
             device=options.device,
             values=_VALUES[options.values],
+            offload=_offload(options, strategy),
         )
     except (TypeError, ValueError) as error:
         if str(error).startswith("values: "):
@@ -161,6 +165,11 @@ def _plan(
             raise OptionError("--values", got, "files, or a model whose modules have initializers") from None
         got = f"{name}, which does not go with the model ({error})"
         raise OptionError("--policies", got, "one that does, or another --dtype") from None
+
+
+def _offload(options: PlanOptions, strategy: Strategy) -> Offload:
+    everything = options.offload == "everything" and strategy == "optim_grads_params"
+    return Offload(state=options.offload != "nothing", weights=everything, gradients=everything)
 
 
 def _title(options: PlanOptions, first: Plan, units: list[type[nn.Module]]) -> str:
@@ -175,15 +184,15 @@ def _title(options: PlanOptions, first: Plan, units: list[type[nn.Module]]) -> s
     )
 
 
-def _table(rows: list[Row]) -> Table:
-    """Narrow enough for a terminal of 80 columns."""
-    most = max(max(row.plan.peak_bytes, row.plan.wire_bytes) for row in rows)
+def _table(rows: list[Row], *, host: bool) -> Table:
+    """Narrow enough for a terminal of 80 columns; with what lies in the ``host``'s memory."""
+    most = max(max(row.plan.peak_bytes, row.plan.wire_bytes, row.plan.host_bytes) for row in rows)
     unit, size = next((name, size) for name, size in _UNITS if most >= size or size == 1)
     caption = f"{unit} of one rank; main, rest: main weights or residuals; extra: the most on top, for moments; sent: in a step"
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left")
     table.add_column("", no_wrap=True)
     heads = ("bytes/\nparam", "model", "main,\nrest", "grads", "state", "kept", "extra", "sent")
-    for name in heads:
+    for name in (*heads, *(("host",) if host else ())):
         table.add_column(name, justify="right", no_wrap=True)
     previous = ""
     for row in rows:
@@ -194,12 +203,13 @@ def _table(rows: list[Row]) -> Table:
         beside = found.get("main parameters", 0) + found.get("compensation", 0)
         known = ("parameters", "main parameters", "compensation", "gradients")
         state = sum(nbytes for name, nbytes in found.items() if name not in known)
-        sizes = (found["parameters"], beside, found.get("gradients", 0), state, row.plan.persistent_bytes)
+        sizes = (found.get("parameters", 0), beside, found.get("gradients", 0), state, row.plan.persistent_bytes)
         moments = max(row.plan.transient.values())
         table.add_row(
             row.strategy,
             f"{row.plan.bytes_per_param:.2f}",
             *(_in(size, nbytes) for nbytes in (*sizes, moments, row.plan.wire_bytes)),
+            *([_in(size, row.plan.host_bytes)] if host else []),
         )
     return table
 
@@ -214,7 +224,7 @@ def _in(size: int, nbytes: int) -> str:
 def _record(found: Plan) -> dict[str, Any]:
     return {
         "parameters": found.parameters, "padding": found.padding, "bytes_per_param": found.bytes_per_param,
-        "persistent": dict(found.persistent), "transient": dict(found.transient), "wire": dict(found.wire),
+        "persistent": dict(found.persistent), "host": dict(found.host), "transient": dict(found.transient), "wire": dict(found.wire),
         "persistent_bytes": found.persistent_bytes, "peak_bytes": found.peak_bytes, "wire_bytes": found.wire_bytes,
     }  # fmt: skip
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from everybit_torch.sharded.exact_reduce_scatter import ExactReduceScatter
     from everybit_torch.sharded.joint import JointStepper
     from everybit_torch.sharded.mixed_precision import MixedPrecision
+    from everybit_torch.sharded.offload import Offload
     from everybit_torch.sharded.plan import Plan, plan
     from everybit_torch.sharded.reports import NonFinite, StepReport
     from everybit_torch.sharded.stepper import FlatStepper
@@ -47,6 +48,7 @@ _SHARDED = {
     "FromStateDict": "construction.sources",
     "MixedPrecision": "mixed_precision",
     "NonFinite": "reports",
+    "Offload": "offload",
     "Plan": "plan",
     "StepReport": "reports",
     "latest_checkpoint": "checkpoint",
@@ -84,6 +86,7 @@ __all__ = [
     "Lion",
     "MixedPrecision",
     "NonFinite",
+    "Offload",
     "Plan",
     "RMSprop",
     "RoundingLoss",

@@ -266,6 +266,7 @@ def ask(
 
 
 def without_elements(unit: Unit) -> tuple[Tensor, OptimizerState[Any]]:
-    """A unit's tensor and state, without elements."""
-    state = map_state(unit.state, lambda x: x.reshape(-1)[:0], lambda x: x)
-    return unit.tensor.reshape(-1)[:0], state
+    """A unit's tensor and state, without elements, where its count lies: they may be elsewhere between steps."""
+    device = unit.state.step.device
+    state = map_state(unit.state, lambda x: x.reshape(-1)[:0].to(device), lambda x: x)
+    return unit.tensor.reshape(-1)[:0].to(device), state

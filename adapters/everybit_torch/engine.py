@@ -360,7 +360,7 @@ class Engine:
         if not metrics:
             return
         if over is not None:
-            total = Metrics.zero(self.units[0].tensor.device) if total is None else total
+            total = Metrics.zero(self.units[0].state.step.device) if total is None else total
             total = eb.tree.map(over.axis.sum, total)
         self.metrics = total
 
@@ -398,7 +398,7 @@ class Engine:
             return group.step(part, grad, compile=compile, metrics=metrics, totals=totals, due=answers)
 
         if self._copies is not None:
-            measured = step_in_pieces(unit, grad, self._copies.pieces(unit), step)
+            measured = step_in_pieces(unit, *self._copies.stepping(unit, grad), step)
         elif isinstance(grad, MemberGradients):
             measured = step_in_pieces(unit, grad, unit.pieces(0, stops=grad.stops()), step)
         else:

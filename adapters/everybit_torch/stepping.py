@@ -41,6 +41,14 @@ def require_compile(value: object) -> None:
         raise ValueError(f"compile: got {value!r}; accepted are True, False and 'auto'.")
 
 
+class Parts(Protocol):
+    """A gradient of which there are parts."""
+
+    def __getitem__(self, where: slice, /) -> Tensor:
+        """The part for a piece."""
+        ...
+
+
 class StateCopies(Protocol):
     """Memory for state elsewhere, from which a step brings it piece by piece."""
 
@@ -48,8 +56,8 @@ class StateCopies(Protocol):
         """Memory there for ``numel`` elements like those of a tensor."""
         ...
 
-    def pieces(self, unit: Unit) -> Iterator[tuple[slice, Unit]]:
-        """The pieces of a flat unit with their state where it is stepped, and brought back after that."""
+    def stepping(self, unit: Unit, grad: Gathered) -> tuple[Parts, Iterator[tuple[slice, Unit]]]:
+        """A unit's gradient, and its pieces with their state where it is stepped, and brought back after that."""
         ...
 
     def synchronize(self) -> None:
@@ -115,7 +123,7 @@ def step_unit(
 
 def step_in_pieces(
     unit: Unit,
-    grad: Gathered,
+    grad: Parts,
     pieces: Iterable[tuple[slice, Unit]],
     step: Callable[[Unit, Tensor], Metrics | None],
 ) -> Metrics | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit.context import ALONE
+from everybit_torch.sharded import arguments as stepper_arguments
+from everybit_torch.sharded import offload
+from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.plan import Plan, plan
 from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
@@ -60,6 +64,7 @@ def measured(
     strategy: Strategy, policy: eb.Policy | None, low: bool, microbatches: int, transform: Any, reshard: bool = True,
     outer: OuterStrategy = "no_shard", mesh: Any = None, keep: bool = True, nested: bool = False, steps: int = 2,
     defer: bool = False, second_order: bool = False, ahead: int | None = None, stays: Sequence[tuple[str, int]] = (),
+    away: bool | Offload = False,
 ) -> tuple[Plan, int, dict[str, int], dict[str, int]]:  # fmt: skip
     """The plan; and of the steps from the second on: what persists, the most by phase on top of it, and what was sent in the last."""
     torch.manual_seed(0)
@@ -76,6 +81,7 @@ def measured(
             mesh=mesh,
             keep_gradients=keep,
             defer_reduction=defer,
+            offload=away,
         )
         for number, block in enumerate(model.blocks if ahead is not None else ()):
             stepper.set_modules_to_forward_prefetch(block, list(model.blocks)[number + 1 :][:ahead])
@@ -218,6 +224,38 @@ def test_weights_that_are_kept_after_the_forward_pass() -> None:
         assert predicted.persistent_bytes == persistent
         assert predicted.transient == peaks
         assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+
+
+def measured_away(buckets: int, *arguments: Any) -> Any:
+    """As :func:`measured`, with the host's memory in the place of a device's; a step brings so many elements at a time."""
+    with (
+        mock.patch.object(stepper_arguments, "is_host", return_value=False),
+        mock.patch.object(offload, "BUCKET", buckets),
+    ):
+        return measured(*arguments)
+
+
+def test_what_lies_on_the_host_and_what_a_step_brings_of_it_is_planned() -> None:
+    everything = Offload(weights=True, gradients=True)
+    for number, strategy, away, buckets, microbatches in (
+        (1, "optim_grads_params", everything, 20_000, 2),
+        (3, "optim_grads_params", everything, 1 << 24, 1),
+        (0, "optim_grads_params", everything, 30_000, 3),
+        (4, "optim", True, 30_000, 1),
+        (6, "optim_grads", True, 1 << 24, 1),
+    ):
+        policy, low, _, transform = CASES[number]
+        arguments = (
+            buckets, strategy, policy, low, microbatches, transform, True, "no_shard", None, True, False, 2, False, False, None, (), away,
+        )  # fmt: skip
+        for predicted, persistent, peaks, sent in run(2, measured_away, *arguments):
+            assert predicted.persistent_bytes + predicted.host_bytes == persistent
+            assert predicted.transient == peaks
+            assert predicted.wire == {name: nbytes for name, nbytes in sent.items() if nbytes}
+            there = {"momentum"} | ({"parameters", "gradients"} if away is everything else set())
+            assert there <= set(predicted.host)
+            assert not {"momentum", "variance", "main parameters", "compensation"} & set(predicted.persistent)
+            assert ("parameters" in predicted.persistent) == (away is True)
 
 
 def test_weights_of_some_units_that_stay_are_planned() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import threading
 from pathlib import Path
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import everybit as eb
-from everybit_torch import AdamW, ExactReduceScatter, TorchOptimizer, enable_gradient_release
+from everybit_torch import AdamW, ExactReduceScatter, TorchOptimizer, enable_gradient_release, streams
 from everybit_torch.groups import Group
 from everybit_torch.sharded import offload
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
+from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 from tests.support.fake_device.device import FakeDevice
+from tests.support.fake_device.memory import HazardError
 from tests.support.ranks import run
 from tests.support.stream_programs import CLIPPED, WAYS, Training, Way, host_is_far, sharded, threads_of
 
@@ -117,10 +120,93 @@ def test_state_on_the_host_is_copied_in_order(way: Way, strategy: Strategy) -> N
     assert alike(sharded(way, strategy, offloaded=True), plain())
 
 
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_copies_to_a_device_without_streams_are_waited_for(tmp_path: Path, offloaded: bool) -> None:
+EVERYTHING = offload.Offload(weights=True, gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("one stream", {"defer_reduction": True, "nan": "param"}),
+        ("two towers", {"nan": "step"}),
+        ("forward elsewhere", {"loss_scale": 4.0, "reshard_after_forward": False}),
+    ],
+)
+def test_weights_and_gradients_on_the_host_are_copied_in_order(way: Way, options: dict[str, Any]) -> None:
+    found = sharded(way, "optim_grads_params", offloaded=EVERYTHING, **options)
+    assert alike(found, sharded("one stream", "optim_grads_params", **options))
+
+
+@pytest.mark.parametrize("left_out", ["begin", "end", "begin_in_room", "synchronize", "come_after"])
+def test_no_wait_for_a_copy_of_weights_or_gradients_may_be_left_out(left_out: str) -> None:
+    owner: Any = streams if left_out == "come_after" else offload.HostCopies
+
+    def begins(copies: Any, device: torch.device) -> None:
+        copies._stream = copies._stream or streams.make(device)
+
+    replaced: Any = begins if left_out == "begin" else lambda *_: None
+    # Gradients that are scaled are brought to the device, and waited for by that, before the host reads them.
+    scale = 1.0 if left_out == "synchronize" else 4.0
+    with mock.patch.object(owner, left_out, new=replaced), pytest.raises(HazardError):
+        sharded("one stream", "optim_grads_params", offloaded=EVERYTHING, loss_scale=scale, nan="param")
+
+
+def halves_gradients() -> None:
+    """A user's code, which finds them in the host's memory."""
+    device = FakeDevice()
+    with device.watching(), host_is_far(True):
+        training = Training("one stream", device)
+        stepper = FlatStepper(
+            training.model, CLIPPED, strategy="optim_grads_params", units=training.units, offload=EVERYTHING
+        )
+        for step in range(2):
+            training.backward(step)
+            stepper.finish_gradients()
+            for group in stepper.as_optimizer().param_groups:
+                for p in group["params"]:
+                    p.grad.mul_(0.5)
+            stepper.step()
+
+
+def test_gradients_in_the_hosts_memory_are_there_when_they_are_used() -> None:
+    halves_gradients()
+    with mock.patch.object(offload.HostCopies, "synchronize", return_value=None), pytest.raises(HazardError):
+        halves_gradients()
+
+
+@pytest.mark.parametrize("offloaded", [True, EVERYTHING])
+def test_what_persists_lies_where_it_is_planned_to_the_byte(offloaded: bool | offload.Offload) -> None:
+    device = FakeDevice()
+    with device.watching(), host_is_far(True):
+        training = Training("one stream", device)
+        stepper = FlatStepper(
+            training.model, CLIPPED, strategy="optim_grads_params", units=training.units, offload=offloaded
+        )
+        for step in range(2):
+            training.backward(step)
+            stepper.step()
+        gc.collect()
+        with device.asleep():
+            planned = stepper.plan()
+        # Two numbers of passes, which ranks compare, are copied to the host's memory; they are planned as the device's.
+        on_host = NUMBERS * torch.float64.itemsize
+        assert device.live("device") == planned.persistent_bytes - on_host
+        assert device.live("pinned") == planned.host_bytes + on_host
+
+
+def everything_on_two_ranks() -> None:
+    sharded("one stream", "optim_grads_params", offloaded=EVERYTHING)
+    sharded("two towers", "optim_grads_params", offloaded=EVERYTHING, defer_reduction=True)
+
+
+def test_collectives_come_after_the_copies_of_what_they_send() -> None:
+    run(2, everything_on_two_ranks, timeout=30)
+
+
+@pytest.mark.parametrize("offloaded", [False, True, EVERYTHING])
+def test_copies_to_a_device_without_streams_are_waited_for(tmp_path: Path, offloaded: bool | offload.Offload) -> None:
     device = FakeDevice(stages=False)
-    assert alike(sharded("one stream", "optim", device=device, offloaded=offloaded, folder=tmp_path), plain())
+    strategy: Strategy = "optim_grads_params" if offloaded is EVERYTHING else "optim"
+    assert alike(sharded("one stream", strategy, device=device, offloaded=offloaded, folder=tmp_path), plain())
 
 
 def test_what_is_loaded_after_a_failed_step_is_not_written_over_by_its_copies(tmp_path: Path) -> None:
@@ -150,11 +236,13 @@ def test_what_is_loaded_after_a_failed_step_is_not_written_over_by_its_copies(tm
         assert alike(trained(interrupted=True), trained(interrupted=False))
 
 
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_a_checkpoint_in_the_background_comes_after_the_training_streams_work(tmp_path: Path, offloaded: bool) -> None:
+@pytest.mark.parametrize("offloaded", [False, True, EVERYTHING])
+def test_a_checkpoint_in_the_background_comes_after_the_training_streams_work(
+    tmp_path: Path, offloaded: bool | offload.Offload
+) -> None:
     """Everything is trained on a stream that is not the default one, which is the saving thread's."""
     device = FakeDevice()
-    with device.watching(), host_is_far(offloaded):
+    with device.watching(), host_is_far(bool(offloaded)):
         stream, training = device.stream("training"), Training("one stream", device)
         stream.wait_stream(device.current)
         with device.on(stream):

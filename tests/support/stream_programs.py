@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.sharded import arguments, checkpoint, offload
+from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.fake_device.device import FakeDevice
@@ -121,7 +122,7 @@ def sharded(
     strategy: Strategy,
     *,
     device: FakeDevice | None = None,
-    offloaded: bool = False,
+    offloaded: bool | Offload = False,
     folder: Path | None = None,
     loss_scale: float = 1.0,
     clips: bool = False,
@@ -136,7 +137,7 @@ def sharded(
         way: Which streams are used.
         strategy: Of the stepper.
         device: Where it runs.
-        offloaded: State lies on the host.
+        offloaded: What lies on the host; True: state.
         folder: Checkpoints are saved there in the background.
         loss_scale: The loss is multiplied by it.
         clips: The norm of gradients is clipped as torch does.
@@ -146,7 +147,7 @@ def sharded(
         options: Of the stepper.
     """
     device = FakeDevice() if device is None else device
-    with device.watching(), host_is_far(offloaded):
+    with device.watching(), host_is_far(Offload.of(offloaded).anything):
         training = Training(way, device, dtype)
         stepper = FlatStepper(
             training.model, transform, strategy=strategy, units=training.units, offload=offloaded, **options

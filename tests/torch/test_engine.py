@@ -14,6 +14,7 @@ from torch import Tensor
 import everybit as eb
 from everybit_torch import stepping
 from everybit_torch.engine import Engine
+from everybit_torch.gradients import Gathered
 from everybit_torch.groups import Group
 from everybit_torch.stepping import StateCopies
 from everybit_torch.units import Unit, map_state
@@ -87,6 +88,9 @@ class Elsewhere:
 
     def allocate(self, like: Tensor, numel: int) -> Tensor:
         return like.new_empty(numel)
+
+    def stepping(self, unit: Unit, grad: Gathered) -> tuple[Gathered, Iterator[tuple[slice, Unit]]]:
+        return grad, self.pieces(unit)
 
     def pieces(self, unit: Unit) -> Iterator[tuple[slice, Unit]]:
         if not unit.flat:

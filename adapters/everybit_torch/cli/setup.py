@@ -15,6 +15,7 @@ from everybit_torch.cli.models import build
 from everybit_torch.cli.output import Output
 from everybit_torch.sharded.construction.sources import FromInitializers, FromSafetensors, Values
 from everybit_torch.sharded.model_layout import AnyPrecision
+from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.plan import Plan, plan
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 
@@ -89,7 +90,7 @@ def subject(options: Setup) -> Subject:
 def planned(
     options: Setup, subject: Subject, name: str, policy: AnyPrecision, strategy: Strategy, *, ranks: int | tuple[int, int],
     outer: OuterStrategy = "no_shard", reshard_after_forward: bool = True, reshard_after_backward: bool = True,
-    defer_reduction: bool = False,
+    defer_reduction: bool = False, offload: Offload | None = None,
 ) -> Plan:  # fmt: skip
     """Plan one policy under one strategy.
 
@@ -101,7 +102,7 @@ def planned(
             subject.model, TRANSFORMS[options.optimizer], policy=policy, strategy=strategy, outer=outer, ranks=ranks,
             units=subject.units, microbatches=options.microbatches, reshard_after_forward=reshard_after_forward,
             reshard_after_backward=reshard_after_backward, defer_reduction=defer_reduction, device=options.device,
-            values=_VALUES[options.values],
+            values=_VALUES[options.values], offload=offload or Offload(state=False),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         if str(error).startswith("values: "):

@@ -27,7 +27,8 @@ from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import Layout, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
 from everybit_torch.sharded.model_parallel import ModelParallel
-from everybit_torch.sharded.offload import is_host
+from everybit_torch.sharded.offload import Offload, is_host
+from everybit_torch.sharded.offload_rules import require_offload
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.strategies import OuterStrategy, Sharding, Strategy, sharding
 from everybit_torch.sharded.tensor_parallel import require_in_parts
@@ -66,7 +67,7 @@ class Arguments:
     seed: int
     unsafe: Unsafe
     synchronize: bool
-    offload: bool
+    offload: bool | Offload
     keep_gradients: bool
     defer_reduction: bool
     model_parallel: Mesh
@@ -196,10 +197,12 @@ def _judge(
             )
     device = _device_of(model, described, given)
     construction = Construction(model, described, given.values, device, between, beside, synchronize=given.synchronize)
-    if given.offload and is_host(device):
+    offload = Offload.of(given.offload)
+    if offload.anything and is_host(device):
         raise ValueError(
-            "offload: got True for a model in the host's memory, where its state is already; accepted is False."
+            f"offload: got {given.offload!r} for a model in the host's memory, where its state is already; accepted is False."
         )
+    require_offload(offload, kind, described.labelled, keep_gradients=given.keep_gradients)
     for one in described.labelled.values():
         unsafe: Unsafe = "allow" if given.unsafe == "warn" else given.unsafe
         eb.with_policy(one.transform, one.policy, seed=given.seed, unsafe=unsafe)

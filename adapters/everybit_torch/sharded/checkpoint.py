@@ -220,7 +220,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
-        stepper.staging.order()
+        stepper.before_writing()
         take_over_model(stepper, own, aside)
         optimizer.engine.load(by_parameter(optimizer, aside))
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):

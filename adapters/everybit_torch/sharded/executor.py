@@ -41,7 +41,7 @@ class Executor:
     ) -> None:
         self._weights, self._gradients, self._divisor = dict(weights), dict(gradients), divisor
         self._reducing = list(reducing)
-        self._device = next((one.shard.device for one in weights.values()), torch.device("cpu"))
+        self._device = next((one.whole.device for one in weights.values()), torch.device("cpu"))
         self._home = streams.Home()
         self._under_way: list[Reduction] = []
         self._spreading: dict[int, Pending] = {}

@@ -33,6 +33,7 @@ from everybit_torch.collectives.reduction import (
     reduce_scatter_into,
 )
 from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.offload import FromHost, HostCopies
 from everybit_torch.sharded.scheduling.gradients import Phase
 from everybit_torch.sharded.squares import Squares
 from everybit_torch.sharded.strategies import Sharding
@@ -51,8 +52,10 @@ class GradientBuffer:
         outer_wire: And between the outer ones.
         device: Where everything lies.
         keep: Keep the main gradient's memory from one cycle to the next.
+        copies: Of the main gradient, if that lies on the host: it is brought to the device for as long as a sum is put into it.
 
     Attributes:
+        device: As given.
         main: The main gradient: the whole group's, padded (``no_shard``, ``optim``), or this inner rank's part of it.
         phase: ``"empty"``; ``"partial"``: sums of this rank's gradients; ``"reduced"``: sums over the inner ranks; ``"final"``: over all
             ranks, and divided.
@@ -70,12 +73,17 @@ class GradientBuffer:
         device: torch.device,
         *,
         keep: bool = True,
+        copies: HostCopies | None = None,
     ) -> None:
-        self._keep = keep
+        self._keep, self._copies, self.device = keep, copies, device
         self.group, self.sharding, self.inner, self.outer = group, sharding, inner, outer
         self.wire, self.outer_wire = wire, outer_wire
         size = group.padded // inner.size if sharding.grads else group.padded
-        self.main = torch.zeros(size, dtype=main, device=device)
+        if copies is None:
+            self.main = torch.zeros(size, dtype=main, device=device)
+        else:
+            self.main = copies.allocate_on_host(size, main)
+            copies.reserve(size, main)
         self.phase: Phase = "empty"
         self._bucket: Tensor | None = None
         self._unreduced: Tensor | None = None
@@ -95,13 +103,22 @@ class GradientBuffer:
     @property
     def own(self) -> Tensor:
         """The part of the main gradient that this rank's optimizer steps."""
-        main = self._reduced
+        return self._own_of(self.main)
+
+    def _own_of(self, main: Tensor) -> Tensor:
+        main = self._part_of(main)
         return main.view(self.outer.size, -1)[self.outer.rank] if self.sharding.outer == "optim" else main
 
     @property
     def without_padding(self) -> Tensor:
         """The part that this rank's optimizer steps, up to the last element that is a parameter's."""
         return self.own[: self._filled]
+
+    @property
+    def to_read(self) -> Tensor | FromHost:
+        """The same, to be read on the device part by part."""
+        part = self.without_padding
+        return part if self._copies is None else FromHost(part, self._copies, self.device)
 
     def sum_of_squares(self) -> Tensor | None:
         """The sum of squares of :attr:`without_padding`, if it was found when the main gradient was written, and that is as it was."""
@@ -145,11 +162,11 @@ class GradientBuffer:
 
     def open_bucket(self) -> None:
         """Allocate what gradients arrive in, where main gradients are sharded."""
-        self._bucket = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.main.device)
+        self._bucket = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.device)
 
     def open_unreduced(self) -> None:
         """Allocate the sum of passes that are not reduced, of the whole group and in the main gradient's dtype."""
-        self._unreduced = torch.empty(self.group.padded, dtype=self.main.dtype, device=self.main.device)
+        self._unreduced = torch.empty(self.group.padded, dtype=self.main.dtype, device=self.device)
 
     def open_main(self) -> None:
         """Allocate the main gradient, where its memory is not kept."""
@@ -185,13 +202,14 @@ class GradientBuffer:
                 f"{self.what} were summed over the ranks already; accepted next is step() or zero_grad()."
             )
         now = divisor if self.outer.size == 1 else None
+        mode: Literal["copy", "add"] = "copy"
         for start, stop in self.group.gaps:
             self._partial[start:stop].zero_()
         if self.sharding.grads:
-            mode: Literal["copy", "add"] = "add" if self.phase == "reduced" else "copy"
-            squares = self._squares = Squares.begin(self.main, self._filled) if now is not None else None
+            mode = "add" if self.phase == "reduced" else "copy"
+            squares = self._squares = Squares.begin(self._working, self._filled) if now is not None else None
             reduction = reduce_scatter_into(
-                self.main, self._take_sums(), self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what,
+                self._working, self._take_sums(), self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what,
                 observe=None if squares is None else squares.add,
             )  # fmt: skip
         else:
@@ -202,16 +220,49 @@ class GradientBuffer:
         install = reduction.install
 
         def finish() -> None:
+            self._bring(holds=mode == "add")
             install()
+            if now is not None or divisor is None:
+                self._put()
             if self._squares is not None:
                 self._squares.end(self.main)
             if divisor is not None:
                 self.phase = "final"
 
+        def finish_outer() -> None:
+            assert divisor is not None
+            self._reduce_outer(divisor)
+            self._put()
+
         reduction.install = finish
         if divisor is not None and self.outer.size > 1:
-            reduction.after = lambda: self._reduce_outer(divisor)
+            reduction.after = finish_outer
         return reduction
+
+    # -- on the host ------------------------------------------------------------------------------------------------------------
+
+    def divide(self, divisor: float) -> None:
+        """Divide what this rank steps, which is final."""
+        self._bring(holds=True)
+        divide(self._own_of(self._working), divisor)
+        self._put()
+
+    @property
+    def _working(self) -> Tensor:
+        """The main gradient while sums are put into it: room on the device, if it lies on the host."""
+        return self.main if self._copies is None else self._copies.room(self.main.numel(), self.main.dtype)
+
+    def _bring(self, *, holds: bool) -> None:
+        """Begin to work on it on the device; with its values, if it holds something that counts."""
+        if self._copies is not None:
+            self._copies.begin_in_room()
+            if holds:
+                self._copies.bring(self._working, self.main)
+
+    def _put(self) -> None:
+        """Bring it to the host again."""
+        if self._copies is not None:
+            self._copies.put(self.main, self._working)
 
     def _take_sums(self) -> Tensor:
         """Return what is sent, as it is sent. This buffer does not hold it any more."""
@@ -249,22 +300,23 @@ class GradientBuffer:
             return
         if self.phase != "reduced":
             raise RuntimeError(f"{self.what} are {self.phase}; they are to be summed over the ranks first.")
+        self._bring(holds=True)
         if self.outer.size > 1:
             self._reduce_outer(divisor)
         else:
-            divide(self._reduced, divisor)
+            divide(self._part_of(self._working), divisor)
+        self._put()
         self.phase = "final"
 
-    @property
-    def _reduced(self) -> Tensor:
+    def _part_of(self, main: Tensor) -> Tensor:
         """The part of the main gradient that holds a sum over the inner ranks."""
         whole = self.sharding.grads or not self.sharding.state
-        return self.main if whole else self.main.view(self.inner.size, -1)[self.inner.rank]
+        return main if whole else main.view(self.inner.size, -1)[self.inner.rank]
 
     def _reduce_outer(self, divisor: float) -> None:
         """Copies, never adds: the running sum is this rank's own."""
         self._reduce_main(
-            self._reduced,
+            self._part_of(self._working),
             self.outer,
             self.outer_wire,
             divisor,

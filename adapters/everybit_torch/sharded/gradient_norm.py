@@ -27,7 +27,7 @@ def squares_of(buffers: Sequence[GradientBuffer], device: torch.device, *, as_wr
     """
     known = [buffer.sum_of_squares() if as_written else None for buffer in buffers]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    unknown = [buffer.without_padding for buffer, one in zip(buffers, known, strict=True) if one is None]
+    unknown = [buffer.to_read for buffer, one in zip(buffers, known, strict=True) if one is None]
     found = iter(sums_of_squares(unknown, device))
     for one in known:
         total += next(found) if one is None else one

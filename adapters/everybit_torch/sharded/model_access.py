@@ -23,7 +23,6 @@ from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.registered_methods import RegisteredMethods
 from everybit_torch.sharded.safetensors_export import export
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, ShardOptimizer
-from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.state_loading import IncompatibleKeys, load_state
 from everybit_torch.sharded.step_checks import Completeness
 
@@ -39,13 +38,16 @@ class ModelAccess:
     inner: Communicator
     outer: Communicator
     completeness: Completeness
-    staging: StagingMemory
     beside: ModelParallel
     _passes: Passes
     _optimizer: ShardOptimizer
     _full: FullParameters | None
     _state: ModelState
     _methods: RegisteredMethods
+
+    def before_writing(self) -> None:
+        """This rank's own weights are replaced next."""
+        raise NotImplementedError
 
     def loaded(self) -> None:
         """This rank's own weights were replaced: hand them out."""
@@ -127,7 +129,7 @@ class ModelAccess:
             raise RuntimeError(
                 f"{name}: in the middle of a cycle, with gradients of other weights; accepted is after step() or zero_grad()."
             )
-        self.staging.order()
+        self.before_writing()
         keys = load_state(
             self._state, self._optimizer.engine, state_dict, self._everyone,
             strict=strict, broadcast=broadcast_from_rank0,
@@ -226,7 +228,7 @@ class ModelAccess:
             raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
         units, parameters = self._units_of(modules)
         if writeback:
-            self.staging.order()
+            self.before_writing()
         with (
             nullcontext() if writeback else read_only(parameters),
             nullcontext() if self._full is None else self._full.show(units, writeback=writeback),

@@ -14,6 +14,7 @@ from everybit_torch.collectives.reduction import Wire
 from everybit_torch.dtensors import local
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, Layout
+from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, Shard
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.weights import WeightBuffer
@@ -32,6 +33,7 @@ class ModelBuffers:
         device: Where everything lies.
         fill: Has the buffers of weights take the model's values, before anything else is allocated.
         keep_gradients: Keep the memory of main gradients from one cycle to the next.
+        copies: Of what lies on the host.
 
     Attributes:
         layout: As given.
@@ -53,7 +55,9 @@ class ModelBuffers:
         fill: Callable[[ModelBuffers], None],
         *,
         keep_gradients: bool,
+        copies: HostCopies,
     ) -> None:
+        self._copies = copies
         self.sharding, self.inner, self.outer, self.device = sharding, inner, outer, device
         self.weights: dict[int, WeightBuffer] = {}
         self.gradients: dict[int, GradientBuffer] = {}
@@ -65,8 +69,9 @@ class ModelBuffers:
             if group.requires_grad:
                 main, wires = self._stored(group, labelled)
                 gradients = self.gradients[number] = GradientBuffer(
-                    group, sharding, inner, outer, main, *wires, device, keep=keep_gradients
-                )
+                    group, sharding, inner, outer, main, *wires, device, keep=keep_gradients,
+                    copies=copies if copies.offload.gradients else None,
+                )  # fmt: skip
                 counted = group.placements[0].spec.counted
                 self.shards.append(Shard.of(weights, gradients, *self.own_range(group), counted=counted))
 
@@ -74,7 +79,15 @@ class ModelBuffers:
         """Allocate what is kept of the weights of one of the layout's groups."""
         group = self.layout.groups[number]
         members = [self.parameters[place.spec.name] for place in group.placements]
-        self.weights[number] = WeightBuffer(group, members, self.sharding, self.inner, self.outer, self.device)
+        self.weights[number] = WeightBuffer(
+            group,
+            members,
+            self.sharding,
+            self.inner,
+            self.outer,
+            self.device,
+            self._copies if self._copies.offload.weights else None,
+        )
 
     def own_range(self, group: Group) -> tuple[int, int]:
         """The part of a group's buffer that this rank steps."""

@@ -49,10 +49,10 @@ def has_nonfinite(shards: Sequence[Shard]) -> Tensor:
     own = [shard.without_padding for shard in shards]
     # The largest magnitude is infinite or NaN exactly if an element is.
     largest = [torch.linalg.vector_norm(x, torch.inf) for x in own if x.numel()]
-    device = shards[0].gradients.main.device
+    device = shards[0].gradients.device
     if not largest:
         return torch.zeros((), dtype=torch.int32, device=device)
-    return (~torch.isfinite(torch.stack([x.double() for x in largest]))).any().to(torch.int32)
+    return (~torch.isfinite(torch.stack([x.double() for x in largest]))).any().to(device, torch.int32)
 
 
 def find_nonfinite(
@@ -72,7 +72,7 @@ def find_nonfinite(
     for shard in shards:
         for s, parameter in zip(shard.slices, shard.parameters, strict=True):
             own = shard.gradients.own[s.offset : s.offset + parameter.numel()]
-            summed[number[s.placement.spec.name]] += count_nonfinite(own)
+            summed[number[s.placement.spec.name]] += count_nonfinite(own).to(summed.device)
     counts = torch.stack([local, summed])[None]
     for communicator in (inner, outer):
         gathered = counts.new_empty((communicator.size, *counts.shape))

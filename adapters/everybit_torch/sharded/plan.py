@@ -43,12 +43,14 @@ from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.layout import Layout, ParameterSpec, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
+from everybit_torch.sharded.offload import Offload, is_host
+from everybit_torch.sharded.offload_rules import require_offload
 from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.planning.access import access_bytes
 from everybit_torch.sharded.planning.construction import construction_peak
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import StepBytes, meter
-from everybit_torch.sharded.planning.peaks import asked_peak, norm_peak, step_peak
+from everybit_torch.sharded.planning.peaks import asked_peak, bucket_peak, norm_peak, step_peak
 from everybit_torch.sharded.planning.reductions import reduced_numbers
 from everybit_torch.sharded.planning.report import Plan, Ranks
 from everybit_torch.sharded.planning.traffic import agreed_bytes
@@ -86,6 +88,7 @@ def plan(
     ignored: Ignored | None = None,
     model_parallel: int | tuple[int, ...] = (),
     nan: NanCheck = "off",
+    offload: bool | Offload = False,
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
@@ -121,6 +124,7 @@ def plan(
             DTensors lie are found. What is sent to them counts; of parameters that they have and this rank has not ``FlatStepper.plan``
             alone knows, which a transform that reduces over each parameter has numbers for.
         nan: As the stepper's, which has more to tell other parts of the model.
+        offload: What lies in the host's memory, as for the stepper; for a ``device`` that is not the host.
 
     Raises:
         TypeError: As the stepper.
@@ -150,6 +154,11 @@ def plan(
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"model_parallel: got {model_parallel!r}; accepted is 1 or more, or several such numbers.")
     beside = (*(() if mesh is None else mesh.shape), *given)
+    if (away := Offload.of(offload)).anything and is_host(torch.device(device)):
+        raise ValueError(
+            f"offload: got {offload!r} for device={str(device)!r}, whose memory is the host's; accepted is False."
+        )
+    require_offload(away, kind, described.labelled, keep_gradients=keep_gradients)
     layout = build(described.specs, shards=inner_size * outer_size, units=[name for name, _ in described.units])
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank, beside), nan=nan,
@@ -159,7 +168,7 @@ def plan(
             len(layout.units), reshard_after_forward=reshard_after_forward, reshard_after_backward=reshard_after_backward
         ),
         compile=compile, keep_gradients=keep_gradients, defer_reduction=defer_reduction, metrics=metrics, second_order=second_order,
-        device=device,
+        device=device, offload=offload,
     )  # fmt: skip
 
 
@@ -178,6 +187,7 @@ def plan_layout(
     metrics: bool = False,
     second_order: bool = False,
     prefetch: Prefetch | None = None,
+    offload: bool | Offload = False,
     device: torch.device | str = "cpu",
     runs: Sequence[Sequence[int]] | None = None,
     others: tuple[Sequence[int], Sequence[int]] = ((), ()),
@@ -203,6 +213,7 @@ def plan_layout(
         prefetch: What the stepper was told of gathers; None: nothing.
         others: The sizes of parameters of other parts of the model, that come before this rank's, and after.
         nan: As :func:`plan`'s.
+        offload: As :func:`plan`'s.
     """
     where = torch.device(device)
     groups = [GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
@@ -212,7 +223,7 @@ def plan_layout(
             groups[number] = replace(groups[number], given_runs=tuple(given))
     made = construction_peak(
         construction.events(), construction.tensors, groups, labelled, given=construction.given, chunk=construction.chunk,
-        later=construction.later, keep_gradients=keep_gradients,
+        later=construction.later, keep_gradients=keep_gradients, offload=Offload.of(offload),
     )  # fmt: skip
     persistent: Counter[str] = Counter()
     for one in groups:
@@ -243,6 +254,8 @@ def plan_layout(
         persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
     if not keep_gradients:
         del persistent["gradients"]
+    away = Offload.of(offload)
+    host = _on_host(persistent, groups, away)
     order = ("parameters", "main parameters", "compensation", "gradients")
     ordered = {name: persistent[name] for name in order if persistent[name]}
     ordered |= {name: size for name, size in persistent.items() if name not in (*order, "counters", "bookkeeping")}
@@ -251,7 +264,9 @@ def plan_layout(
     step = StepBytes(
         norm_peak(groups, agreed_bytes(groups), where),
         max(
-            step_peak(groups, labelled, numbered, compile, piece_size(where)),
+            bucket_peak(groups, labelled, numbered, compile, piece_size(where), away)
+            if away.state
+            else step_peak(groups, labelled, numbered, compile, piece_size(where)),
             asked_peak(groups, labelled, numbered, where, answered=answered),
         ),
         agreed_bytes(groups),
@@ -273,5 +288,21 @@ def plan_layout(
         name = "frozen" if one.resolved is None else short(one.resolved.params)
         weights[name] += one.group.numel
     return Plan(
-        kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights), access
+        kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights), access, host
     )
+
+
+def _on_host(persistent: Counter[str], groups: Sequence[GroupPlan], offload: Offload) -> dict[str, int]:
+    """Take what lies on the host out of what persists."""
+    here = {"counters", "bookkeeping", *(() if offload.weights else ("parameters",))}
+    here |= set() if offload.gradients else {"gradients"}
+    found = {name: persistent[name] for name in list(persistent) if offload.anything and name not in here}
+    for name in found:
+        del persistent[name]
+    if offload.gradients:
+        # Room on the device for those of one group, for each dtype.
+        room: dict[torch.dtype, int] = {}
+        for one in groups:
+            room[one.main] = max(one.main_bytes, room.get(one.main, 0))
+        persistent["gradients"] = sum(room.values())
+    return {name: size for name, size in found.items() if size}

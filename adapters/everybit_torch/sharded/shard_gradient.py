@@ -25,17 +25,26 @@ class AllGradients:
     Args:
         axis: Sums and maxima over the ranks that have the other parts.
         has_nonfinite: Whether one of this rank's parts has an element that is not finite: 0-d, on the device.
+        device: Where numbers are sent from.
+        before_use: Called before somebody does something with a part.
 
     Attributes:
         handed_out: Whether somebody ever did something with one of the parts.
     """
 
-    def __init__(self, axis: eb.Axis, has_nonfinite: Callable[[], Tensor]) -> None:
-        self._axis, self._has_nonfinite = axis, has_nonfinite
+    def __init__(
+        self, axis: eb.Axis, has_nonfinite: Callable[[], Tensor], device: torch.device, before_use: Callable[[], None]
+    ) -> None:
+        self._axis, self._has_nonfinite, self._device, self._before_use = axis, has_nonfinite, device, before_use
         self._nonfinite: bool | None = None
         # Who has called a function of torch on a part may have written to it, and may have kept its memory for later cycles (`.data`,
         # `numpy()`), of which autograd sees nothing.
         self.handed_out = False
+
+    def hand_out(self) -> None:
+        """Somebody does something with a part."""
+        self.handed_out = True
+        self._before_use()
 
     def forget(self) -> None:
         """They are other gradients from here on."""
@@ -50,10 +59,10 @@ class AllGradients:
 
     def norm(self, own: Tensor, order: float) -> Tensor:
         """The norm of everything of whose parts on this rank it is ``own``. Every rank has to ask."""
-        wide = own.detach().double()
+        wide = own.detach().double().to(self._device)
         if math.isinf(order):
-            return self._axis.max(wide).to(own.dtype)
-        return (self._axis.sum(wide**order) ** (1.0 / order)).to(own.dtype)
+            return self._axis.max(wide).to(own.device, own.dtype)
+        return (self._axis.sum(wide**order) ** (1.0 / order)).to(own.device, own.dtype)
 
 
 class ShardGradient(Tensor):
@@ -80,7 +89,7 @@ class ShardGradient(Tensor):
         """Run ``function``, on plain tensors."""
         for one in tree_leaves((arguments, keywords)):
             if isinstance(one, ShardGradient):
-                one._all.handed_out = True
+                one._all.hand_out()
         with plain_tensors():
             if function is torch.linalg.vector_norm and arguments[0].numel() == 0:
                 result: Any = arguments[0].new_zeros(())  # torch has none of order infinity

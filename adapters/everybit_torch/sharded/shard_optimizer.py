@@ -32,7 +32,7 @@ from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.torch_internals import optimizers as torch_optimizers
-from everybit_torch.units import Unit
+from everybit_torch.units import Unit, map_state
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
@@ -158,20 +158,26 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         metrics: bool,
         seed: int,
         unsafe: Unsafe,
-        offload: bool = False,
+        copies: HostCopies,
     ) -> None:
         self.metrics_enabled = metrics
         self.shards = list(shards)
         self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
         """By label, the names of the hyperparameters in its param group, and the fields of the transform that they stand for."""
-        self._copies = HostCopies() if offload else None
+        self._copies = copies if copies.offload.state else None
+        self._device = shards[0].gradients.device if shards else torch.device("cpu")
         self._beside = beside
         uncounted = {id(p) for shard in shards if not shard.counted for p in shard.parameters}
         # Data-parallel ranks that hold copies do not reduce.
         over = Over(axis, lambda parameter: id(parameter) not in uncounted)
         self.engine = Engine(lambda _: over, copies=self._copies)
         self._step_all, self._clear = step, clear
-        self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self.shards))
+        self._all_gradients = AllGradients(
+            axis,
+            lambda: has_nonfinite(self.shards),
+            self._device,
+            copies.synchronize if copies.offload.gradients else lambda: None,
+        )
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
         self._placeholders: list[tuple[nn.Parameter, torch.dtype]] = []
         names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
@@ -187,9 +193,9 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.state = self.engine.states
         self.engine.table = self._parameter_table()
         self.engine.describe(self.engine.units)
-        if compile and self.shards and can_compile(device := self.shards[0].weights.own.device):
+        if compile and self.shards and can_compile(self._device):
             for group in self.engine.groups:
-                group.numbers(device)
+                group.numbers(self._device)
 
     # -- making it ------------------------------------------------------------------------------------------------------------------
 
@@ -237,6 +243,8 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         tensor = shard.weights.own[low:high]
         named = [(shard.slices[n].placement.spec.name, shard.parameters[n]) for n in run]
         state = self.engine.init_state(optimizer, tensor, first, chunk=PIECE)
+        # Counts lie where steps are computed.
+        state = map_state(state, lambda x: x, lambda x: x.to(self._device))
         gradients = _ShardGradients(shard.gradients, low, high)
         self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=True, gradients=gradients))
 

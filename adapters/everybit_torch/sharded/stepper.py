@@ -16,7 +16,6 @@ from everybit.optimizer import Unsafe
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, ranks_of
-from everybit_torch.collectives.reduction import divide
 from everybit_torch.sharded.arguments import Arguments, Judged, claim, judge
 from everybit_torch.sharded.casting import CastsOfUnits, watch
 from everybit_torch.sharded.construction.sources import Values
@@ -32,6 +31,7 @@ from everybit_torch.sharded.model_access import ModelAccess
 from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
 from everybit_torch.sharded.model_state import ModelState
+from everybit_torch.sharded.offload import HostCopies, Offload
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.pending_save import PendingSave
@@ -79,7 +79,8 @@ class FlatStepper(Control, ModelAccess):
         unsafe: See :func:`everybit.with_policy`.
         synchronize: Begin with the first rank's parameters and buffers, on every rank. False: they are equal already.
         offload: Keep the optimizer's state, residuals and main weights in the host's pinned memory, and bring them to the device a bucket
-            at a time for a step. For models on another device than the host.
+            at a time for a step; with ``Offload(weights=True, gradients=True)`` this rank's weights and main gradients too, under
+            ``optim_grads_params``. For models on another device than the host.
         keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
             taking it again.
         defer_reduction: With sharded gradients: sum them over the ranks in the last backward pass of a cycle, and not in each. Until then a
@@ -133,7 +134,7 @@ class FlatStepper(Control, ModelAccess):
         seed: int = 0,
         unsafe: Unsafe = "refuse",
         synchronize: bool = True,
-        offload: bool = False,
+        offload: bool | Offload = False,
         keep_gradients: bool = True,
         defer_reduction: bool = False,
         model_parallel: Mesh = None,
@@ -164,9 +165,10 @@ class FlatStepper(Control, ModelAccess):
         self._names = [spec.name for spec in described.specs]
         parameters = dict(zip(self._names, described.parameters, strict=True))
         self._parameters = list(parameters.items())
+        self._copies = HostCopies(device, Offload.of(given.offload))
         self.buffers = ModelBuffers(
             self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device,
-            construction.fill, keep_gradients=given.keep_gradients,
+            construction.fill, keep_gradients=given.keep_gradients, copies=self._copies,
         )  # fmt: skip
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
         self._constructed = construction.schedule
@@ -180,10 +182,11 @@ class FlatStepper(Control, ModelAccess):
         self._optimizer = ShardOptimizer(
             described.labelled, self.buffers.shards, GroupAxis((*self.buffers.sharing, *self.beside.communicators)),
             self.beside, self.step, self.zero_grad,
-            compile=given.compile, offload=given.offload, metrics=given.metrics, seed=given.seed, unsafe=given.unsafe,
+            compile=given.compile, copies=self._copies, metrics=given.metrics, seed=given.seed, unsafe=given.unsafe,
         )  # fmt: skip
         self.staging = StagingMemory(device)
         construction.finish(self.buffers, self._optimizer, self._hand_out)
+        self._copies.synchronize()
         self._passes = Passes(
             self.layout, parameters, self.buffers.gradients, self._schedule, self._executor, self.sharding, given.nan,
             (self.inner, self.outer), device, self._require_ready,
@@ -273,7 +276,7 @@ class FlatStepper(Control, ModelAccess):
         self._optimizer.attach_gradients()
         if loss_scale != 1.0:
             for buffer in self.gradients:
-                divide(buffer.own, loss_scale)
+                buffer.divide(loss_scale)
         self._executor.run(self._schedule.agree())
         agreed, self._agreed = self._agreed, None
         assert agreed is not None
@@ -346,7 +349,15 @@ class FlatStepper(Control, ModelAccess):
         self.staging.order()
         step()
 
+    def before_writing(self) -> None:
+        """This rank's weights and state are written to next, by others than a step: after all copies of them."""
+        self.staging.order()
+        if self._copies.offload.weights:
+            self._copies.synchronize()
+
     def _agree(self, _event: Event) -> None:
+        if self._given.nan != "off":
+            self._copies.synchronize()  # main gradients are read where they lie
         trained = (
             here for name, here in zip(self._names, self._passes.touched, strict=True) if name in self._trained_names
         )
@@ -380,7 +391,7 @@ class FlatStepper(Control, ModelAccess):
             retained=None if weights is None else weights.retained, compile=given.compile,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
             runs=self._optimizer.runs(), defer_reduction=self._schedule.defers,
-            second_order=second_order, prefetch=None if weights is None else weights.prefetch,
+            offload=given.offload, second_order=second_order, prefetch=None if weights is None else weights.prefetch,
         )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:

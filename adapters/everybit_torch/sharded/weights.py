@@ -15,6 +15,7 @@ from everybit_torch.dtensors import local
 from everybit_torch.gradients import piece
 from everybit_torch.inference import outside_inference
 from everybit_torch.sharded.layout import Group
+from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.torch_internals.tensors import version
 
@@ -53,6 +54,7 @@ class WeightBuffer:
         inner: The ranks that buffers are sharded over.
         outer: The ranks that hold copies of the same shards.
         device: Where the buffer lies.
+        copies: Of the shard, if that lies on the host.
 
     Attributes:
         shard: This inner rank's shard, the only weights that are allocated between gatherings if parameters are sharded.
@@ -68,11 +70,12 @@ class WeightBuffer:
         inner: Communicator,
         outer: Communicator,
         device: torch.device,
+        copies: HostCopies | None = None,
     ) -> None:
         self.group, self.parameters, self.sharding = group, list(parameters), sharding
         # What has the memory: of a DTensor, this rank's part.
         self._tensors = [local(parameter) for parameter in self.parameters]
-        self.inner, self.outer = inner, outer
+        self.inner, self.outer, self._copies = inner, outer, copies
         self._pending: Pending = Done()
         self._absent: list[Tensor] = []
         self._absent_at: list[int] = []
@@ -81,7 +84,12 @@ class WeightBuffer:
             # share its storage.
             self.whole = torch.empty(0, dtype=group.dtype, device=device)
             self._pieces: list[Tensor] = []
-            self.shard = torch.zeros(group.padded // inner.size, dtype=group.dtype, device=device)
+            numel = group.padded // inner.size
+            self.shard = (
+                torch.zeros(numel, dtype=group.dtype, device=device)
+                if copies is None
+                else copies.allocate_on_host(numel, group.dtype)
+            )
             # One element for each, so that who writes to one spoils no other.
             self._nan = [
                 torch.full((min(place.spec.numel, 1),), torch.nan, dtype=group.dtype, device=device)
@@ -197,6 +205,8 @@ class WeightBuffer:
         try:
             if isinstance(pending, _Interrupted):
                 pending.communicator.drain()
+                if self._copies is not None:
+                    self._copies.end(self.whole.device)
             else:
                 pending.wait()
             if shown:
@@ -217,7 +227,7 @@ class WeightBuffer:
     @outside_inference
     def _allocate(self) -> None:
         if not self._pieces:
-            self.whole = self.shard.new_empty(self.group.padded)
+            self.whole = self.whole.new_empty(self.group.padded)
             self._pieces = self._views()
         else:
             self.whole.untyped_storage().resize_(self.whole.nbytes)
@@ -246,7 +256,13 @@ class WeightBuffer:
         """Start to gather the model's tensors again after a step, while they have their values."""
         # Until it is known to be under way: an error may come when it is already.
         self._pending = _Interrupted(communicator, self.what)
-        self._pending = communicator.all_gather(self.whole, self.shard, self.what)
+        if self._copies is None:
+            self._pending = communicator.all_gather(self.whole, self.shard, self.what)
+        else:
+            own = self.whole.view(self.inner.size, -1)[self.inner.rank]
+            self._pending = self._copies.bring_for(
+                own, self.shard, lambda: communicator.all_gather(self.whole, own, self.what)
+            )
         return self._pending
 
     def keep_what_was_written(self) -> None:

@@ -157,6 +157,10 @@ class FakeDevice:
             self._watch(storage, block)
         return block
 
+    def live(self, place: Place) -> int:
+        """Bytes of what was seen there, and is not freed."""
+        return self._memory.live(place)
+
     def knows(self, x: Tensor) -> bool:
         """Whether a tensor's memory was seen."""
         return self._memory.find(x.untyped_storage().data_ptr()) is not None

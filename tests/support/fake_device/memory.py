@@ -92,6 +92,10 @@ class Memory:
         block = self._blocks[self._starts[index]]
         return block if address < block.start + block.nbytes else None
 
+    def live(self, place: Place) -> int:
+        """Bytes of all blocks at a place."""
+        return sum(block.nbytes for block in self._blocks.values() if block.place == place)
+
     def allocate(self, start: int, nbytes: int, place: Place, owner: Clock, *, fresh: bool = True) -> Block:
         """Add a block; one that is not ``fresh`` was there before it was seen.
 

@@ -54,5 +54,9 @@ class PlanOptions(Setup):
     defer_reduction: bool = False
     """With sharded gradients: sum them over the ranks in the last backward pass of a step, and keep whole gradients until then."""
 
+    offload: Literal["nothing", "state", "everything"] = "nothing"
+    """What lies in the host's memory: the optimizer's state and main weights; with optim_grads_params alone, weights and main gradients
+    too."""
+
     out: Path | None = None
     """Folder for plan.json and plan.png; made if need be."""

@@ -11,6 +11,7 @@ from everybit.dtypes import torch_dtype
 from everybit.optimizer import nbytes
 from everybit_torch.full_precision import PIECE, begin_at
 from everybit_torch.sharded.allocations import AllocationCounter
+from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.scheduling.construction import ConstructionEvent, Tensors
@@ -31,6 +32,7 @@ def construction_peak(
     chunk: int,
     later: Sequence[int],
     keep_gradients: bool,
+    offload: Offload,
 ) -> int:
     """Return the most bytes of weights, gradients and state while a stepper is made, less those that persist.
 
@@ -46,12 +48,13 @@ def construction_peak(
         chunk: Bytes that are sent at a time, where the first rank sends values; else 0.
         later: Groups that are read when they have their state, in the dtype in which steps are computed.
         keep_gradients: Whether main gradients are kept from one step to the next.
+        offload: What lies on the host, and is not counted.
     """
-    weights = _Weights(tensors, groups, given=given, chunk=chunk)
+    weights = _Weights(tensors, groups, given=given, chunk=chunk, on_host=offload.weights)
     for event in events:
         weights.follow(event)
     live, peak = weights.live, weights.peak
-    for one in groups:
+    for one in groups if not offload.gradients else ():
         peak = max(peak, live + _seen(one.main_bytes))
         live += _seen(one.main_bytes) if keep_gradients else 0
     known: dict[tuple[str, torch.dtype, int], tuple[int, int]] = {}
@@ -64,6 +67,8 @@ def construction_peak(
                 if key not in known:
                     known[key] = _state_bytes(one, labelled[label], numel)
                 kept, most = known[key]
+                if offload.state:
+                    most, kept = most - kept, 0
                 peak, live = max(peak, live + most), live + kept
     for number in later:
         one = groups[number]
@@ -85,8 +90,11 @@ def _sent(one: GroupPlan, itemsize: int, chunk: int) -> int:
 class _Weights:
     """What is allocated of the model's weights, after each event."""
 
-    def __init__(self, tensors: Tensors, groups: Sequence[GroupPlan], *, given: bool, chunk: int) -> None:
+    def __init__(
+        self, tensors: Tensors, groups: Sequence[GroupPlan], *, given: bool, chunk: int, on_host: bool
+    ) -> None:
         self._tensors, self._groups, self._given, self._chunk = tensors, groups, given, chunk
+        self._on_host = on_host
         self._sizes = {
             member: place.spec.numel * one.group.dtype.itemsize
             for one, members in zip(groups, tensors.members, strict=True)
@@ -104,7 +112,7 @@ class _Weights:
         """Take note of an event."""
         if event.kind == "lay out":
             one = self._groups[event.number]
-            self._add(one.weights // (one.ranks.inner if one.kind.params else 1))
+            self._add(0 if self._on_host else one.weights // (one.ranks.inner if one.kind.params else 1))
         elif event.kind == "materialize":
             self._add(self._sizes.get(event.number, 0))
         elif event.kind == "stand in":

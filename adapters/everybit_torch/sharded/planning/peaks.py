@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,10 @@ from everybit.transform import any_per_tensor
 from everybit_torch import reductions
 from everybit_torch.asking import Reads
 from everybit_torch.host_counts import Due
+from everybit_torch.sharded import offload as offloading
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import ParameterSpec
+from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import answers_of, no_members, reduced_numbers, totals_of, unit_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -41,6 +44,56 @@ def step_peak(
     sizes = [count * torch.float64.itemsize for count in counts]
     totals = sum(size for size in sizes if size >= SMALLEST)
     return totals + _peak_of_pieces(groups, labelled, numbers, piece, PIECE, _step_one)
+
+
+def bucket_peak(
+    groups: list[GroupPlan],
+    labelled: Mapping[str, LabelledTransform],
+    numbers: Numbers,
+    compile: bool,
+    piece: int,
+    offload: Offload,
+) -> int:
+    """Return the peak temporary bytes of a step that brings what lies on the host to the device, a bucket at a time.
+
+    While one bucket is stepped the next one is there, and while one is brought back none but the next.
+    """
+    peak = 0
+    known: dict[tuple[str, torch.dtype, int], tuple[int, int]] = {}
+    of_all = step_peak(groups, labelled, numbers, compile, piece)
+    for one in groups:
+        if one.resolved is None:
+            continue
+        label, block = labelled[one.group.label], one.resolved.policy.block
+        size = max(offloading.BUCKET // block, 1) * block
+        asks = any_per_tensor([label.transform])
+
+        def bytes_of(
+            numel: int, one: GroupPlan = one, label: LabelledTransform = label, asks: bool = asks
+        ) -> tuple[int, int]:
+            key = (one.group.label, one.group.dtype, numel)
+            if key not in known:
+                run = replace(one, given_runs=(numel,))
+                brief = of_all if asks else step_peak([run], labelled, numbers, compile, piece)
+                known[key] = _brought(one, label, numel, offload), brief
+            return known[key]
+
+        for numel in filter(None, one.runs(labelled)):
+            buckets = [min(size, numel - start) for start in range(0, numel, size)]
+            for here, after in zip(buckets, [*buckets[1:], 0], strict=True):
+                there, brief = bytes_of(here)
+                peak = max(peak, there + (bytes_of(after)[0] if after else 0) + brief)
+    return peak
+
+
+def _brought(one: GroupPlan, label: LabelledTransform, numel: int, offload: Offload) -> int:
+    """Bytes of a bucket on the device."""
+    tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
+    state = eb.Optimizer(label.transform, label.policy).init([tensor])
+    sizes = [x.nbytes for x in eb.tree.leaves((state.extra, state.inner)) if x.ndim]
+    sizes += [tensor.nbytes] if offload.weights else []
+    sizes += [numel * one.main.itemsize] if offload.gradients else []
+    return sum(size for size in sizes if size >= SMALLEST)
 
 
 def asked_peak(

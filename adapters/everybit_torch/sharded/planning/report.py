@@ -28,7 +28,8 @@ class Plan:
         ranks: The ranks over which it is sharded.
         parameters: Elements of the whole model.
         padding: Elements of all buffers that are no parameter's.
-        persistent: Bytes between steps, by use.
+        persistent: Bytes between steps, by use; of a model on a device with offload, those of the device.
+        host: Bytes between steps, by use, that offload keeps in the host's memory.
         transient: Peak bytes on top of the persistent ones, by phase: ``construction`` (once), ``forward``, ``backward``, ``step``.
         wire: Bytes sent in one step, by collective.
         microbatches: Backward passes in one step.
@@ -49,11 +50,17 @@ class Plan:
     microbatches: int = field(default=1)
     weights: Mapping[str, int] = field(default_factory=dict)
     access: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def persistent_bytes(self) -> int:
-        """The sum of all bytes that persist between steps."""
+        """The sum of all bytes that persist between steps, but for those of :attr:`host`."""
         return sum(self.persistent.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """The sum of all bytes that offload keeps in the host's memory."""
+        return sum(self.host.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -78,6 +85,8 @@ class Plan:
         )
         rows = [("persistent", "", self.persistent_bytes)]
         rows += [("", name, size) for name, size in self.persistent.items()]
+        rows += [("host", "", self.host_bytes)] if self.host else []
+        rows += [("", name, size) for name, size in self.host.items()]
         rows += [("transient", "at most", max(self.transient.values()))]
         rows += [("", name, size) for name, size in self.transient.items()]
         rows += [("wire", f"a step of {self.microbatches} microbatch{'es' * (self.microbatches > 1)}", self.wire_bytes)]

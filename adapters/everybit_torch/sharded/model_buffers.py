@@ -10,8 +10,9 @@ from torch import nn
 from everybit.dtypes import dtype_name, torch_dtype
 from everybit.policy import resolve
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import Wire
+from everybit_torch.collectives.reduction import FusedSum, Wire
 from everybit_torch.dtensors import local
+from everybit_torch.memory_pool import MemoryPool, keeps_memory
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, Layout
 from everybit_torch.sharded.model_parallel import ModelParallel
@@ -34,6 +35,7 @@ class ModelBuffers:
         beside: The ranks that hold other parts of the model.
         fill: Has the buffers of weights take the model's values, before anything else is allocated.
         keep_gradients: Keep the memory of main gradients from one cycle to the next.
+        fused: Adds up what an exact wire has received.
 
     Attributes:
         layout: As given.
@@ -56,11 +58,13 @@ class ModelBuffers:
         fill: Callable[[ModelBuffers], None],
         *,
         keep_gradients: bool,
+        fused: FusedSum | None = None,
     ) -> None:
         self.sharding, self.inner, self.outer, self.device = sharding, inner, outer, device
         self.weights: dict[int, WeightBuffer] = {}
         self.gradients: dict[int, GradientBuffer] = {}
         self.shards: list[Shard] = []
+        self._pool = MemoryPool(keeps=keeps_memory(device))
         self.layout, self.parameters = layout, dict(parameters)
         fill(self)
         for number, weights in self.weights.items():
@@ -68,7 +72,16 @@ class ModelBuffers:
             if group.requires_grad:
                 main, wires = self._stored(group, labelled)
                 gradients = self.gradients[number] = GradientBuffer(
-                    group, sharding, inner, outer, main, *wires, device, keep=keep_gradients
+                    group,
+                    sharding,
+                    inner,
+                    outer,
+                    main,
+                    *wires,
+                    device,
+                    pool=self._pool,
+                    fused=fused,
+                    keep=keep_gradients,
                 )
                 counted = beside.counts(group.placements[0].spec.name, weights.parameters[0])
                 self.shards.append(Shard.of(weights, gradients, *self.own_range(group), counted=counted))
@@ -77,7 +90,9 @@ class ModelBuffers:
         """Allocate what is kept of the weights of one of the layout's groups."""
         group = self.layout.groups[number]
         members = [self.parameters[place.spec.name] for place in group.placements]
-        self.weights[number] = WeightBuffer(group, members, self.sharding, self.inner, self.outer, self.device)
+        self.weights[number] = WeightBuffer(
+            group, members, self.sharding, self.inner, self.outer, self.device, self._pool
+        )
 
     def own_range(self, group: Group) -> tuple[int, int]:
         """The part of a group's buffer that this rank steps."""

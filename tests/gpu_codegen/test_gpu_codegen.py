@@ -106,3 +106,11 @@ def test_a_users_step_is_two_launches_that_move_what_the_policy_says(tmp_path: P
     for of_kernels in result["counts"].values():
         assert sum(one["loaded"] for one in of_kernels) == 10
         assert sum(one["stored"] for one in of_kernels) == 8
+
+
+def test_an_exact_sum_is_one_kernel_without_scratch_that_reads_each_part_once() -> None:
+    done = run("tests.gpu_codegen.sums")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: SAID = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 5
+    assert {name: said for name, said in found.items() if said} == {}

@@ -12,11 +12,12 @@ import torch
 
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.planning.peaks import SMALLEST
+from everybit_torch.torch_internals import tensors
 
 
 @contextmanager
 def counting(*, everything: bool = False) -> Iterator[AllocationCounter]:
-    """Count what everybit allocates, told by the stack, or everything; in storages that come and go by resizing too.
+    """Count what everybit allocates, told by the stack, or everything; in storages whose memory comes and goes too.
 
     Not what ranks compare: the communication's thread lets go of it at a moment that nobody knows.
     """
@@ -35,7 +36,7 @@ def counting(*, everything: bool = False) -> Iterator[AllocationCounter]:
             frame = frame.f_back  # type: ignore[assignment]
         return everything
 
-    resize = torch.UntypedStorage.resize_
+    resize, exchange = torch.UntypedStorage.resize_, tensors.exchange_memory
     with AllocationCounter(ours, smallest=SMALLEST) as counter:
 
         def counted(self: torch.UntypedStorage, size: int) -> Any:
@@ -43,11 +44,17 @@ def counting(*, everything: bool = False) -> Iterator[AllocationCounter]:
             counter.resized(self)
             return result
 
+        def exchanged(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+            exchange(one, other)
+            counter.exchanged(one, other)
+
         torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
+        tensors.exchange_memory = exchanged
         try:
             yield counter
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            tensors.exchange_memory = exchange
 
 
 def settled(counter: AllocationCounter) -> int:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from everybit_torch import streams
 from everybit_torch.collectives import groups
 from everybit_torch.torch_internals.process_groups import timeout_of
 
 Op = Any  # dist.ReduceOp.SUM and the like, whose types torch does not export
 
 CPU = torch.device("cpu")
+
+BROADCASTS = 8
+"""Ranks up to which weights are gathered over gloo by a broadcast from each."""
 
 
 class Pending(Protocol):
@@ -55,6 +60,34 @@ class _Work:
 
     def is_done(self) -> bool:
         return bool(self._work.is_completed())
+
+
+class _Several:
+    """Collectives that are waited for together."""
+
+    def __init__(self, pending: Sequence[Pending]) -> None:
+        self._pending = list(pending)
+
+    def wait(self) -> None:
+        for one in self._pending:
+            one.wait()
+
+    def is_done(self) -> bool:
+        return all(one.is_done() for one in self._pending)
+
+
+class _Copied:
+    """A collective whose result is copied when it is waited for."""
+
+    def __init__(self, pending: Pending, into: Tensor, result: Tensor) -> None:
+        self._pending, self._into, self._result = pending, into, result
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._into.copy_(self._result.view_as(self._into))
+
+    def is_done(self) -> bool:
+        return self._pending.is_done()
 
 
 class Communicator:
@@ -94,15 +127,33 @@ class Communicator:
             if into.data_ptr() != shard.data_ptr():
                 into.copy_(shard)
             return Done()
+        if self.size <= BROADCASTS and self._goes_over_gloo(into.device):
+            # gloo gathers into memory of its own, and copies all of it. The same bytes without the copy:
+            self.sent["all_gather"] += (self.size - 1) * shard.nbytes
+            parts = into.view(self.size, -1)
+            if parts[self.rank].data_ptr() != shard.data_ptr():
+                parts[self.rank].copy_(shard.view(-1))
+            return _Several([
+                self._launch(f"all_gather of {what}", partial(dist.broadcast, part, group=self.group, group_src=rank, async_op=True))
+                for rank, part in enumerate(parts)
+            ])  # fmt: skip
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._start("all_gather", gather, into, shard, what, sent=(self.size - 1) * shard.nbytes)
 
     def reduce_scatter(self, into: Tensor, whole: Tensor, what: str) -> Pending:
-        """``into`` becomes this rank's part of the sum of ``whole`` over the ranks; it may be that part of ``whole``, which is spoilt."""
+        """``into`` becomes this rank's part of the sum of ``whole`` over the ranks, and may be that part of it; ``whole`` is spoilt."""
         if self.size == 1:
             if into.data_ptr() != whole.data_ptr():
                 into.copy_(whole)
             return Done()
+        if self._goes_over_gloo(whole.device):
+            # gloo sums a copy of all of it on every rank, and copies this rank's part of that. The same sum, without the two copies:
+            self.sent["reduce_scatter"] += (self.size - 1) * into.nbytes
+            pending = self._launch(
+                f"reduce_scatter of {what}", lambda: dist.all_reduce(whole, group=self.group, async_op=True)
+            )
+            own = whole.view(self.size, -1)[self.rank]
+            return pending if own.data_ptr() == into.data_ptr() else _Copied(pending, into, own)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._start("reduce_scatter", scatter, into, whole, what, sent=(self.size - 1) * into.nbytes)
 
@@ -184,6 +235,13 @@ class Communicator:
 
     def _devices(self) -> list[torch.device]:
         return list(self._required_group()._device_types)
+
+    def _goes_over_gloo(self, device: torch.device) -> bool:
+        """Whether collectives of tensors on a device are gloo's, in the host's memory."""
+        if device.type != "cpu" or streams.has_streams(device):
+            return False
+        config = dist.get_backend_config(self._required_group()).split(",")
+        return "cpu:gloo" in config or config == ["gloo"]
 
     def _required_group(self) -> Any:
         assert self.group is not None

@@ -16,14 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from everybit.dtypes import torch_dtype
 from everybit.policy import Resolved
+from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator, Pending
+from everybit_torch.memory_pool import UNPOOLED, MemoryPool
 
 CHUNK = 1 << 16
 """Elements converted at a time, on a CPU: they stay in a core's cache."""
@@ -37,7 +39,27 @@ def chunk_size(device: torch.device) -> int:
     return CHUNK if device.type in ("cpu", "meta") else DEVICE_CHUNK
 
 
+def has_own_processors(device: torch.device) -> bool:
+    """Whether a reduction of tensors on a device goes on beside what computes: not on a host, whose processors do both."""
+    return device.type not in ("cpu", "meta") or streams.has_streams(device)
+
+
 Mode = Literal["copy", "add"]
+
+
+def _chunk_of_sums(device: torch.device, numel: int, parts: int, part: torch.dtype) -> int:
+    """Elements that are added up at a time: of several parts on an accelerator, so many that scratch is no larger than all parts."""
+    if parts == 1 or device.type in ("cpu", "meta"):
+        return chunk_size(device)
+    return max(min(DEVICE_CHUNK, numel * parts * part.itemsize // (2 * torch.float64.itemsize)), 1)
+
+
+class FusedSum(Protocol):
+    """Adds up parts in one pass over memory; see :class:`everybit_torch.fused_sums.FusedSums`."""
+
+    def __call__(self, main: Tensor, parts: Tensor, *, adds: bool, by: Tensor | None, scale: float) -> bool:
+        """Put the sum of ``parts``, of shape ``(ranks, n)``, into ``main``; return whether it was done."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +109,7 @@ class Reduction:
         sent: What is sent, if nobody else needs it: its memory is given back as soon as may be.
         received: What is received, where that is elsewhere.
         after: What comes then.
+        pool: What the memory of both is given back to.
     """
 
     pending: Pending
@@ -94,6 +117,7 @@ class Reduction:
     sent: Tensor | None = None
     received: Tensor | None = None
     after: Callable[[], None] | None = None
+    pool: MemoryPool = UNPOOLED
 
     def is_done(self) -> bool:
         """Whether :meth:`finish` would not wait for another rank."""
@@ -104,18 +128,12 @@ class Reduction:
         self.pending.wait()
         # Explicitly: threads of the communication library may hold on to tensors for a moment longer.
         if self.received is not None:
-            free_storage(self.sent)
+            self.pool.take_back(self.sent)
         self.install()
-        free_storage(self.sent)
-        free_storage(self.received)
+        self.pool.take_back(self.sent)
+        self.pool.take_back(self.received)
         if self.after is not None:
             self.after()
-
-
-def free_storage(x: Tensor | None) -> None:
-    """Free the memory of a tensor that nobody reads any more, though a thread of the communication library may still hold it."""
-    if x is not None and x.untyped_storage().nbytes():
-        x.untyped_storage().resize_(0)
 
 
 def can_be_freed(x: Tensor) -> bool:
@@ -135,6 +153,8 @@ def reduce_scatter_into(
     owned: bool = False,
     what: str = "gradients",
     observe: Callable[[Tensor], None] | None = None,
+    pool: MemoryPool = UNPOOLED,
+    fused: FusedSum | None = None,
 ) -> Reduction:
     """Sum ``partial`` over the ranks and put this rank's part into ``main``.
 
@@ -145,14 +165,16 @@ def reduce_scatter_into(
         wire: How ``partial`` travels.
         mode: ``"copy"`` the sum over the present values, or ``"add"`` it to them.
         divisor: What the result, with the values before it, is divided by; None if more is to come.
-        owned: Nobody needs ``partial`` any more; its memory is freed.
+        owned: Nobody needs ``partial`` any more; its memory is given back.
         what: For error messages.
         observe: Is given each chunk of the result, in order, while it is in the cache; nothing if it is not written chunk by chunk.
+        pool: Lends memory for what is received, and has that of ``partial`` back.
+        fused: Adds up what an exact wire has received, if it can.
     """
     count, rank = communicator.size, communicator.rank
     received = None
     if wire.exact:
-        received = torch.empty_like(partial)
+        received = pool.empty(partial.numel(), partial.dtype, partial.device)
         pending = communicator.all_to_all(received, partial, what)
         parts = list(received.view(count, -1))
     else:
@@ -160,11 +182,20 @@ def reduce_scatter_into(
         pending = communicator.reduce_scatter(own, partial, what)
         parts = [own]
     scale = 1 / wire.prescale
+
+    def put() -> None:
+        if received is not None and fused is not None and observe is None:
+            by = _by(divisor, torch.float64, main.device)
+            if fused(main, received.view(count, -1), adds=mode == "add", by=by, scale=scale):
+                return
+        install(main, parts, mode=mode, divisor=divisor, scale=scale, observe=observe)
+
     return Reduction(
         pending,
-        lambda: install(main, parts, mode=mode, divisor=divisor, scale=scale, observe=observe),
+        put,
         partial if owned else None,
         received,
+        pool=pool,
     )
 
 
@@ -177,6 +208,8 @@ def all_reduce_into(
     divisor: float | None = None,
     owned: bool = False,
     what: str = "gradients",
+    pool: MemoryPool = UNPOOLED,
+    fused: FusedSum | None = None,
 ) -> Reduction:
     """Sum ``partial`` over the ranks and copy the sum to ``main``, on every rank. They may be one tensor, if they have one dtype.
 
@@ -185,8 +218,9 @@ def all_reduce_into(
     if wire.exact:
         own = main.view(communicator.size, -1)[communicator.rank]
         scattered = reduce_scatter_into(
-            own, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what
-        )
+            own, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what, pool=pool,
+            fused=fused,
+        )  # fmt: skip
         install_own = scattered.install
 
         def install_all() -> None:
@@ -201,6 +235,7 @@ def all_reduce_into(
         pending,
         lambda: install(main, [partial], mode="copy", divisor=divisor, scale=scale),
         partial if owned else None,
+        pool=pool,
     )
 
 
@@ -224,10 +259,13 @@ def install(
     if _nothing_to_do(len(parts), in_place, divisor is not None, scale):
         return
     wide = _wide(len(parts), main.dtype)
-    total, term = torch.empty(2, min(chunk_size(main.device), main.numel()), dtype=wide, device=main.device)
-    # A tensor of one element: dividing by a number, torch multiplies by its reciprocal on some devices.
-    by = None if divisor is None or divisor == 1 else torch.full((1,), divisor, dtype=wide, device=main.device)
-    for low, high in chunks(main.numel(), chunk_size(main.device)):
+    by = _by(divisor, wide, main.device)
+    if _without_scratch(len(parts), first.dtype, main.dtype, scale):
+        _install_one(main, first, mode=mode, by=by, observe=observe)
+        return
+    size = _chunk_of_sums(main.device, main.numel(), len(parts), first.dtype)
+    total, term = torch.empty(2, min(size, main.numel()), dtype=wide, device=main.device)
+    for low, high in chunks(main.numel(), size):
         sum, other = total[: high - low], term[: high - low]
         sum.copy_(first[low:high])
         for part in others:
@@ -243,8 +281,36 @@ def install(
             observe(main[low:high])
 
 
+def _install_one(
+    main: Tensor, part: Tensor, *, mode: Mode, by: Tensor | None, observe: Callable[[Tensor], None] | None
+) -> None:
+    """Install one part of the dtype in which it would be computed anyway, in one pass over memory."""
+    several = observe is not None or (mode == "add" and by is not None)
+    for low, high in chunks(main.numel(), chunk_size(main.device) if several else max(main.numel(), 1)):
+        into, given = main[low:high], part[low:high]
+        if mode == "add":
+            into.add_(given)
+            if by is not None:
+                into.div_(by)
+        elif by is not None:
+            torch.div(given, by, out=into)
+        elif into.data_ptr() != given.data_ptr():
+            into.copy_(given)
+        if observe is not None:
+            observe(into)
+
+
+def _by(divisor: float | None, wide: torch.dtype, device: torch.device) -> Tensor | None:
+    """What to divide by: a tensor of one element, for dividing by a number, torch multiplies by its reciprocal on some devices."""
+    return None if divisor is None or divisor == 1 else torch.full((1,), divisor, dtype=wide, device=device)
+
+
 def _nothing_to_do(parts: int, in_place: bool, divides: bool, scale: float) -> bool:
     return in_place and parts == 1 and not divides and scale == 1.0
+
+
+def _without_scratch(parts: int, part: torch.dtype, main: torch.dtype, scale: float) -> bool:
+    return parts == 1 and part is main is _wide(1, main) and scale == 1.0
 
 
 def _wide(parts: int, main: torch.dtype) -> torch.dtype:
@@ -252,12 +318,20 @@ def _wide(parts: int, main: torch.dtype) -> torch.dtype:
 
 
 def install_bytes(
-    numel: int, main: torch.dtype, parts: int, *, in_place: bool, divides: bool, scale: float, chunk: int = CHUNK
+    numel: int,
+    main: torch.dtype,
+    parts: int,
+    *,
+    part: torch.dtype,
+    in_place: bool,
+    divides: bool,
+    scale: float,
+    device: torch.device,
 ) -> int:
-    """Bytes that :func:`install` allocates for ``numel`` elements from so many parts."""
-    if _nothing_to_do(parts, in_place, divides, scale):
+    """Bytes that :func:`install` allocates on a device for ``numel`` elements from so many parts of the dtype ``part``."""
+    if _nothing_to_do(parts, in_place, divides, scale) or _without_scratch(parts, part, main, scale):
         return 0
-    return 2 * min(chunk, numel) * _wide(parts, main).itemsize
+    return 2 * min(_chunk_of_sums(device, numel, parts, part), numel) * _wide(parts, main).itemsize
 
 
 def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0) -> None:

@@ -47,16 +47,31 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage_identity(storage) == storage_identity(one) for one in given
                 ):
                     self._known.add(storage)
-                    if storage.nbytes() >= self._smallest and (self._counts is None or self._counts()):
-                        size = self._sizes[storage] = [0]
-                        self._change(size, storage.nbytes())
-                        weakref.finalize(storage, self._change, size, 0)
+                    empty = not storage.nbytes()  # it may be given memory later
+                    if (empty or storage.nbytes() >= self._smallest) and (self._counts is None or self._counts()):
+                        self._change(self._size_of(storage), storage.nbytes())
         return outputs
 
     def resized(self, storage: UntypedStorage) -> None:
         """A storage has another size now: operations are seen, resizing is not."""
         if storage in self._sizes:
-            self._change(self._sizes[storage], storage.nbytes())
+            nbytes = storage.nbytes()
+            self._change(self._sizes[storage], nbytes if nbytes >= self._smallest else 0)
+
+    def exchanged(self, one: UntypedStorage, other: UntypedStorage) -> None:
+        """Two storages have each other's memory now."""
+        if one not in self._sizes and other not in self._sizes:
+            return
+        first, second = (self._size_of(storage) for storage in (one, other))
+        first[0], second[0] = second[0], first[0]
+
+    def _size_of(self, storage: UntypedStorage) -> list[int]:
+        """The counted bytes of a storage, which are changed to 0 when it is freed."""
+        if storage not in self._sizes:
+            self._known.add(storage)
+            size = self._sizes[storage] = [0]
+            weakref.finalize(storage, self._change, size, 0)
+        return self._sizes[storage]
 
     def _change(self, size: list[int], nbytes: int) -> None:
         self.live += nbytes - size[0]

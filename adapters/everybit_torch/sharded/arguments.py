@@ -76,6 +76,7 @@ class Arguments:
     device: torch.device | str | None
     ignored: Ignored | None
     casts: CastsOfUnits | None
+    overlap_param_gather: bool
 
     def to_keep(self) -> Arguments:
         """Without what may hold a model's values."""

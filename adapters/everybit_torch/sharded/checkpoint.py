@@ -441,6 +441,7 @@ def _require_outside(stepper: FlatStepper, name: str) -> None:
         raise RuntimeError(
             f"{name}: inside full_parameters(), where weights may have been written to that are not kept yet; accepted is after it."
         )
+    stepper.wait_for_weights()
 
 
 def _is_first(group: dist.ProcessGroup | None) -> bool:

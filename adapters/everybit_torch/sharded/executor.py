@@ -63,6 +63,7 @@ class Executor:
             "poll": self._poll,
             "drain": self._drain,
             "spread": self._spread,
+            "settle": self._settle,
             "stepped": self._stepped,
         }
 
@@ -142,8 +143,10 @@ class Executor:
     def _spread(self, event: Event) -> None:
         self._spreading[event.number] = self._weights[event.number].start_spread()
 
-    def _stepped(self, event: Event) -> None:
+    def _settle(self, event: Event) -> None:
         pending = self._spreading.pop(event.number, None)
         if pending is not None:
             pending.wait()
+
+    def _stepped(self, event: Event) -> None:
         self._weights[event.number].stepped()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import (
+    FusedSum,
     Reduction,
     Wire,
     accumulate,
@@ -32,6 +33,7 @@ from everybit_torch.collectives.reduction import (
     divide,
     reduce_scatter_into,
 )
+from everybit_torch.memory_pool import MemoryPool
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.offload import FromHost, HostCopies
 from everybit_torch.sharded.scheduling.gradients import Phase
@@ -51,6 +53,8 @@ class GradientBuffer:
         wire: How gradients travel between the inner ranks.
         outer_wire: And between the outer ones.
         device: Where everything lies.
+        pool: Lends memory for what is there during a pass: buckets, and what is sent and received.
+        fused: Adds up what an exact wire has received.
         keep: Keep the main gradient's memory from one cycle to the next.
         copies: Of the main gradient, if that lies on the host: it is brought to the device for as long as a sum is put into it.
 
@@ -72,10 +76,12 @@ class GradientBuffer:
         outer_wire: Wire,
         device: torch.device,
         *,
+        pool: MemoryPool,
+        fused: FusedSum | None = None,
         keep: bool = True,
         copies: HostCopies | None = None,
     ) -> None:
-        self._keep, self._copies, self.device = keep, copies, device
+        self._keep, self._copies, self._pool, self._fused, self.device = keep, copies, pool, fused, device
         self.group, self.sharding, self.inner, self.outer = group, sharding, inner, outer
         self.wire, self.outer_wire = wire, outer_wire
         size = group.padded // inner.size if sharding.grads else group.padded
@@ -84,6 +90,8 @@ class GradientBuffer:
         else:
             self.main = copies.allocate_on_host(size, main)
             copies.reserve(size, main)
+        if not keep:
+            pool.grow_beside(self.main.nbytes)
         self.phase: Phase = "empty"
         self._bucket: Tensor | None = None
         self._unreduced: Tensor | None = None
@@ -162,26 +170,33 @@ class GradientBuffer:
 
     def open_bucket(self) -> None:
         """Allocate what gradients arrive in, where main gradients are sharded."""
-        self._bucket = torch.empty(self.group.padded, dtype=self.wire.dtype, device=self.device)
+        self._bucket = self._pool.empty(self.group.padded, self.wire.dtype, self.device)
 
     def open_unreduced(self) -> None:
         """Allocate the sum of passes that are not reduced, of the whole group and in the main gradient's dtype."""
-        self._unreduced = torch.empty(self.group.padded, dtype=self.main.dtype, device=self.device)
+        self._unreduced = self._pool.empty(self.group.padded, self.main.dtype, self.device)
 
     def open_main(self) -> None:
         """Allocate the main gradient, where its memory is not kept."""
         storage = self.main.untyped_storage()
         if storage.nbytes() == 0:
+            self._pool.grow_beside(self.main.nbytes)
             storage.resize_(self.main.nbytes)
 
     def close(self) -> None:
         """Free what gradients would have arrived in; none has."""
         if self.sharding.grads:
-            self._bucket = self._unreduced = None
+            self._give_back()
         else:
             self._free_main()
 
+    def _give_back(self) -> None:
+        for one in (self._bucket, self._unreduced):
+            self._pool.take_back(one)
+        self._bucket = self._unreduced = None
+
     def _free_main(self) -> None:
+        self._pool.grow_beside(-self.main.untyped_storage().nbytes())
         if not can_be_freed(self.main):
             self.main = torch.empty_like(self.main)  # the other stays with whoever holds on to it
         self.main.untyped_storage().resize_(0)
@@ -210,7 +225,7 @@ class GradientBuffer:
             squares = self._squares = Squares.begin(self._working, self._filled) if now is not None else None
             reduction = reduce_scatter_into(
                 self._working, self._take_sums(), self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what,
-                observe=None if squares is None else squares.add,
+                observe=None if squares is None else squares.add, pool=self._pool, fused=self._fused,
             )  # fmt: skip
         else:
             reduction = self._reduce_main(
@@ -267,8 +282,11 @@ class GradientBuffer:
     def _take_sums(self) -> Tensor:
         """Return what is sent, as it is sent. This buffer does not hold it any more."""
         sums, in_bucket = self._partial, self._unreduced is None
+        sent = sums if in_bucket else self._as_sent(sums, self.wire)
+        if sent is not sums:
+            self._pool.take_back(sums)
         self._bucket = self._unreduced = None
-        return sums if in_bucket else _as_sent(sums, self.wire)
+        return sent
 
     def _reduce_main(
         self,
@@ -281,14 +299,41 @@ class GradientBuffer:
         scattered: bool,
     ) -> Reduction:
         """Start to reduce sums that lie in the main gradient, in place: every rank all of them, or each its part (``scattered``)."""
-        partial = _as_sent(sums, wire)
+        partial = self._as_sent(sums, wire)
         owned = partial is not sums
         if not scattered:
-            return all_reduce_into(sums, partial, communicator, wire, divisor=divisor, owned=owned, what=what)
+            return all_reduce_into(
+                sums,
+                partial,
+                communicator,
+                wire,
+                divisor=divisor,
+                owned=owned,
+                what=what,
+                pool=self._pool,
+                fused=self._fused,
+            )
         into = sums.view(communicator.size, -1)[communicator.rank]
         return reduce_scatter_into(
-            into, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what
+            into,
+            partial,
+            communicator,
+            wire,
+            mode="copy",
+            divisor=divisor,
+            owned=owned,
+            what=what,
+            pool=self._pool,
+            fused=self._fused,
         )
+
+    def _as_sent(self, sums: Tensor, wire: Wire) -> Tensor:
+        """Sums in the wire's dtype and scale: the given tensor, where it has that dtype."""
+        if sums.dtype is wire.dtype:
+            return sums if wire.prescale == 1.0 else sums.mul_(wire.prescale)
+        sent = self._pool.empty(sums.numel(), wire.dtype, sums.device)
+        cast(sent, sums, wire.prescale)
+        return sent
 
     def finalize(self, divisor: float) -> None:
         """Sum over the outer ranks and divide, where no reduction was told that it was the last.
@@ -326,16 +371,7 @@ class GradientBuffer:
 
     def clear(self) -> None:
         """Forget all gradients, and free their memory unless it is kept."""
-        self.phase = "empty"
-        self._bucket = self._unreduced = self._squares = None
+        self.phase, self._squares = "empty", None
+        self._give_back()
         if not self._keep:
             self._free_main()
-
-
-def _as_sent(sums: Tensor, wire: Wire) -> Tensor:
-    """Sums in the wire's dtype and scale: the given tensor, where it has that dtype."""
-    if sums.dtype is wire.dtype:
-        return sums if wire.prescale == 1.0 else sums.mul_(wire.prescale)
-    sent = torch.empty(sums.numel(), dtype=wire.dtype, device=sums.device)
-    cast(sent, sums, wire.prescale)
-    return sent

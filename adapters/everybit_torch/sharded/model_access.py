@@ -13,6 +13,7 @@ from torch import nn
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.full_parameters import FullParameters, read_only
+from everybit_torch.sharded.late_weights import LateWeights
 from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.main_values import MainValues
 from everybit_torch.sharded.model_buffers import ModelBuffers
@@ -44,6 +45,7 @@ class ModelAccess:
     _full: FullParameters | None
     _state: ModelState
     _methods: RegisteredMethods
+    _late: LateWeights | None
 
     def before_writing(self) -> None:
         """This rank's own weights are replaced next."""
@@ -57,6 +59,21 @@ class ModelAccess:
     def labelled(self) -> Mapping[str, LabelledTransform]:
         """The transform and policy of each label."""
         raise NotImplementedError
+
+    def wait_for_weights(self) -> None:
+        """Wait until the weights of the last step are on this rank. Only with ``overlap_param_gather=True`` is there anything to wait for.
+
+        Weights that are under way have the values from before the step, or those after it, one group after the other. These wait by
+        themselves: modules that are called, for the weights of the unit that they lie in; ``state_dict()`` and ``load_state_dict()`` of the
+        model and of its modules; everything that the stepper offers, such as :meth:`step`, :meth:`model_state_dict` and checkpoints.
+        Copying or pickling the model is refused. Code that reads or writes parameters in other ways calls this first: averages of
+        weights, constraints on them, and a module that computes with the weights of another unit without calling it.
+
+        Raises:
+            RuntimeError: A rank is gone.
+        """
+        if self._late is not None:
+            self._late.wait()
 
     # -- state dicts ----------------------------------------------------------------------------------------------------------------
 
@@ -226,6 +243,7 @@ class ModelAccess:
         """
         if self._passes.in_pass:
             raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
+        self.wait_for_weights()
         units, parameters = self._units_of(modules)
         if writeback:
             self.before_writing()
@@ -284,6 +302,8 @@ class ModelAccess:
         problem = None
         if self._passes.in_pass or self._passes.in_forward:
             problem = f"{name}: inside a forward or backward pass, or after one that ended in an error; accepted is between passes."
+        if problem is None:
+            self.wait_for_weights()
         gathered = "" if self._full is None else self._full.gathered
         self._everyone.require_same_call(f"{name}({arguments})", gathered, problem)
 

@@ -10,8 +10,9 @@ from torch import nn
 from everybit.dtypes import dtype_name, torch_dtype
 from everybit.policy import resolve
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import Wire
+from everybit_torch.collectives.reduction import FusedSum, Wire
 from everybit_torch.dtensors import local
+from everybit_torch.memory_pool import MemoryPool, keeps_memory
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.layout import Group, Layout
 from everybit_torch.sharded.offload import HostCopies
@@ -34,6 +35,7 @@ class ModelBuffers:
         fill: Has the buffers of weights take the model's values, before anything else is allocated.
         keep_gradients: Keep the memory of main gradients from one cycle to the next.
         copies: Of what lies on the host.
+        fused: Adds up what an exact wire has received.
 
     Attributes:
         layout: As given.
@@ -56,12 +58,14 @@ class ModelBuffers:
         *,
         keep_gradients: bool,
         copies: HostCopies,
+        fused: FusedSum | None = None,
     ) -> None:
         self._copies = copies
         self.sharding, self.inner, self.outer, self.device = sharding, inner, outer, device
         self.weights: dict[int, WeightBuffer] = {}
         self.gradients: dict[int, GradientBuffer] = {}
         self.shards: list[Shard] = []
+        self._pool = MemoryPool(keeps=keeps_memory(device))
         self.layout, self.parameters = layout, dict(parameters)
         fill(self)
         for number, weights in self.weights.items():
@@ -69,7 +73,7 @@ class ModelBuffers:
             if group.requires_grad:
                 main, wires = self._stored(group, labelled)
                 gradients = self.gradients[number] = GradientBuffer(
-                    group, sharding, inner, outer, main, *wires, device, keep=keep_gradients,
+                    group, sharding, inner, outer, main, *wires, device, pool=self._pool, fused=fused, keep=keep_gradients,
                     copies=copies if copies.offload.gradients else None,
                 )  # fmt: skip
                 counted = group.placements[0].spec.counted
@@ -80,14 +84,9 @@ class ModelBuffers:
         group = self.layout.groups[number]
         members = [self.parameters[place.spec.name] for place in group.placements]
         self.weights[number] = WeightBuffer(
-            group,
-            members,
-            self.sharding,
-            self.inner,
-            self.outer,
-            self.device,
+            group, members, self.sharding, self.inner, self.outer, self.device, self._pool,
             self._copies if self._copies.offload.weights else None,
-        )
+        )  # fmt: skip
 
     def own_range(self, group: Group) -> tuple[int, int]:
         """The part of a group's buffer that this rank steps."""

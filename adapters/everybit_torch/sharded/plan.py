@@ -33,7 +33,7 @@ from everybit.metrics import Metrics
 from everybit.optimizer import nbytes
 from everybit.policies import short
 from everybit.transform import any_per_tensor
-from everybit_torch.collectives.reduction import chunk_size
+from everybit_torch.collectives.reduction import has_own_processors
 from everybit_torch.dtensors import mesh_of
 from everybit_torch.probing import is_number
 from everybit_torch.sharded.construction.schedule import ConstructionSchedule, construction_of
@@ -216,7 +216,7 @@ def plan_layout(
         offload: As :func:`plan`'s.
     """
     where = torch.device(device)
-    groups = [GroupPlan.of(group, labelled, kind, ranks, chunk_size(where)) for group in layout.groups]
+    groups = [GroupPlan.of(group, labelled, kind, ranks, where, compile=compile) for group in layout.groups]
     if runs is not None:
         trained = [number for number, one in enumerate(groups) if one.resolved is not None]
         for number, given in zip(trained, runs, strict=True):
@@ -277,7 +277,10 @@ def plan_layout(
         (2 * torch.float64.itemsize, *([torch.float64.itemsize] if nan == "param" else [])),
         2 * len(layout.specs) * torch.int64.itemsize if nan == "param" else 0,
     )
-    settings = Settings(kind, True, keep_gradients, defer_reduction, prefetch or Prefetch(), retained or Retained())
+    settings = Settings(
+        kind, True, keep_gradients, defer_reduction, prefetch or Prefetch(), retained or Retained(),
+        overlap_reductions=has_own_processors(where),
+    )  # fmt: skip
     # All microbatches between the first and the last are alike.
     stages = cycle(layout, settings, min(microbatches, 3), second_order=second_order)
     cycled, wire = meter(stages, groups, step, microbatches)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from everybit_torch.sharded.gathering import Gathering
+from everybit_torch.sharded.late_weights import LateWeights
 from everybit_torch.sharded.layout import Layout
 
 
@@ -26,10 +27,13 @@ class RegisteredMethods:
         model: The model.
         layout: Of it.
         gathering: Of its units; None where parameters are not sharded, and nothing has to be gathered.
+        late: Weights that may be under way; None where none are.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, gathering: Gathering | None) -> None:
-        self._model, self._gathering = model, gathering
+    def __init__(
+        self, model: nn.Module, layout: Layout, gathering: Gathering | None, late: LateWeights | None = None
+    ) -> None:
+        self._model, self._gathering, self._late = model, gathering, late
         self._units = {
             name: group.unit for group in layout.groups for place in group.placements for name in place.spec.names
         }
@@ -60,9 +64,9 @@ class RegisteredMethods:
             raise ValueError(
                 f"name: {who} is a generator, or asynchronous, and runs on after it has returned; accepted are methods that are done then."
             )
-        if self._gathering is None or getattr(original, _MARK, False):
+        if (self._gathering is None and self._late is None) or getattr(original, _MARK, False):
             return
-        numbers = self._own_units(module, inside)
+        numbers = self._own_units(module, inside) if self._gathering is not None else []
         self._replaced.append((weakref.ref(module), name, module.__dict__.get(name, _NOTHING)))
         module.__dict__[name] = self._wrapped(module, original, numbers)
 
@@ -90,6 +94,8 @@ class RegisteredMethods:
 
         def call(*arguments: Any, **named: Any) -> Any:
             methods, owner = reference(), here()
+            if methods is not None and methods._late is not None:
+                methods._late.wait()
             gathering = None if methods is None or owner is None else methods._gathering
             if gathering is None:
                 return original(*arguments, **named)

@@ -16,7 +16,7 @@ from torch import Tensor
 from everybit import barriers
 from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import free_storage
+from everybit_torch.memory_pool import UNPOOLED
 from everybit_torch.sharded.gradient_norm import squares_of, tells_finite
 from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.nonfinite import find_nonfinite, has_nonfinite
@@ -113,7 +113,7 @@ def agree(
     if pass_counts is not None and nan == "off":
         pass_counts.begin(numbers[count + 2 :], passes)
     read = numbers.tolist() if looks or nan != "off" else None
-    free_storage(numbers)
+    UNPOOLED.take_back(numbers)
     if read is None:
         return StepAgreement(list(touched), squares, norm, is_nan=False, skipped=False, nonfinite=())
     *flags, square, bad, _, _ = read

@@ -16,6 +16,8 @@ from everybit.optimizer import Unsafe
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, ranks_of
+from everybit_torch.collectives.reduction import has_own_processors
+from everybit_torch.fused_sums import FusedSums
 from everybit_torch.sharded.arguments import Arguments, Judged, claim, judge
 from everybit_torch.sharded.casting import CastsOfUnits, watch
 from everybit_torch.sharded.construction.sources import Values
@@ -27,6 +29,7 @@ from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.gradient_wires import GradientWires
 from everybit_torch.sharded.guards import Guards
 from everybit_torch.sharded.ignored_parameters import Ignored
+from everybit_torch.sharded.late_weights import LateWeights
 from everybit_torch.sharded.model_access import ModelAccess
 from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
@@ -87,6 +90,8 @@ class FlatStepper(Control, ModelAccess):
             rank keeps whole gradients. See :meth:`set_requires_gradient_sync`.
         ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
             the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
+        overlap_param_gather: With ``optim`` and ``optim_grads``: return from a step while its weights are still handed out. Each unit waits
+            for its own when its forward pass begins; code that reads parameters elsewhere calls :meth:`wait_for_weights` first.
         casts: The dtypes of inputs and outputs of ``forward``: :class:`~everybit_torch.Casts`, whose inputs are those of every unit and of
             the model, and whose outputs the model's; or a dict of them by unit, or class of units.
         values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
@@ -143,10 +148,12 @@ class FlatStepper(Control, ModelAccess):
         device: torch.device | str | None = None,
         ignored: Ignored | None = None,
         casts: CastsOfUnits | None = None,
+        overlap_param_gather: bool = False,
     ) -> None:
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
             synchronize, offload, keep_gradients, defer_reduction, model_parallel, copies, values, device, ignored, casts,
+            overlap_param_gather,
         )  # fmt: skip
         judged = judge(model, given)
         with judged.construction.all_or_nothing():
@@ -169,11 +176,15 @@ class FlatStepper(Control, ModelAccess):
         self.buffers = ModelBuffers(
             self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device,
             construction.fill, keep_gradients=given.keep_gradients, copies=self._copies,
+            fused=FusedSums(device) if given.compile else None,
         )  # fmt: skip
         self.weights, self.gradients = list(self.buffers.weights.values()), list(self.buffers.gradients.values())
         self._constructed = construction.schedule
         self.completeness = Completeness()  # of weights and state, for checkpoints
-        settings = Settings(self.sharding, given.reshard_after_forward, given.keep_gradients, given.defer_reduction)
+        settings = Settings(
+            self.sharding, given.reshard_after_forward, given.keep_gradients, given.defer_reduction,
+            overlap_param_gather=given.overlap_param_gather, overlap_reductions=has_own_processors(device),
+        )  # fmt: skip
         self._schedule = Schedule(self.layout, settings)
         self._executor = Executor(self.buffers.weights, self.buffers.gradients, self.divisor, (self.inner, self.outer))
         self._executor.on({"agree": self._agree, "step": self._step_shards})
@@ -210,7 +221,12 @@ class FlatStepper(Control, ModelAccess):
         self._state = ModelState(
             model, self.layout, parameters, self.buffers, self._schedule, self._executor, self._guards, self.beside
         )
-        self._methods = RegisteredMethods(model, self.layout, self._gathering)
+        self._late: LateWeights | None = None
+        if settings.overlaps:
+            self._late = LateWeights(
+                model, described.units, self.layout, parameters, self._schedule, self._executor, self.completeness
+            )
+        self._methods = RegisteredMethods(model, self.layout, self._gathering, self._late)
 
     # -- one cycle -------------------------------------------------------------------------------------------------------------------
 
@@ -330,6 +346,8 @@ class FlatStepper(Control, ModelAccess):
         After an error, on every rank: whatever it interrupted, the next cycle begins as if there had been none.
         """
         if self._passes.interrupted:
+            if self._late is not None:
+                self._late.recover()
             self._passes.recover()
         self._forget()
 
@@ -434,6 +452,8 @@ class FlatStepper(Control, ModelAccess):
             self._gathering.close()
         if self._guards is not None:
             self._guards.close()
+        if self._late is not None:
+            self._late.close()
         self._methods.close()
         for handle in self._handles:
             handle.remove()

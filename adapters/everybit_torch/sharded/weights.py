@@ -14,6 +14,7 @@ from everybit_torch.collectives.reduction import can_be_freed
 from everybit_torch.dtensors import local
 from everybit_torch.gradients import piece
 from everybit_torch.inference import outside_inference
+from everybit_torch.memory_pool import MemoryPool
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.strategies import Sharding
@@ -54,6 +55,7 @@ class WeightBuffer:
         inner: The ranks that buffers are sharded over.
         outer: The ranks that hold copies of the same shards.
         device: Where the buffer lies.
+        pool: Lends memory for the whole, while it is gathered.
         copies: Of the shard, if that lies on the host.
 
     Attributes:
@@ -70,9 +72,11 @@ class WeightBuffer:
         inner: Communicator,
         outer: Communicator,
         device: torch.device,
+        pool: MemoryPool,
         copies: HostCopies | None = None,
     ) -> None:
         self.group, self.parameters, self.sharding = group, list(parameters), sharding
+        self._pool = pool
         # What has the memory: of a DTensor, this rank's part.
         self._tensors = [local(parameter) for parameter in self.parameters]
         self.inner, self.outer, self._copies = inner, outer, copies
@@ -226,19 +230,20 @@ class WeightBuffer:
 
     @outside_inference
     def _allocate(self) -> None:
-        if not self._pieces:
-            self.whole = self.whole.new_empty(self.group.padded)
-            self._pieces = self._views()
+        if self._pieces:
+            self._pool.refill(self.whole)
         else:
-            self.whole.untyped_storage().resize_(self.whole.nbytes)
+            self.whole = self._pool.empty(self.group.padded, self.group.dtype, self.whole.device)
+            self._pieces = self._views()
 
     @outside_inference
     def _free(self) -> None:
-        if not can_be_freed(self.whole):
-            # It stays with whoever holds on to it, or with a graph that was made with it.
-            self.whole = torch.empty_like(self.whole)
-            self._pieces = self._views()
-        self.whole.untyped_storage().resize_(0)
+        if can_be_freed(self.whole):
+            self._pool.take_back(self.whole)
+        else:
+            # It stays with whoever holds on to it, or with a graph that was made with it; the next is another.
+            self._pool.leave(self.whole)
+            self.whole, self._pieces = self.whole.new_empty(0), []
 
     def reset(self) -> None:
         """Take the values from the model's tensors after an error, whatever was done to them."""

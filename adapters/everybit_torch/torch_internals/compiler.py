@@ -27,11 +27,11 @@ def reached_recompile_limit(error: BaseException) -> bool:
     return isinstance(error, getattr(errors, "FailOnRecompileLimitHit", ()))
 
 
-def let_length_vary(vector: Tensor) -> None:
+def let_length_vary(vector: Tensor, dimension: int = 0) -> None:
     """Have Dynamo make code for vectors of any length in the place of this one; without its function it does so at the second length."""
     mark: Any = getattr(_module("torch._dynamo"), "maybe_mark_dynamic", None)
     if mark is not None:
-        mark(vector, 0)
+        mark(vector, dimension)
 
 
 @cache

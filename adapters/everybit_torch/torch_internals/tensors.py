@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +47,28 @@ def count_holders(storage: torch.UntypedStorage) -> int | None:
     count = getattr(torch._C, "_storage_Use_Count", None)
     pointer = getattr(storage, "_cdata", None)
     return None if count is None or pointer is None else int(count(pointer))
+
+
+_exchange: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+
+
+@cache
+def can_exchange_memory() -> bool:
+    """Whether :func:`exchange_memory` works in this torch, which is tried out once: from 2.12 on. Else storages are resized."""
+    if _exchange is None:
+        return False
+    full, empty = torch.arange(3.0), torch.empty(0)
+    try:
+        exchange_memory(full.untyped_storage(), empty.untyped_storage())
+    except RuntimeError:
+        return False
+    sizes = full.untyped_storage().nbytes(), empty.untyped_storage().nbytes()
+    return sizes == (0, 12) and empty.resize_(3).tolist() == [0.0, 1.0, 2.0]
+
+
+def exchange_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Give two storages each other's memory, with all views of them. One of them has to be empty, or both have one size."""
+    _exchange(one, other)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

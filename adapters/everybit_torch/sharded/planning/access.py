@@ -47,7 +47,7 @@ def access_bytes(
             schedule.weights.free_all()
         meter = Meter(groups, step)
         meter.copied = shown
-        meter.live = meter.peak = on_the_way
+        meter.begin(on_the_way)
         meter.follow(list(copy_out(range(len(layout.units)), schedule.weights)))
         return meter.peak
 

@@ -12,7 +12,7 @@ import everybit as eb
 from everybit.dtypes import dtype_name, torch_dtype
 from everybit.optimizer import nbytes, state_bytes
 from everybit.policy import Resolved, resolve
-from everybit_torch.collectives.reduction import Wire
+from everybit_torch.collectives.reduction import Wire, chunk_size
 from everybit_torch.sharded.layout import Group, ParameterSpec
 from everybit_torch.sharded.planning.report import Ranks
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
@@ -34,7 +34,8 @@ class GroupPlan:
         main: dtype of the main gradient.
         wire: How gradients are sent between the inner ranks.
         outer_wire: How they are sent between the outer ranks.
-        chunk: Elements converted at a time.
+        device: Where it lies.
+        fused: Whether what an exact wire has received is added up by compiled code.
         given_runs: Elements of each run that is stepped, where they are known; else they follow from the layout.
     """
 
@@ -47,27 +48,41 @@ class GroupPlan:
     main: torch.dtype
     wire: Wire
     outer_wire: Wire
-    chunk: int
+    device: torch.device
+    fused: bool
     given_runs: tuple[int, ...] | None = None
 
     @classmethod
     def of(
-        cls, group: Group, labelled: Mapping[str, LabelledTransform], kind: Sharding, ranks: Ranks, chunk: int
+        cls,
+        group: Group,
+        labelled: Mapping[str, LabelledTransform],
+        kind: Sharding,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        compile: bool,
     ) -> GroupPlan:
         """The group under what its label is stored as.
 
         Raises:
             ValueError: The policy cannot store it; the message says why.
         """
+        fused = compile and device.type not in ("cpu", "meta")
         low, high = kind.own_range(group.padded, ranks.inner_rank, ranks.inner, ranks.outer_rank, ranks.outer)
         if not group.requires_grad:
             nothing = Wire(group.dtype, exact=False)
-            return cls(group, kind, ranks, low, high, None, group.dtype, nothing, nothing, chunk)
+            return cls(group, kind, ranks, low, high, None, group.dtype, nothing, nothing, device, fused)
         resolved = resolve(labelled[group.label].policy, dtype_name(group.dtype, field="parameter"))
         return cls(
             group, kind, ranks, low, high, resolved, torch_dtype(resolved.grads_main),
-            *Wire.pair(resolved, ranks.inner, ranks.outer), chunk,
+            *Wire.pair(resolved, ranks.inner, ranks.outer), device, fused,
         )  # fmt: skip
+
+    @property
+    def chunk(self) -> int:
+        """Elements converted at a time."""
+        return chunk_size(self.device)
 
     @property
     def weights(self) -> int:

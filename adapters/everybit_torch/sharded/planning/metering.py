@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from everybit_torch.collectives.reduction import accumulate_bytes, install_bytes
+from everybit_torch.collectives.reduction import Wire, accumulate_bytes, install_bytes
+from everybit_torch.fused_sums import TOGETHER
+from everybit_torch.memory_pool import Account, keeps_memory
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.traffic import (
     compared_bytes,
@@ -51,7 +53,6 @@ class Meter:
         step: Bytes of a step.
 
     Attributes:
-        live: Bytes that are allocated now.
         peak: The most that were, since this was last set.
         sent: Bytes that were sent, by collective.
         copied: Asked for what is taken to copy a group out: for each of its parameters bytes that stay allocated, and bytes that come and
@@ -60,7 +61,8 @@ class Meter:
 
     def __init__(self, groups: Sequence[GroupPlan], step: StepBytes) -> None:
         self._groups, self._step = list(groups), step
-        self.live = self.peak = 0
+        self._pool = Account(keeps=keeps_memory(step.device))
+        self._apart = self.peak = 0  # apart: what is allocated and is not the pool's
         self.copied: Callable[[GroupPlan], Iterable[tuple[int, int]]] | None = None
         self.sent: Counter[str] = Counter()
         self._units: dict[int, list[GroupPlan]] = {}
@@ -79,7 +81,7 @@ class Meter:
             "open unreduced": lambda event: self._open(
                 self._unreduced, event.number, self._groups[event.number].unreduced
             ),
-            "open main": lambda event: self._open(self._mains, event.number, self._groups[event.number].main_bytes),
+            "open main": self._open_main,
             "copy": self._accumulate,
             "add": self._accumulate,
             "close": self._clear,
@@ -103,9 +105,27 @@ class Meter:
             if handler is not None:
                 handler(event)
 
+    @property
+    def live(self) -> int:
+        """Bytes that are allocated now."""
+        return self._apart + self._pool.nbytes
+
+    def begin(self, nbytes: int) -> None:
+        """Begin with so many bytes that are allocated."""
+        self._apart = self.peak = nbytes
+
     def _add(self, nbytes: int) -> None:
-        self.live += nbytes
+        self._apart += nbytes
         self.peak = max(self.peak, self.live)
+
+    def _lend(self, nbytes: int) -> None:
+        if nbytes:
+            self._pool.lend(nbytes)
+            self.peak = max(self.peak, self.live)
+
+    def _take_back(self, nbytes: int) -> None:
+        if nbytes:
+            self._pool.take_back(nbytes)
 
     def _briefly(self, nbytes: int) -> None:
         self.peak = max(self.peak, self.live + nbytes)
@@ -117,11 +137,12 @@ class Meter:
 
     def _gather(self, event: Event) -> None:
         for one in self._units.get(event.number, []):
-            self._add(one.weights)
+            self._lend(one.weights)
             self._send(sent_by_exchange("all_gather", one.weights, one.ranks.inner))
 
     def _free(self, event: Event) -> None:
-        self.live -= sum(one.weights for one in self._units.get(event.number, []))
+        for one in self._units.get(event.number, []):
+            self._take_back(one.weights)
 
     def _copy_out(self, event: Event) -> None:
         for one in self._units.get(event.number, []) if self.copied is not None else ():
@@ -140,11 +161,18 @@ class Meter:
     # -- gradients --------------------------------------------------------------------------------------------------------------------
 
     def _open(self, opened: Counter[int], number: int, nbytes: int) -> None:
-        self._add(nbytes)
+        self._lend(nbytes)
         opened[number] = nbytes
 
+    def _open_main(self, event: Event) -> None:
+        nbytes = self._mains[event.number] = self._groups[event.number].main_bytes
+        self._pool.grow_beside(nbytes)
+        self.peak = max(self.peak, self.live)
+
     def _clear(self, event: Event) -> None:
-        self.live -= sum(opened.pop(event.number, 0) for opened in (self._buckets, self._mains, self._unreduced))
+        for opened in (self._buckets, self._unreduced):
+            self._take_back(opened.pop(event.number, 0))
+        self._pool.grow_beside(-self._mains.pop(event.number, 0))
 
     def _accumulate(self, event: Event) -> None:
         one = self._groups[event.number]
@@ -165,30 +193,56 @@ class Meter:
         sent, unreduced = self._buckets.pop(event.number, 0), self._unreduced.pop(event.number, 0)
         if (unreduced or not one.kind.grads) and one.wire.dtype is not one.main:
             sent = one.bucket
-            self._add(sent)
+            self._lend(sent)
             self._briefly(
                 accumulate_bytes(
                     one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale, chunk=one.chunk
                 )
             )
-            self.live -= unreduced
+            self._take_back(unreduced)
         else:
             sent += unreduced
-        self._add(one.received)
+        self._lend(one.received)
         self._in_flight.append((one, sent, last))
         self._send(sent_by_reduction(one, last=last))
 
     def _finish(self, _event: Event) -> None:
         for one, sent, last in self._in_flight:
             # What was received is added up; natively that is where what was sent is.
-            needed = one.received or sent
-            self.live -= sent + one.received - needed
+            if one.received:
+                self._take_back(sent)
             squares = one.squares_as_written(self._step.device) if last else None
             self._briefly(_install_bytes(one, last=last) + (squares or 0))
-            self.live -= needed
+            self._take_back(one.received or sent)
             if last and one.ranks.outer > 1:
-                self._briefly(_outer_bytes(one))
+                self._reduce_outer(one)
         self._in_flight.clear()
+
+    def _reduce_outer(self, one: GroupPlan) -> None:
+        wire, outer = one.outer_wire, one.ranks.outer
+        reduced = one.group.padded // (one.ranks.inner if one.kind.state else 1)
+        scattered = one.kind.outer == "optim"
+        cast = reduced * wire.dtype.itemsize if wire.dtype is not one.main else 0
+        received = reduced * wire.dtype.itemsize if wire.exact else 0
+        self._lend(cast)
+        if cast:
+            self._briefly(
+                accumulate_bytes(reduced, wire.dtype, one.main, adds=False, scale=wire.prescale, chunk=one.chunk)
+            )
+        self._lend(received)
+        if received:
+            self._take_back(cast)
+        self._briefly(
+            _sum_bytes(
+                one,
+                wire,
+                reduced // outer if scattered or wire.exact else reduced,
+                outer if wire.exact else 1,
+                in_place=not cast and not wire.exact,
+                divides=True,
+            )
+        )
+        self._take_back(received or cast)
 
     # -- a step -----------------------------------------------------------------------------------------------------------------------
 
@@ -243,33 +297,21 @@ def _install_bytes(one: GroupPlan, *, last: bool) -> int:
     whole = not one.kind.state
     numel = one.group.padded // (1 if whole and not one.wire.exact else one.ranks.inner)
     same = one.wire.dtype is one.main and not one.kind.grads
+    parts, divides = one.ranks.inner if one.wire.exact else 1, last and one.ranks.outer == 1
+    return _sum_bytes(one, one.wire, numel, parts, in_place=same and not one.wire.exact, divides=divides)
+
+
+def _sum_bytes(one: GroupPlan, wire: Wire, numel: int, parts: int, *, in_place: bool, divides: bool) -> int:
+    """Bytes that adding up so many parts of ``numel`` elements takes."""
+    if one.fused and parts > 1:
+        return numel * torch.float64.itemsize if parts > TOGETHER else 0
     return install_bytes(
         numel,
         one.main,
-        one.ranks.inner if one.wire.exact else 1,
-        in_place=same and not one.wire.exact,
-        divides=last and one.ranks.outer == 1,
-        scale=1 / one.wire.prescale,
-        chunk=one.chunk,
-    )
-
-
-def _outer_bytes(one: GroupPlan) -> int:
-    wire, outer = one.outer_wire, one.ranks.outer
-    reduced = one.group.padded // (one.ranks.inner if one.kind.state else 1)
-    scattered = one.kind.outer == "optim"
-    sent = reduced * wire.dtype.itemsize
-    cast = sent if wire.dtype is not one.main else 0
-    received = sent if wire.exact else 0
-    numel = reduced // outer if scattered or wire.exact else reduced
-    parts = outer if wire.exact else 1
-    scratch = install_bytes(
-        numel,
-        one.main,
         parts,
-        in_place=not cast and not wire.exact,
-        divides=True,
+        part=wire.dtype,
+        in_place=in_place,
+        divides=divides,
         scale=1 / wire.prescale,
-        chunk=one.chunk,
+        device=one.device,
     )
-    return cast + received + scratch

@@ -37,10 +37,12 @@ Kind = Literal[
     "finish",
     "poll",
     "drain",
-    # A step: what all ranks have to know alike; the optimizer; hand out a group's weights; wait until they are there.
+    # A step: what all ranks have to know alike; the optimizer; begin to hand out a group's weights; wait until they are there; autograd is
+    # told that they are others.
     "agree",
     "step",
     "spread",
+    "settle",
     "stepped",
 ]
 

@@ -38,10 +38,14 @@ class GradientSchedule:
         sharded: Main gradients are sharded: each backward pass is reduced, from a bucket of its own, unless it is deferred. Gradients of
             deferred passes are added up, whole and in the main gradient's dtype, until a pass is reduced.
         kept: The memory of main gradients is kept from one cycle to the next.
+        overlaps: The reduction of a unit's gradients goes on while the next unit's arrive. False: it is waited for before these have a
+            bucket.
     """
 
-    def __init__(self, groups: Sequence[TrainedGroup], *, sharded: bool, kept: bool) -> None:
-        self._groups, self._sharded, self._kept = list(groups), sharded, kept
+    def __init__(self, groups: Sequence[TrainedGroup], *, sharded: bool, kept: bool, overlaps: bool = True) -> None:
+        self._groups, self._sharded, self._kept, self._overlaps = list(groups), sharded, kept, overlaps
+        self._under_way: list[int] = []  # reductions, and whether they may be waited for
+        self._bounded = True
         self._position = {group.number: position for position, group in enumerate(groups)}
         self._next = len(groups) - 1
         self._arrived: list[set[int]] = [set() for _ in groups]  # since the last reduction
@@ -130,9 +134,24 @@ class GradientSchedule:
             bounded: Wait for the reduction before it first, so that at most one is under way. False: nobody is waited for, and what is
                 sent stays in memory until it has arrived.
         """
-        yield Event("finish" if bounded else "poll")
+        self._bounded = bounded
+        yield from self.finish() if bounded else self._poll()
         yield from self._reduce(self._next, last=last)
         self._next -= 1
+
+    def finish(self) -> Iterator[Event]:
+        """Wait for reductions under way, and put the sums into the main gradients, which need memory then."""
+        yield from self._open_sums()
+        yield Event("finish")
+        self._under_way = []
+
+    def _poll(self) -> Iterator[Event]:
+        yield from self._open_sums()
+        yield Event("poll")
+
+    def _open_sums(self) -> Iterator[Event]:
+        for position in self._under_way:
+            yield from self._open_main(position)
 
     def finish_cycle(self, phases: Sequence[Phase]) -> Iterator[Event]:
         """Reduce what was not reduced yet, and divide.
@@ -144,9 +163,9 @@ class GradientSchedule:
         for position in reversed(range(len(self._groups))):
             partial = position in self._deferred or (phases[position] == "partial" and not self._sharded)
             if partial or phases[position] == "empty":
-                yield Event("finish")
+                yield from self.finish()
                 yield from self._reduce(position, last=True)
-        yield Event("finish")
+        yield from self.finish()
         for position in reversed(range(len(self._groups))):
             if phases[position] == "reduced":
                 yield Event("finalize", self._groups[position].number)
@@ -154,7 +173,7 @@ class GradientSchedule:
     def clear(self) -> Iterator[Event]:
         """Forget all gradients, and free their memory unless it is kept."""
         self.begin_reductions()
-        self._defers = False
+        self._defers, self._under_way = False, []
         for position, group in enumerate(self._groups):
             yield Event("clear", group.number)
             self._arrived[position], self._seen[position] = set(), set()
@@ -171,6 +190,8 @@ class GradientSchedule:
             yield Event("open unreduced", self._groups[position].number)
             self._unreduced.add(position)
         elif position not in self._buckets:
+            if self._under_way and self._bounded and not self._overlaps:
+                yield from self.finish()
             yield Event("open bucket", self._groups[position].number)
             self._buckets.add(position)
 
@@ -181,12 +202,12 @@ class GradientSchedule:
 
     def _reduce(self, position: int, *, last: bool) -> Iterator[Event]:
         group, arrived = self._groups[position], self._arrived[position]
-        yield from self._open_main(position)
         yield from self._open(position)
         for place in range(group.members):
             if place not in arrived:
                 yield Event("zero", group.number, place)
         yield Event("reduce last" if last else "reduce", group.number)
+        self._under_way.append(position)
         if self._sharded:
             for opened in (self._buckets, self._unreduced, self._deferred):
                 opened.discard(position)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -25,6 +25,9 @@ class Settings:
         defer_reduction: Whether sharded gradients are summed over the ranks in the last backward pass of a cycle only.
         prefetch: How far ahead weights are gathered, where they are sharded.
         retained: Which units' weights stay gathered, where they are sharded; None: as ``reshard_after_forward`` says.
+        overlap_param_gather: Whether a step's weights are waited for when the next forward pass comes to them, where every rank keeps all
+            weights and a part of the state.
+        overlap_reductions: Whether the reduction of a unit's gradients goes on while those of the next arrive, where they are sharded.
     """
 
     sharding: Sharding
@@ -33,6 +36,13 @@ class Settings:
     defer_reduction: bool = False
     prefetch: Prefetch = field(default_factory=Prefetch)
     retained: Retained | None = None
+    overlap_param_gather: bool = False
+    overlap_reductions: bool = True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether weights of a step are still under way when it returns."""
+        return self.overlap_param_gather and self.sharding.state and not self.sharding.params
 
 
 class Schedule:
@@ -51,6 +61,7 @@ class Schedule:
         defers: Whether a backward pass that is not known to be the last is not reduced, where gradients are sharded. Set between passes.
         accumulates: Whether the pass that goes on accumulates a parameter's gradient, as far as its graph tells.
         arrived: Whether one has arrived.
+        late: Groups whose weights of the last step may still be under way.
     """
 
     def __init__(self, layout: Layout, settings: Settings) -> None:
@@ -61,8 +72,11 @@ class Schedule:
             for number, group in enumerate(layout.groups)
             if group.requires_grad
         ]
+        self._unit_of = [group.unit for group in layout.groups]
         sharding = settings.sharding
-        self.gradients = GradientSchedule(self.trained, sharded=sharding.grads, kept=settings.keep_gradients)
+        self.gradients = GradientSchedule(
+            self.trained, sharded=sharding.grads, kept=settings.keep_gradients, overlaps=settings.overlap_reductions
+        )
         retained = settings.retained or Retained.of(
             len(layout.units), reshard_after_forward=settings.reshard_after_forward
         )
@@ -72,6 +86,7 @@ class Schedule:
         self.last: bool | None = None
         self.defers = settings.defer_reduction
         self.accumulates = self.arrived = False
+        self.late: set[int] = set()
 
     # -- one backward pass ------------------------------------------------------------------------------------------------------------
 
@@ -142,7 +157,7 @@ class Schedule:
         """Autograd is done: reduce the rest."""
         while self.reduces and (group := self.gradients.next) is not None:
             yield from self._reduce_next(group.unit)
-        yield Event("finish")
+        yield from self.gradients.finish()
         self.gradients.end_pass()
         if self.weights is not None:
             yield from self.weights.end_backward()
@@ -174,7 +189,7 @@ class Schedule:
             yield from self.gradients.reduce_next(last=self.last is True, bounded=True)
             if self.weights is not None:
                 yield from self.weights.free_what_is_over()
-        yield Event("finish")
+        yield from self.gradients.finish()
         if self.weights is not None:
             yield from self.weights.take_part(1)
 
@@ -190,17 +205,33 @@ class Schedule:
 
     def update(self) -> Iterator[Event]:
         """Step, and hand out the weights."""
+        yield from self.settle()  # no forward pass came to them
         yield Event("step")
-        yield from self.hand_out([group.number for group in self.trained])
+        yield from self.hand_out([group.number for group in self.trained], waits=not self._settings.overlaps)
 
-    def hand_out(self, groups: Sequence[int]) -> Iterator[Event]:
-        """Hand out weights of these groups, which have changed, to the ranks that keep copies."""
+    def hand_out(self, groups: Sequence[int], *, waits: bool = True) -> Iterator[Event]:
+        """Hand out weights of these groups, which have changed, to the ranks that keep copies.
+
+        Args:
+            groups: Of the layout.
+            waits: Until they are there. False: :meth:`settle` does.
+        """
         sharding = self._settings.sharding
-        if sharding.outer == "optim" or (sharding.state and not sharding.params):
-            for number in groups:
-                yield Event("spread", number)
+        spreads = sharding.outer == "optim" or (sharding.state and not sharding.params)
+        for number in groups if spreads else ():
+            yield Event("spread", number)
+            self.late.add(number)
+        if waits:
+            yield from self.settle()
         for number in groups:
             yield Event("stepped", number)
+
+    def settle(self, units: Collection[int] | None = None) -> Iterator[Event]:
+        """Wait for weights of these units that are under way; None: of all units."""
+        for number in sorted(self.late):
+            if units is None or self._unit_of[number] in units:
+                yield Event("settle", number)
+                self.late.discard(number)
 
 
 # -- the cycle that is planned --------------------------------------------------------------------------------------------------------
@@ -235,6 +266,8 @@ def cycle(layout: Layout, settings: Settings, microbatches: int = 1, *, second_o
     schedule = Schedule(layout, settings)
     if schedule.weights is not None:
         schedule.weights.free_all()
+    if settings.overlaps:  # as the cycle before has left them
+        schedule.late = {group.number for group in schedule.trained}
     stages: list[Stage] = []
     for number in range(microbatches):
         schedule.last = number == microbatches - 1
@@ -265,9 +298,11 @@ def _in_order(units: Sequence[str]) -> Iterator[tuple[int, bool]]:
 
 
 def _forward(schedule: Schedule, units: Sequence[str], uses: dict[int, UseKey]) -> Iterator[Event]:
-    if schedule.weights is None:
-        return
     for unit, begins in _in_order(units):
+        if begins:
+            yield from schedule.settle([unit])
+        if schedule.weights is None:
+            continue
         if begins:
             yield from schedule.weights.before_forward(unit, recording=True)
         else:

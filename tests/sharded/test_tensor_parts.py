@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -318,6 +319,10 @@ def unlike(path: Path) -> list[str]:
         odd = nn.Linear(4, 3)
         odd.weight = nn.Parameter(made)
         attempt(ValueError, partial(FlatStepper, odd, eb.sgd(0.1), mesh=mesh["data"]))
+    # FSDP2 over tensor parallelism cuts the other way round: in strides.
+    both = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(both, mesh=mesh["data"])
+    attempt(ValueError, partial(FlatStepper, both, eb.sgd(0.1), mesh=mesh["data"]))
     return told
 
 
@@ -327,6 +332,7 @@ def test_what_does_not_fit_a_part_is_refused_by_name_on_every_rank(tmp_path: Pat
         "layers.one.few: got a DTensor placed as [Replicate()]", "[]",
         "layers.one.columns: got elements", "layers.one.few: differs between rank 0 and rank 3",
         "replicated", "weight: got a DTensor placed as Partial", "weight: this rank's part of it has the shape (3, ",
+        "0.weight: got a DTensor placed as _StridedShard",
     ]  # fmt: skip
     for messages in told:
         for message, word in zip(messages, words, strict=True):

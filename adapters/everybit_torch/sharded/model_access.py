@@ -20,10 +20,12 @@ from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.model_state import FORMS, ModelState, StateForm, require_form
 from everybit_torch.sharded.module_buffers import BufferValues, synchronize_buffers
+from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.registered_methods import RegisteredMethods
 from everybit_torch.sharded.safetensors_export import export
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, ShardOptimizer
+from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.state_loading import IncompatibleKeys, load_state
 from everybit_torch.sharded.step_checks import Completeness
 
@@ -40,6 +42,8 @@ class ModelAccess:
     outer: Communicator
     completeness: Completeness
     beside: ModelParallel
+    staging: StagingMemory
+    _copies: HostCopies
     _passes: Passes
     _optimizer: ShardOptimizer
     _full: FullParameters | None
@@ -48,8 +52,10 @@ class ModelAccess:
     _late: LateWeights | None
 
     def before_writing(self) -> None:
-        """This rank's own weights are replaced next."""
-        raise NotImplementedError
+        """This rank's weights and state are written to next, by others than a step: after all copies of them."""
+        self.staging.order()
+        if self._copies.offload.weights:
+            self._copies.synchronize()
 
     def loaded(self) -> None:
         """This rank's own weights were replaced: hand them out."""

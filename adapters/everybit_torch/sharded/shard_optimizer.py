@@ -47,7 +47,7 @@ INSTEAD = {
     "state_dict": SAVING,
     "full_state_dict": SAVING,
     "torch_state_dict": SAVING,
-    "export_fp32": WEIGHTS,
+    "export_fp32": "accepted is stepper.export_safetensors(path, main=True).",
     "eval_params": WEIGHTS,
     "load_state_dict": LOADING,
     "load_full_state_dict": LOADING,

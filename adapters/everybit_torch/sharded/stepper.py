@@ -1,4 +1,4 @@
-"""The flat-buffer stepper: one optimizer over a model whose gradients, state and weights may be shared out among ranks."""
+"""The flat-buffer stepper: one optimizer over a model whose gradients, state and weights may be sharded over ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class FlatStepper(Control, ModelAccess):
             :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
         mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
             process alone if ``torch.distributed`` is not initialised.
-        strategy: What the (inner) ranks share out; see :class:`~everybit_torch.sharded.strategies.Sharding`. A number is the ZeRO stage.
+        strategy: What the (inner) ranks shard; see :class:`~everybit_torch.sharded.strategies.Sharding`. A number is the ZeRO stage.
         outer: What the outer ranks do; see there.
         units: Modules, or classes of modules, whose parameters are gathered and reduced together, such as ``[Block]``. What is in none
             belongs to the model's own unit. Without units the whole model is one, and a sharded strategy needs room for all of it at once.
@@ -84,8 +84,7 @@ class FlatStepper(Control, ModelAccess):
         offload: Keep the optimizer's state, residuals and main weights in the host's pinned memory, and bring them to the device a bucket
             at a time for a step; with ``Offload(weights=True, gradients=True)`` this rank's weights and main gradients too, under
             ``optim_grads_params``. For models on another device than the host.
-        keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, to activations, at the price of
-            taking it again.
+        keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, and take it again.
         defer_reduction: With sharded gradients: sum them over the ranks in the last backward pass of a cycle, and not in each. Until then a
             rank keeps whole gradients. See :meth:`set_requires_gradient_sync`.
         ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
@@ -367,12 +366,6 @@ class FlatStepper(Control, ModelAccess):
         self.staging.order()
         step()
 
-    def before_writing(self) -> None:
-        """This rank's weights and state are written to next, by others than a step: after all copies of them."""
-        self.staging.order()
-        if self._copies.offload.weights:
-            self._copies.synchronize()
-
     def _agree(self, _event: Event) -> None:
         if self._given.nan != "off":
             self._copies.synchronize()  # main gradients are read where they lie
@@ -402,14 +395,13 @@ class FlatStepper(Control, ModelAccess):
             second_order: See :func:`everybit_torch.plan`.
         """
         given, weights = self._given, self._schedule.weights
+        ranks = Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank, self.beside.sizes)
         return plan_layout(
-            self.layout, self.labelled, self.sharding,
-            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank, self.beside.sizes),
-            construction=self._constructed, others=self._optimizer.others, nan=given.nan, microbatches=microbatches,
-            retained=None if weights is None else weights.retained, compile=given.compile,
+            self.layout, self.labelled, self.sharding, ranks, construction=self._constructed, others=self._optimizer.others,
+            runs=self._optimizer.runs(), nan=given.nan, compile=given.compile, offload=given.offload, microbatches=microbatches,
             keep_gradients=given.keep_gradients, device=self._passes.nonfinite.device, metrics=self._optimizer.metrics_enabled,
-            runs=self._optimizer.runs(), defer_reduction=self._schedule.defers,
-            offload=given.offload, second_order=second_order, prefetch=None if weights is None else weights.prefetch,
+            retained=None if weights is None else weights.retained, defer_reduction=self._schedule.defers,
+            prefetch=None if weights is None else weights.prefetch, second_order=second_order,
         )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:
@@ -464,8 +456,7 @@ class FlatStepper(Control, ModelAccess):
             communicator.close()
         for group in self.groups.values():
             groups.give_back(group)
-        self.groups = {}
-        self.closed = True
+        self.groups, self.closed = {}, True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """There are no copies.
@@ -504,6 +495,7 @@ class FlatStepper(Control, ModelAccess):
             f"FlatStepper(strategy={self.sharding.strategy!r} over {self.inner.size}{outer}, {len(self.layout.units)} units,"
             f" {self.layout.numel} elements and {self.layout.padding} of padding)"
         ]
-        for label, one in self.labelled.items():
-            lines.append(f"  {label or 'all parameters'}: {one.transform!r}; {one.policy!r}")
-        return "\n".join(lines)
+        labels = self.labelled.items()
+        return "\n".join(
+            [*lines, *(f"  {label or 'all parameters'}: {one.transform!r}; {one.policy!r}" for label, one in labels)]
+        )

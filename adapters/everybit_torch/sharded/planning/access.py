@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import everybit as eb
 from everybit.dtypes import torch_dtype
@@ -59,7 +61,14 @@ def access_bytes(
     all_weights, own = sum(map(_whole_weights, groups)), sum(map(_own_weights, groups))
     gathered = sum(one.weights for one in groups) if settings.sharding.params else 0
     state = sum(one.state_saved(labelled) for one in groups)
-    loading = max((_followed(one, labelled) for one in groups), default=0)
+    # Groups of the same runs take the same.
+    alike = list(
+        {
+            (one.group.label, one.group.dtype, *one.runs(labelled)): one for one in groups if one.resolved is not None
+        }.values()
+    )
+    loading = max((_followed(one, labelled) for one in alike), default=0)
+    exporting = {key: value for one in alike for key, value in _exported_by_run(one, labelled).items()}
     sent, sent_main = (max(_sent(one, main=main) for one in groups) for main in (False, True))
     gathered_main = max(one.group.padded * _main_itemsize(one) for one in groups if one.resolved is not None)
     keeping = partial(_showing, keeps=True, on_host=on_host)
@@ -70,7 +79,9 @@ def access_bytes(
         "model_state_dict, full": peak(keeping(copies=True), sent),
         "model_state_dict, sharded": own if on_host else 0,
         "export_safetensors": peak(showing, sent if first_of_data else 0),
-        "export_safetensors, main": peak(_main(labelled, showing), gathered_main + (sent_main if first_of_data else 0)),
+        "export_safetensors, main": peak(
+            _main(exporting, labelled, showing), gathered_main + (sent_main if first_of_data else 0)
+        ),
         "load_model_state_dict": loading,
         "load_model_state_dict, broadcast": loading + max(map(_largest, groups)),
         "save_sharded, asynchronous": own + state if on_host else 0,
@@ -116,28 +127,36 @@ def _showing(*, copies: bool, keeps: bool, on_host: bool) -> Callable[..., Itera
     return shown
 
 
-def _main(labelled: Mapping[str, LabelledTransform], shown: Callable[..., Iterator[tuple[int, int]]]) -> Shown:
+RunKey = tuple[str, torch.dtype, int]
+"""The label, the dtype and the number of elements of a run."""
+
+
+def _main(
+    exporting: Mapping[RunKey, int],
+    labelled: Mapping[str, LabelledTransform],
+    shown: Callable[..., Iterator[tuple[int, int]]],
+) -> Shown:
     """The same with the values of main weights, which are computed a group at a time."""
 
     def with_main(one: GroupPlan) -> Iterator[tuple[int, int]]:
         if one.resolved is not None:
-            label = labelled[one.group.label]
-            yield 0, max((_exported(one, label, numel) for numel in one.runs(labelled)), default=0)
+            runs = [exporting[one.group.label, one.group.dtype, numel] for numel in one.runs(labelled)]
+            yield 0, max(runs, default=0)
         yield from shown(one, _main_itemsize(one))
 
     return with_main
 
 
+def _exported_by_run(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> dict[RunKey, int]:
+    label = labelled[one.group.label]
+    return {(one.group.label, one.group.dtype, n): _exported(one, label, n) for n in dict.fromkeys(one.runs(labelled))}
+
+
 def _exported(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
     """What is allocated while the weights of a run are computed from all that is stored of them, a piece at a time."""
-    optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
-    tensor = torch.empty(min(numel, pieces_of(label.policy.block)), dtype=one.group.dtype, device="meta")
-    state = optimizer.init([tensor])
+    optimizer, tensor, state = _run_of(one, label, min(numel, pieces_of(label.policy.block)))
     into = torch.empty(tensor.shape, dtype=torch_dtype(label.policy.compute), device="meta")
-    with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        export_piece(optimizer, tensor, state, into)
-    peak: int = counter.peak
-    return peak
+    return _peak_of(lambda: export_piece(optimizer, tensor, state, into))
 
 
 def _followed(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> int:
@@ -145,15 +164,27 @@ def _followed(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> int:
     if one.resolved is None:
         return 0
     label = labelled[one.group.label]
-    optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     most = 0
     for numel in dict.fromkeys(one.runs(labelled)):
-        tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
-        state = optimizer.init([tensor])
-        with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-            begin_again(optimizer, tensor, state)
-        most = max(most, counter.peak)
+        optimizer, tensor, state = _run_of(one, label, numel)
+        most = max(most, _peak_of(partial(begin_again, optimizer, tensor, state)))
     return most
+
+
+def _run_of(
+    one: GroupPlan, label: LabelledTransform, numel: int
+) -> tuple[eb.Optimizer[Any], Tensor, eb.OptimizerState[Any]]:
+    """A run of so many elements of a group, with a state, on the meta device."""
+    optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
+    tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
+    return optimizer, tensor, optimizer.init([tensor])
+
+
+def _peak_of(call: Callable[[], object]) -> int:
+    with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
+        call()
+    peak: int = counter.peak
+    return peak
 
 
 def _largest(one: GroupPlan) -> int:

@@ -313,7 +313,8 @@ class Engine:
         parts: dict[str, list[Part]] = {}
         for unit in reducing:
             counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
-            part = Part(self.optimizer_of(unit), unit, gathered.get(id(unit)), counted, due.get(id(unit), ()))
+            fetch = None if self._copies is None else self._copies.fetch
+            part = Part(self.optimizer_of(unit), unit, gathered.get(id(unit)), counted, due.get(id(unit), ()), fetch)
             parts.setdefault(self.groups[unit.group].source, []).append(part)
         axis = eb.Local if over is None else over.axis
         return {source: find_totals(members, axis, self.reads, known) for source, members in parts.items()}

@@ -9,7 +9,7 @@ the first phase decodes only those slots which the pending reduction is computed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 import everybit as eb
 from everybit.barriers import scratch_for, sum_of_squares
 from everybit.dtypes import torch_dtype
+from everybit.entries import WEIGHTS
+from everybit.optimizer import OptimizerState
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
 from everybit_torch.asking import Reads, ask, ask_without_elements
 from everybit_torch.gradients import Gathered, MemberGradients
@@ -44,6 +46,7 @@ class Part(NamedTuple):
         grad: In the shape of its tensor; None if it contributes nothing, and only takes part in the reductions.
         counted: Whether this process is the one that contributes its elements.
         due: Which periodic work is due for it; see ``Engine.step_unit``.
+        fetch: Brings a tensor of the unit's state to where the unit is stepped; None: it is there.
     """
 
     optimizer: eb.Optimizer[Any]
@@ -51,6 +54,7 @@ class Part(NamedTuple):
     grad: Gathered | None
     counted: bool = True
     due: Due = ()
+    fetch: Callable[[Tensor], Tensor] | None = None
 
 
 def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads, known: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -118,7 +122,7 @@ def _partial_results(
     part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads
 ) -> Iterator[NeedsReductionError]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
-    optimizer, unit, _, counted, due = part
+    optimizer, unit, _, counted, due, fetch = part
     if unit.tensor.ndim != 1 or reads.promises(optimizer, unit).whole:
         chunks: Iterable[tuple[Any, Unit]] = [(..., unit)]
         names = None
@@ -133,10 +137,25 @@ def _partial_results(
     for where, chunk in chunks:
         axis = ReplayAxis(totals, counted=counted)
         ctx = eb.Context(first_element=chunk.first, axis=axis, members=members_of(chunk), due=due)
-        pending = ask(optimizer, chunk.tensor, grad[where], chunk.state, ctx, names)
+        state = chunk.state if fetch is None else _fetched(chunk.state, names, fetch)
+        pending = ask(optimizer, chunk.tensor, grad[where], state, ctx, names)
+        del state
         if pending is None:
             return
         yield pending
+
+
+def _fetched(
+    state: OptimizerState[Any], names: frozenset[str] | None, fetch: Callable[[Tensor], Tensor]
+) -> OptimizerState[Any]:
+    """A state of which what is read is where it is read."""
+
+    def slot(name: str, value: Any) -> Any:
+        return eb.tree.map(fetch, value) if names is None or name in names else value
+
+    reads_weights = names is None or WEIGHTS in names
+    extra = eb.tree.map(fetch, state.extra) if reads_weights else state.extra
+    return OptimizerState(state.step, extra, eb.tree.map_slots(slot, state.inner))
 
 
 def _squares(grad: Gathered) -> Tensor:
@@ -147,7 +166,7 @@ def _squares(grad: Gathered) -> Tensor:
 
 def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> NeedsReductionError | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
-    optimizer, unit, _, _, due = part
+    optimizer, unit, _, _, due, _ = part
     if reads.promises(optimizer, unit).fixed:
         source = reads.of(optimizer, unit, totals, due)
         if not source.pending:

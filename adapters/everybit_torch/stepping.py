@@ -56,6 +56,10 @@ class StateCopies(Protocol):
         """Memory there for ``numel`` elements like those of a tensor."""
         ...
 
+    def fetch(self, x: Tensor) -> Tensor:
+        """A copy of state where it is stepped."""
+        ...
+
     def stepping(self, unit: Unit, grad: Gathered) -> tuple[Parts, Iterator[tuple[slice, Unit]]]:
         """A unit's gradient, and its pieces with their state where it is stepped, and brought back after that."""
         ...

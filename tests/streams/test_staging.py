@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from everybit_torch.sharded import checkpoint
 from everybit_torch.sharded.checkpoint import save_sharded
+from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
@@ -99,6 +101,28 @@ def test_a_writer_waits_for_the_copies(tmp_path: Path, strategy: Strategy) -> No
 @pytest.mark.parametrize("strategy", BOTH)
 def test_weights_may_be_written_to_by_hand_while_they_are_copied(tmp_path: Path, strategy: Strategy) -> None:
     trained(tmp_path, strategy, FakeDevice(), later=True, by_hand=True)
+
+
+def test_memory_that_is_given_back_while_it_is_copied_is_not_used_for_something_else(tmp_path: Path) -> None:
+    def program() -> None:
+        device = FakeDevice()
+        with device.watching(), device.on(device.stream("training")), written_later(device) as write:
+            training = Training("one stream", device)
+            stepper = FlatStepper(training.model, CLIPPED, strategy="optim_grads_params", units=training.units)
+            training.backward(0)
+            stepper.step()
+            save_sharded(stepper, tmp_path, asynchronous=True)
+            del stepper, training
+            gc.collect()
+            torch.zeros(64, device=torch.device("cpu"))
+            write()
+
+    def forgotten(*_: Any) -> None:
+        """No mock, which would keep what it is given."""
+
+    program()
+    with mock.patch.object(HostCopies, "keep", forgotten), pytest.raises(HazardError, match="record_stream"):
+        program()
 
 
 def test_nothing_is_allocated_on_the_device_for_a_save_in_the_background(tmp_path: Path) -> None:

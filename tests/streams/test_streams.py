@@ -22,12 +22,14 @@ from everybit_torch.groups import Group
 from everybit_torch.sharded import offload
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.pass_counts import NUMBERS
+from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 from tests.support.fake_device.device import FakeDevice
-from tests.support.fake_device.memory import HazardError
+from tests.support.fake_device.memory import HazardError, Memory
 from tests.support.ranks import run
 from tests.support.stream_programs import CLIPPED, WAYS, Training, Way, host_is_far, sharded, threads_of
+from tests.support.transforms import lamb
 
 SENT_EXACTLY = eb.Policy(params=eb.Kahan(), grads=eb.Grads(main="float32", comm="bfloat16", reduce="fp32"))
 
@@ -120,6 +122,13 @@ def test_state_on_the_host_is_copied_in_order(way: Way, strategy: Strategy) -> N
     assert alike(sharded(way, strategy, offloaded=True), plain())
 
 
+@pytest.mark.parametrize("transform", [lamb(1e-2), eb.chain(eb.adamw(1e-2), eb.clip_by_global_norm(0.1))])
+def test_what_a_transform_asks_of_state_on_the_host_is_computed_on_the_device(transform: eb.Transform[Any]) -> None:
+    """It is asked before the step that brings state."""
+    found = sharded("one stream", "optim", offloaded=True, transform=transform)
+    assert alike(found, sharded("one stream", "optim", transform=transform))
+
+
 EVERYTHING = offload.Offload(weights=True, gradients=True)
 
 
@@ -191,6 +200,30 @@ def test_what_persists_lies_where_it_is_planned_to_the_byte(offloaded: bool | of
         on_host = NUMBERS * torch.float64.itemsize
         assert device.live("device") == planned.persistent_bytes - on_host
         assert device.live("pinned") == planned.host_bytes + on_host
+
+
+@pytest.mark.parametrize("offloaded", [False, True, EVERYTHING])
+def test_making_a_stepper_takes_of_the_device_what_is_planned(offloaded: bool | offload.Offload) -> None:
+    for policy, dtype in ((None, torch.float32), (eb.policies.EXACT_BF16, torch.bfloat16)):
+        device, most, allocate = FakeDevice(), 0, Memory.allocate
+
+        def noted(*args: Any, device: FakeDevice = device, allocate: Any = allocate, **kwargs: Any) -> Any:
+            nonlocal most
+            block = allocate(*args, **kwargs)
+            most = max(most, device.live("device"))
+            return block
+
+        with device.watching(), host_is_far(True):
+            here = torch.device("cpu")
+            model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device=here, dtype=dtype) for _ in range(3)))
+            with mock.patch.object(Memory, "allocate", noted):
+                stepper = FlatStepper(
+                    model, eb.adamw(1e-2), policy=policy, strategy="optim_grads_params", units=[nn.Linear], offload=offloaded
+                )  # fmt: skip
+            with device.asleep():
+                planned = stepper.plan().transient["construction"]
+            # Tensors of fewer bytes than these are not in it.
+            assert abs(most - device.live("device") - planned) < 2 * SMALLEST
 
 
 def everything_on_two_ranks() -> None:

@@ -89,6 +89,9 @@ class Elsewhere:
     def allocate(self, like: Tensor, numel: int) -> Tensor:
         return like.new_empty(numel)
 
+    def fetch(self, x: Tensor) -> Tensor:
+        return x.clone()
+
     def stepping(self, unit: Unit, grad: Gathered) -> tuple[Gathered, Iterator[tuple[slice, Unit]]]:
         return grad, self.pieces(unit)
 

@@ -82,6 +82,10 @@ class HostCopies:
         """Memory for ``numel`` elements on the host; pinned where there is a device to copy to and from."""
         return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=streams.has_streams(like.device))
 
+    def fetch(self, x: Tensor) -> Tensor:
+        """A copy of state on the device, made at once; outside of a step."""
+        return x.to(x.device if self._device is None else self._device, copy=True)
+
     def stepping(self, unit: Unit, grad: Gathered) -> tuple[Gathered | Fetched, Iterator[tuple[slice, Unit]]]:
         """As :meth:`pieces`; and the unit's gradient, whose part for a piece is on the device when that is."""
         if not self.offload.gradients:

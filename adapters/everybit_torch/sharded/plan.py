@@ -267,7 +267,7 @@ def plan_layout(
             bucket_peak(groups, labelled, numbered, compile, piece_size(where), away)
             if away.state
             else step_peak(groups, labelled, numbered, compile, piece_size(where)),
-            asked_peak(groups, labelled, numbered, where, answered=answered),
+            asked_peak(groups, labelled, numbered, where, answered=answered, fetches=away.state),
         ),
         agreed_bytes(groups),
         # The norm of the gradient is found once, for the report and for a clip.

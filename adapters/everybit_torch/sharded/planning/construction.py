@@ -65,10 +65,8 @@ def construction_peak(
             for numel in one.runs(labelled):
                 key = (label, one.group.dtype, numel)
                 if key not in known:
-                    known[key] = _state_bytes(one, labelled[label], numel)
+                    known[key] = _state_bytes(one, labelled[label], numel, offload)
                 kept, most = known[key]
-                if offload.state:
-                    most, kept = most - kept, 0
                 peak, live = max(peak, live + most), live + kept
     for number in later:
         one = groups[number]
@@ -153,17 +151,20 @@ def _seen(size: int) -> int:
     return size if size >= SMALLEST else 0
 
 
-def _state_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> tuple[int, int]:
+def _state_bytes(one: GroupPlan, label: LabelledTransform, numel: int, offload: Offload) -> tuple[int, int]:
     """The bytes of a run's first state, and the most that is allocated while it is made."""
+    if offload.weights:
+        return 0, 0  # it is computed where the weights are
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
-    if numel <= PIECE:
+    if numel <= PIECE and not offload.state:
         return _made(optimizer, tensor)
     block = label.policy.block
     size = max(PIECE // block, 1) * block
     kept = sum(_seen(nbytes(leaf)) for leaf in eb.tree.leaves(optimizer.init([tensor])))
-    pieces = {size, numel % size} - {0}
-    return kept, kept + max(_made(optimizer, tensor[:length])[1] for length in pieces)
+    pieces = {min(size, numel), numel % size} - {0}
+    kept = 0 if offload.state else kept
+    return kept, kept + max((_made(optimizer, tensor[:length])[1] for length in pieces), default=0)
 
 
 def _stored_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> int:

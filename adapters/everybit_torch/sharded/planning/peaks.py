@@ -103,10 +103,12 @@ def asked_peak(
     device: torch.device,
     *,
     answered: int,
+    fetches: bool,
 ) -> int:
     """Return the peak temporary bytes of what a transform that reduces is asked for, a chunk at a time, over all runs.
 
-    The first ``answered`` of its reductions are answered by the norm that the report is made with.
+    The first ``answered`` of its reductions are answered by the norm that the report is made with. If it ``fetches``, the state that it
+    reads is brought to the device.
     """
     reducing = [
         one
@@ -114,7 +116,7 @@ def asked_peak(
         if one.resolved is not None and one.counted and labelled[one.group.label].transform.reduces
     ]
     chunk = reductions.piece_size(device)
-    return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered))
+    return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered, fetches))
 
 
 Run = Callable[[eb.Optimizer[Any], Tensor, Tensor, eb.Members, Due], int]
@@ -181,9 +183,16 @@ def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, me
 
 
 def _ask_one(
-    answered: int, optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members, due: Due
+    answered: int,
+    fetches: bool,
+    optimizer: eb.Optimizer[Any],
+    tensor: Tensor,
+    gradient: Tensor,
+    members: eb.Members,
+    due: Due,
 ) -> int:
     part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient, due=due), Reads()
+    part = part._replace(fetch=torch.clone if fetches else None)
     known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         reductions.find_totals([part], eb.Local, reads, known)

@@ -491,11 +491,9 @@ class FlatStepper(Control, ModelAccess):
 
     def __repr__(self) -> str:
         outer = f", outer={self.sharding.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""
-        lines = [
+        head = (
             f"FlatStepper(strategy={self.sharding.strategy!r} over {self.inner.size}{outer}, {len(self.layout.units)} units,"
             f" {self.layout.numel} elements and {self.layout.padding} of padding)"
-        ]
-        labels = self.labelled.items()
-        return "\n".join(
-            [*lines, *(f"  {label or 'all parameters'}: {one.transform!r}; {one.policy!r}" for label, one in labels)]
         )
+        labels = (f"  {label or 'all parameters'}: {a.transform!r}; {a.policy!r}" for label, a in self.labelled.items())
+        return "\n".join([head, *labels])

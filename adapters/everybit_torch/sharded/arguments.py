@@ -214,6 +214,7 @@ def _judge(
             (name, repr(getattr(given, name)))
             for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize", "defer_reduction")
         ),
+        ("copies", repr(sorted(given.copies.items() if isinstance(given.copies, Mapping) else given.copies))),
         *construction.facts,
     ]
     casts = casts_of(described.units, given.casts)

@@ -47,7 +47,7 @@ def require_form(form: object, accepted: Sequence[str] = FORMS) -> None:
 
 def on_host(x: Tensor) -> Tensor:
     """A contiguous copy of a plain tensor in the host's memory, which shares nothing with ``x``."""
-    return torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x.detach())
 
 
 class ModelState:
@@ -159,7 +159,7 @@ class ModelState:
                 if not assembles:
                     return
                 dtype = parameter.dtype if others is None else others.dtype
-                values = attempt(partial(torch.empty, parameter.shape, dtype=dtype))
+                values = attempt(partial(torch.empty, parameter.shape, dtype=dtype, device="cpu"))
                 put_together(parameter, self._beside.of_tensors, values, name, room, others)
             if values is not None:
                 attempt(partial(take, parameter, values))

@@ -61,7 +61,7 @@ def test_the_page_about_checkpoints_does_what_it_says(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     exec(compile(program, "docs/checkpoints.md", "exec", dont_inherit=True), {})
-    assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "model.safetensors", "checkpoints"}
 
 
 def test_the_blocks_of_the_readme_run_one_after_the_other(

@@ -377,7 +377,7 @@ def test_parts_of_gradients_are_tensors_like_others() -> None:
 ABSENT = {
     "full_state_dict": "save_sharded",
     "torch_state_dict": "save_sharded",
-    "export_fp32": r"full_parameters\(\)",
+    "export_fp32": r"export_safetensors\(path, main=True\)",
     "eval_params": r"full_parameters\(\)",
     "load_full_state_dict": "load_sharded",
     "load_torch_state_dict": "load_sharded",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,8 +72,8 @@ def trained(path: Path, strategy: Strategy, device: FakeDevice, *, later: bool, 
 @torch.no_grad()
 def write_to_weights(stepper: FlatStepper) -> None:
     """A user's: where weights are whole they may be written to at any time, and else inside ``full_parameters()``."""
-    with stepper.full_parameters() as model:
-        for x in (*model.parameters(), *model.buffers()):
+    with stepper.full_parameters() if stepper.sharding.params else nullcontext():
+        for x in stepper.model.parameters():
             x.mul_(0.5)
 
 

@@ -65,7 +65,7 @@ class StagingMemory:
                         copies[key] = memory[name] = self._room_for(name, source)
                         self._start(copies[key], source)
                     copy = copies[key].view(source.shape)
-                    found[name] = ShardTensor(copy, part.shape, part.low) if isinstance(part, ShardTensor) else copy
+                    found[name] = part.holding(copy) if isinstance(part, ShardTensor) else copy
             if shown:
                 self._copies.end(self._device)
         self._memory = memory

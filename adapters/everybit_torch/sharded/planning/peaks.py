@@ -191,8 +191,8 @@ def _ask_one(
     members: eb.Members,
     due: Due,
 ) -> int:
-    part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient, due=due), Reads()
-    part = part._replace(fetch=torch.clone if fetches else None)
+    fetch, reads = torch.clone if fetches else None, Reads()
+    part = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient, due=due, fetch=fetch)
     known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         reductions.find_totals([part], eb.Local, reads, known)

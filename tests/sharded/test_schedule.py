@@ -77,11 +77,7 @@ def executed(
                     model(torch.ones(2, 3)).square().mean().backward()
             stepper.step()
         settings = Settings(stepper.sharding, reshard, keep, overlap_reductions=False)  # of a host
-        expected = [
-            event
-            for stage in cycle(stepper.layout, settings, microbatches)
-            for event in stage.events
-        ]
+        expected = [event for stage in cycle(stepper.layout, settings, microbatches) for event in stage.events]
         case = (strategy, outer, microbatches, reshard, keep)
         for got, planned in zip(arrivals_apart(seen), arrivals_apart(expected), strict=True):
             if got != planned or not got:

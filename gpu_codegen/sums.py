@@ -78,10 +78,16 @@ def compile_sum(one: Sum) -> list[tuple[Wrapper, list[object]]]:
     with FakeTensorMode(allow_non_fake_inputs=True), captured() as found:
         main, parts, by = one.tensors(LENGTH, "cuda", fill=False)
         done = fused_sums.FusedSums(main.device)(main, parts, adds=one.adds, by=by, scale=one.scale)
-        names = {id(x): name for name, x in (("main", main), ("parts", parts), ("by", by)) if x is not None}
         if not done:
             raise RuntimeError(f"{one}: was not compiled")
-        return [(module.wrapper, [names.get(id(x), x) for x in module.arguments]) for module in found]
+        return [(module.wrapper, list(map(_name, module.arguments))) for module in found]
+
+
+def _name(argument: object) -> object:
+    """What an argument of the code is; the length stays as it is."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return "parts" if argument.ndim == 2 else "by" if argument.dtype is torch.float64 else "main"
 
 
 def broken(sums: Sequence[Sum], architectures: Sequence[Architecture] = ARCHITECTURES) -> list[list[str]]:

@@ -77,8 +77,12 @@ class Account:
     def settle(self) -> None:
         """Keep nothing if nothing is lent."""
         if self.lent == 0:
-            self.kept.clear()
-            self._most = self.beside
+            self.drop()
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self.kept.clear()
+        self._most = self.lent + self.beside
 
 
 class MemoryPool:
@@ -131,6 +135,12 @@ class MemoryPool:
             self._account.lent -= nbytes
             self._account.settle()
             self._drop()
+
+    def drop(self) -> None:
+        """Free what nobody has, though something is lent: a step comes, which needs no buffers of units."""
+        self._account.lent = sum(self._lent.values())
+        self._account.drop()
+        self._drop()
 
     def grow_beside(self, nbytes: int) -> None:
         """So many bytes are about to be allocated beside the pool, for which it makes room; or were freed, if they are less than none."""

@@ -39,6 +39,7 @@ class ModelBuffers:
 
     Attributes:
         layout: As given.
+        pool: Lends memory to buffers of units.
         parameters: As given.
         weights: By the number of the group in the layout. Without frozen groups, unless parameters are sharded.
         gradients: By the number of the group; of those that are trained.
@@ -65,7 +66,7 @@ class ModelBuffers:
         self.weights: dict[int, WeightBuffer] = {}
         self.gradients: dict[int, GradientBuffer] = {}
         self.shards: list[Shard] = []
-        self._pool = MemoryPool(keeps=keeps_memory(device))
+        self.pool = MemoryPool(keeps=keeps_memory(device))
         self.layout, self.parameters = layout, dict(parameters)
         fill(self)
         for number, weights in self.weights.items():
@@ -73,7 +74,7 @@ class ModelBuffers:
             if group.requires_grad:
                 main, wires = self._stored(group, labelled)
                 gradients = self.gradients[number] = GradientBuffer(
-                    group, sharding, inner, outer, main, *wires, device, pool=self._pool, fused=fused, keep=keep_gradients,
+                    group, sharding, inner, outer, main, *wires, device, pool=self.pool, fused=fused, keep=keep_gradients,
                     copies=copies if copies.offload.gradients else None,
                 )  # fmt: skip
                 counted = group.placements[0].spec.counted
@@ -84,7 +85,7 @@ class ModelBuffers:
         group = self.layout.groups[number]
         members = [self.parameters[place.spec.name] for place in group.placements]
         self.weights[number] = WeightBuffer(
-            group, members, self.sharding, self.inner, self.outer, self.device, self._pool,
+            group, members, self.sharding, self.inner, self.outer, self.device, self.pool,
             self._copies if self._copies.offload.weights else None,
         )  # fmt: skip
 

@@ -367,6 +367,7 @@ class FlatStepper(Control, ModelAccess):
         step()
 
     def _agree(self, _event: Event) -> None:
+        self.buffers.pool.drop()
         if self._given.nan != "off":
             self._copies.synchronize()  # main gradients are read where they lie
         trained = (

@@ -247,6 +247,7 @@ class Meter:
     # -- a step -----------------------------------------------------------------------------------------------------------------------
 
     def _agree(self, _event: Event) -> None:
+        self._pool.drop()
         self._briefly(self._step.agree)
         for size in self._ranks:
             self._send(sent_by_sum(self._step.agreed, size))

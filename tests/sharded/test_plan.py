@@ -235,15 +235,19 @@ def measured_away(buckets: int, *arguments: Any) -> Any:
         return measured(*arguments)
 
 
-def test_what_lies_on_the_host_and_what_a_step_brings_of_it_is_planned() -> None:
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_what_lies_on_the_host_and_what_a_step_brings_of_it_is_planned(more: bool) -> None:
     everything = Offload(weights=True, gradients=True)
-    for number, strategy, away, buckets, microbatches in (
+    cases: list[tuple[int, Strategy, Any, int, int]] = [
         (1, "optim_grads_params", everything, 20_000, 2),
+        (6, "optim_grads", True, 1 << 24, 1),
+    ]
+    others: list[tuple[int, Strategy, Any, int, int]] = [
         (3, "optim_grads_params", everything, 1 << 24, 1),
         (0, "optim_grads_params", everything, 30_000, 3),
         (4, "optim", True, 30_000, 1),
-        (6, "optim_grads", True, 1 << 24, 1),
-    ):
+    ]
+    for number, strategy, away, buckets, microbatches in others if more else cases:
         policy, low, _, transform = CASES[number]
         arguments = (
             buckets, strategy, policy, low, microbatches, transform, True, "no_shard", None, True, False, 2, False, False, None, (), away,

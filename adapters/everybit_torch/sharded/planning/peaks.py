@@ -187,8 +187,8 @@ def _ask_one(
     members: eb.Members,
     due: Due,
 ) -> int:
-    part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient, due=due), Reads()
-    part = part._replace(fetch=torch.clone if fetches else None)
+    unit, fetch = unit_of(optimizer, tensor, members), torch.clone if fetches else None
+    part, reads = reductions.Part(optimizer, unit, gradient, due=due, fetch=fetch), Reads()
     known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         reductions.find_totals([part], eb.Local, reads, known)

@@ -235,15 +235,19 @@ def measured_away(buckets: int, *arguments: Any) -> Any:
         return measured(*arguments)
 
 
-def test_what_lies_on_the_host_and_what_a_step_brings_of_it_is_planned() -> None:
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_what_lies_on_the_host_and_what_a_step_brings_of_it_is_planned(more: bool) -> None:
     everything = Offload(weights=True, gradients=True)
-    for number, strategy, away, buckets, microbatches in (
+    cases: list[tuple[int, Strategy, Any, int, int]] = [
         (1, "optim_grads_params", everything, 20_000, 2),
+        (6, "optim_grads", True, 1 << 24, 1),
+    ]
+    others: list[tuple[int, Strategy, Any, int, int]] = [
         (3, "optim_grads_params", everything, 1 << 24, 1),
         (0, "optim_grads_params", everything, 30_000, 3),
         (4, "optim", True, 30_000, 1),
-        (6, "optim_grads", True, 1 << 24, 1),
-    ):
+    ]
+    for number, strategy, away, buckets, microbatches in others if more else cases:
         policy, low, _, transform = CASES[number]
         arguments = (
             buckets, strategy, policy, low, microbatches, transform, True, "no_shard", None, True, False, 2, False, False, None, (), away,
@@ -474,13 +478,15 @@ KEPT: list[tuple[Any, bool, Any]] = [
 
 
 def kept(
-    mesh: Any = None, strategies: tuple[Strategy, ...] = STRATEGIES, outer: OuterStrategy = "no_shard", unused: bool = False, **options: Any
+    mesh: Any = None, strategies: tuple[Strategy, ...] = STRATEGIES, outer: OuterStrategy = "no_shard", unused: bool = False,
+    numbers: Sequence[int] = range(len(KEPT)), **options: Any,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Where what is there, before the first step or after it, is not what is planned; the plan of a stepper and that of its arguments."""
     shape = (1, dist.get_world_size()) if mesh is None else tuple(mesh.mesh.shape)
     wrong: list[tuple[Any, ...]] = []
     with counting_live() as start_counting:
-        for (number, (policy, low, transform)), strategy in itertools.product(enumerate(KEPT), strategies):
+        for number, strategy in itertools.product(numbers, strategies):
+            policy, low, transform = KEPT[number]
             arguments: dict[str, Any] = {
                 "policy": policy, "strategy": strategy, "outer": outer, "units": [Block], **options
             }  # fmt: skip
@@ -525,14 +531,15 @@ def kept_on(strategies: tuple[Strategy, ...], outer: OuterStrategy, mesh: Any) -
     return kept(mesh, strategies, outer)
 
 
-def test_counters_of_what_is_stepped_apart_are_in_a_steppers_own_plan() -> None:
+@pytest.mark.parametrize("numbers", [(1, 4), pytest.param((0, 2, 3, 5), marks=pytest.mark.exhaustive)])
+def test_counters_of_what_is_stepped_apart_are_in_a_steppers_own_plan(numbers: tuple[int, ...]) -> None:
     """A parameter that no rank uses is stepped when it is, so it counts for itself: which model does that nobody can know beforehand."""
-    for wrong in run(2, kept_without_use):
+    for wrong in run(2, kept_without_use, numbers):
         assert not wrong
 
 
-def kept_without_use() -> list[tuple[Any, ...]]:
-    return kept(strategies=("no_shard", "optim_grads_params"), unused=True)
+def kept_without_use(numbers: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    return kept(strategies=("no_shard", "optim_grads_params"), unused=True, numbers=numbers)
 
 
 def compiled() -> tuple[list[int], int, int]:

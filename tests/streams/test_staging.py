@@ -77,7 +77,7 @@ def write_to_weights(stepper: FlatStepper) -> None:
             x.mul_(0.5)
 
 
-BOTH: list[Strategy] = ["optim", "optim_grads_params"]
+BOTH = [pytest.param("optim", marks=pytest.mark.exhaustive), "optim_grads_params"]
 
 
 @pytest.mark.parametrize("strategy", BOTH)
@@ -98,7 +98,7 @@ def test_a_writer_waits_for_the_copies(tmp_path: Path, strategy: Strategy) -> No
         trained(tmp_path, strategy, FakeDevice(), later=False)
 
 
-@pytest.mark.parametrize("strategy", BOTH)
+@pytest.mark.parametrize("strategy", ["optim", pytest.param("optim_grads_params", marks=pytest.mark.exhaustive)])
 def test_weights_may_be_written_to_by_hand_while_they_are_copied(tmp_path: Path, strategy: Strategy) -> None:
     trained(tmp_path, strategy, FakeDevice(), later=True, by_hand=True)
 

@@ -110,11 +110,7 @@ def asked_peak(
     The first ``answered`` of its reductions are answered by the norm that the report is made with. If it ``fetches``, the state that it
     reads is brought to the device.
     """
-    reducing = [
-        one
-        for one in groups
-        if one.resolved is not None and one.counted and labelled[one.group.label].transform.reduces
-    ]
+    reducing = [one for one in groups if one.resolved is not None and labelled[one.group.label].transform.reduces]
     chunk = reductions.piece_size(device)
     return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered, fetches))
 
@@ -191,8 +187,8 @@ def _ask_one(
     members: eb.Members,
     due: Due,
 ) -> int:
-    fetch, reads = torch.clone if fetches else None, Reads()
-    part = reductions.Part(optimizer, unit_of(optimizer, tensor, members), gradient, due=due, fetch=fetch)
+    unit, fetch = unit_of(optimizer, tensor, members), torch.clone if fetches else None
+    part, reads = reductions.Part(optimizer, unit, gradient, due=due, fetch=fetch), Reads()
     known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         reductions.find_totals([part], eb.Local, reads, known)

@@ -229,7 +229,7 @@ def resumed(path: Path, policy: str, data: int, tensor: int, placements: Any, wa
         load_sharded(stepper, path)
         trained(model, stepper, mesh.place("data"), data, steps)
         path = path.with_name(f"{path.name} {data} {tensor}")
-        save_sharded(stepper, path)
+        save_sharded(stepper, path, asynchronous=strategy == "optim").result()
         found = stepper.model_state_dict("full")
         stepper.close()
     return [f"{policy} on {data} x {tensor}: {name}" for name in differing(found, wanted)]

@@ -7,7 +7,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from everybit_torch.stepping import piece_size
+from everybit_torch.torch_internals import compiler
 from tests.support.allocations import counting
 from tests.support.programs import Block, Pair, on_a_mesh
 from tests.support.ranks import run
@@ -510,12 +511,18 @@ def kept(
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (1, 3))])
-def test_what_is_there_is_what_is_planned_on_every_rank(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "numbers"),
+    [
+        (2, (0, 2, 4)),
+        pytest.param(2, (1, 3, 5), marks=pytest.mark.exhaustive),
+        *(pytest.param(size, tuple(range(len(KEPT))), marks=pytest.mark.exhaustive) for size in (1, 3)),
+    ],
+)
+def test_what_is_there_is_what_is_planned_on_every_rank(size: int, numbers: tuple[int, ...]) -> None:
     """The union of the address ranges of all live storages: on ranks that have nothing of a group, and with counters, to the byte."""
-    for wrong in run(
-        size, kept, None, ("no_shard", "optim_grads_params") if size == 1 else ("optim", "optim_grads_params")
-    ):
+    strategies = ("no_shard" if size == 1 else "optim", "optim_grads_params")
+    for wrong in run(size, kept, None, strategies, "no_shard", False, numbers):
         assert not wrong
 
 
@@ -542,9 +549,12 @@ def kept_without_use(numbers: tuple[int, ...]) -> list[tuple[Any, ...]]:
     return kept(strategies=("no_shard", "optim_grads_params"), unused=True, numbers=numbers)
 
 
-def compiled() -> tuple[list[int], int, int]:
-    """Live bytes before and after a compiled, measured step, and the plan's."""
-    with counting_live() as start_counting:
+def compiled(traced: bool) -> tuple[list[int], int, int]:
+    """Live bytes before and after a compiled, measured step, and the plan's; as the fixture ``traced`` has it, without code."""
+    with (
+        counting_live() as start_counting,
+        mock.patch.object(compiler, "compile_graph", lambda graph, inputs: graph) if traced else nullcontext(),
+    ):
         start_counting()
         model = nn.Linear(5, 3)
         transform = eb.chain(eb.clip_by_global_norm(1.0), eb.sgd(1e-3, momentum=0.9))
@@ -559,8 +569,9 @@ def compiled() -> tuple[list[int], int, int]:
         return there, stepper.plan().persistent_bytes, planned
 
 
-def test_what_a_compiled_and_measured_step_keeps_is_planned() -> None:
-    for (before, *after), stepper, planned in run(1, compiled):
+def test_what_a_compiled_and_measured_step_keeps_is_planned(request: pytest.FixtureRequest) -> None:
+    traced = request.config.getoption("markexpr") == "not exhaustive"
+    for (before, *after), stepper, planned in run(1, compiled, traced):
         assert stepper == planned
         assert after == [planned, planned]
         assert before == planned - 5 * 8  # what a step measured: five numbers

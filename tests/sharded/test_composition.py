@@ -27,6 +27,7 @@ from everybit_torch.sharded.joint import JointStepper
 from everybit_torch.sharded.save_folders import point_to
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES
+from tests.support.parts import weighted
 from tests.support.ranks import run
 from tests.support.transforms import EXAMPLES
 from tests.support.weights import Weights, equal
@@ -41,14 +42,8 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-def gradient(name: str, like: Tensor, step: int, rank: int) -> Tensor:
-    """Multiples of a quarter, whose sums are exact in every order."""
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + sum(map(ord, name)))
-    return (torch.randint(-8, 9, tuple(like.shape), generator=generator).float() / 4).to(like.dtype)
-
-
 class Part(nn.Module):
-    """A layer whose gradients are what :func:`gradient` says."""
+    """A layer whose gradients are what :func:`~tests.support.parts.gradient` says."""
 
     def __init__(self, name: str, dtype: torch.dtype, rows: int = 6) -> None:
         super().__init__()
@@ -58,14 +53,7 @@ class Part(nn.Module):
         self.scale = nn.Parameter(torch.ones(2).to(dtype))
 
     def forward(self, step: int, rank: int) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for name, parameter in self.named_parameters():
-            factor = gradient(f"{self.name}.{name}", parameter, step, rank)
-            if isinstance(parameter, DTensor):
-                factor = distribute_tensor(factor, parameter.device_mesh, parameter.placements)
-            found = (parameter * factor).double().sum()
-            total = total + (found.full_tensor() if isinstance(found, DTensor) else found)
-        return total
+        return weighted(self, self.name, step, rank)
 
 
 class Model(nn.Module):

@@ -30,6 +30,24 @@ BY_ROWS: Mapping[str, Placement] = {
 """Along the first dimensions, as policies that draw bits need it."""
 
 
+def gradient(name: str, like: Tensor, step: int, rank: int) -> Tensor:
+    """Multiples of a quarter, whose sums are exact in every order."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + sum(map(ord, name)))
+    return (torch.randint(-8, 9, tuple(like.shape), generator=generator).float() / 4).to(like.dtype)
+
+
+def weighted(module: nn.Module, name: str, step: int, rank: int) -> Tensor:
+    """A sum of all parameters, by factors that are their gradients, whatever parts of a parameter ranks have."""
+    total = torch.zeros((), dtype=torch.float64)
+    for key, parameter in module.named_parameters():
+        factor = gradient(f"{name}.{key}", parameter, step, rank)
+        if isinstance(parameter, DTensor):
+            factor = distribute_tensor(factor, parameter.device_mesh, parameter.placements)
+        found = (parameter * factor).double().sum()
+        total = total + (found.full_tensor() if isinstance(found, DTensor) else found)
+    return total
+
+
 class Layer(nn.Module):
     """A unit."""
 
@@ -50,14 +68,7 @@ class Layer(nn.Module):
             self.table.copy_(torch.arange(3.0))  # type: ignore[operator]
 
     def forward(self, step: int, rank: int) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for key, parameter in self.named_parameters():
-            factor = gradient(f"{self.name}.{key}", parameter, step, rank)
-            if isinstance(parameter, DTensor):
-                factor = distribute_tensor(factor, parameter.device_mesh, parameter.placements)
-            found = (parameter * factor).double().sum()
-            total = total + (found.full_tensor() if isinstance(found, DTensor) else found)
-        return total
+        return weighted(self, self.name, step, rank)
 
 
 class Layers(nn.Module):
@@ -74,12 +85,6 @@ class Layers(nn.Module):
 
     def forward(self, step: int, rank: int) -> Tensor:
         return torch.stack([layer(step, rank) for layer in self.layers.values()]).sum()
-
-
-def gradient(name: str, like: Tensor, step: int, rank: int) -> Tensor:
-    """Multiples of a quarter, whose sums are exact in every order."""
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + sum(map(ord, name)))
-    return (torch.randint(-8, 9, tuple(like.shape), generator=generator).float() / 4).to(like.dtype)
 
 
 _NAMES = itertools.count()

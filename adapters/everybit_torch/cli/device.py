@@ -1,8 +1,9 @@
-"""Where a command works: a device by name, and how many threads."""
+"""Where a command works: a device by name, how many threads, and how long something takes there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -34,3 +35,18 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``call`` takes, with what it started on the device."""
+    wait_for(device)
+    start = time.perf_counter()
+    call()
+    wait_for(device)
+    return time.perf_counter() - start
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from rich.console import Console
+
 from everybit_torch.cli.errors import OptionError
 
 
@@ -47,6 +49,22 @@ def as_json(data: dict[str, Any]) -> str:
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write ``data`` to ``path``, whole or not at all."""
     write_whole(path, lambda file: file.write(as_json(data).encode()))
+
+
+def keep_results(folder: Path, name: str, data: dict[str, Any], draw: Callable[[Path], None], console: Console) -> None:
+    """Write results as JSON and as a picture, called ``name``, into a folder, and say where they are.
+
+    Args:
+        folder: Is there.
+        name: Of the files, without their endings.
+        data: Of the results.
+        draw: Draws the picture at a path.
+        console: Where to say it.
+    """
+    numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
+    write_json(numbers, data)
+    draw(picture)
+    console.print(f"Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import nn
 
 import everybit as eb
@@ -68,6 +71,20 @@ class Subject:
     model: nn.Module
     units: list[type[nn.Module]]
 
+    @property
+    def unit_names(self) -> str:
+        """The names of the units' classes, for a title."""
+        return ", ".join(kind.__name__ for kind in self.units) or "the whole model"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One policy under one strategy."""
+
+    policy: str
+    strategy: Strategy
+    plan: Plan
+
 
 def subject(options: Setup) -> Subject:
     """Build the model.
@@ -110,6 +127,23 @@ def planned(
             raise OptionError("--values", got, "files, or a model whose modules have initializers") from None
         got = f"{name}, which does not go with the model ({error})"
         raise OptionError("--policies", got, "one that does, or another --dtype") from None
+
+
+def plan_all(
+    policies: Mapping[str, AnyPrecision],
+    strategies: Sequence[Strategy],
+    function: Callable[[str, AnyPrecision, Strategy], Plan],
+    console: Console,
+) -> list[Planned]:
+    """Plan every policy under every strategy, and show how far it is."""
+    found = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("planning", total=len(policies) * len(strategies))
+        for name, policy in policies.items():
+            for strategy in strategies:
+                found.append(Planned(name, strategy, function(name, policy, strategy)))
+                progress.advance(task)
+    return found
 
 
 UNITS_OF_MEMORY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))

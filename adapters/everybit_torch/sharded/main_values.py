@@ -70,13 +70,7 @@ class MainValues:
         return values
 
     def _write_own(self, number: int, values: Tensor) -> None:
-        optimizer, weights = self._optimizer, self._buffers.weights[number]
-        shard = next(one for one in optimizer.shards if one.weights is weights)
-        starts = {id(parameter): s.offset for s, parameter in zip(shard.slices, shard.parameters, strict=True)}
-        for unit in optimizer.engine.units:
-            if not unit.members or (start := starts.get(id(unit.members[0].parameter))) is None:
-                continue
-            stored = optimizer.engine.optimizer_of(unit)
-            for where, piece in optimizer.pieces(unit, PIECE):
-                part = values[start + where.start : start + where.stop]
-                export_piece(stored, piece.tensor, piece.state, part)
+        weights = self._buffers.weights[number]
+        shard = next(one for one in self._optimizer.shards if one.weights is weights)
+        for stored, where, piece in self._optimizer.pieces_of(shard, PIECE):
+            export_piece(stored, piece.tensor, piece.state, values[where])

@@ -392,6 +392,16 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         """Cut a unit into pieces of about so many elements, with their state where the unit is; see :meth:`Unit.pieces`."""
         return unit.pieces(elements) if self._copies is None else self._copies.pieces(unit)
 
+    def pieces_of(self, shard: Shard, elements: int) -> Iterator[tuple[eb.Optimizer[Any], slice, Unit]]:
+        """The pieces of a shard: what steps each, which of the elements that this rank steps it has, and :meth:`pieces`' piece."""
+        starts = {id(parameter): s.offset for s, parameter in zip(shard.slices, shard.parameters, strict=True)}
+        for unit in self.engine.units:
+            if not unit.members or (start := starts.get(id(unit.members[0].parameter))) is None:
+                continue
+            stored = self.engine.optimizer_of(unit)
+            for where, piece in self.pieces(unit, elements):
+                yield stored, slice(start + where.start, start + where.stop), piece
+
     # -- what one sees --------------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> Metrics:

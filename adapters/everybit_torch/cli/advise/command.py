@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 import everybit as eb
 from everybit_torch.cli.errors import FAILED, OptionError
-from everybit_torch.cli.files import check_out, write_json
+from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
-from everybit_torch.cli.setup import Setup, Subject, planned, subject
-from everybit_torch.sharded.plan import Plan
-from everybit_torch.sharded.strategies import STRATEGIES, Strategy
+from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject
+from everybit_torch.sharded.strategies import STRATEGIES
 
 FORMAT = 1
 GIB = 1 << 30
@@ -70,15 +69,6 @@ class AdviseOptions(Setup):
     """Folder for advise.json and advise.png; made if need be."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A policy under a strategy, and what it takes."""
-
-    policy: str
-    strategy: Strategy
-    plan: Plan
-
-
 def advise(options: AdviseOptions, console: Console, command: str) -> Results:
     """Plan every policy under every strategy, choose, and say why.
 
@@ -93,19 +83,12 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
     policies = dict(map(named_policy, options.policies or _defaults(chosen)))
     if options.out is not None:
         check_out(options.out)
-    choices = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("planning", total=len(policies) * len(STRATEGIES))
-        for name, policy in policies.items():
-            for strategy in STRATEGIES:
-                choices.append(Choice(name, strategy, _planned(options, chosen, name, policy, strategy, options.ranks)))
-                progress.advance(task)
-        best = best_of(choices, budget)
-        enough = {} if best else _enough_ranks(options, chosen, policies, budget)
-    names = ", ".join(kind.__name__ for kind in chosen.units) or "the whole model"
+    choices = plan_all(policies, STRATEGIES, partial(planned, options, chosen, ranks=options.ranks), console)
+    best = best_of(choices, budget)
+    enough = {} if best else _enough_ranks(options, chosen, policies, budget)
     title = (
         f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {options.optimizer}, {options.ranks} ranks of"
-        f" {memory / GIB:.1f} GiB, {reserve / GIB:.1f} of it reserved; units: {names}."
+        f" {memory / GIB:.1f} GiB, {reserve / GIB:.1f} of it reserved; units: {chosen.unit_names}."
     )
     console.print(title, highlight=False)
     show(_sheet(choices, best, budget), console)
@@ -125,10 +108,10 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
         ],
     }  # fmt: skip
     if options.out is not None:
-        numbers, picture = options.out / "advise.json", options.out / "advise.png"
-        write_json(numbers, results)
-        draw(picture, [(one.policy, one.strategy, one.plan) for one in choices], title=title, budget=budget)
-        console.print(f"Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
+        drawn = [(one.policy, one.strategy, one.plan) for one in choices]
+        keep_results(
+            options.out, "advise", results, lambda picture: draw(picture, drawn, title=title, budget=budget), console
+        )
     return Results(results, 0 if best else FAILED)
 
 
@@ -144,7 +127,7 @@ def parsed_size(option: str, text: str) -> int:
     return int(float(match[1]) * _SIZES[match[2] or ""])
 
 
-def best_of(choices: list[Choice], budget: int) -> Choice | None:
+def best_of(choices: list[Planned], budget: int) -> Planned | None:
     """The first policy of which some strategy fits; of its strategies that fit, the one that sends least; of equals, the first."""
     for policy in dict.fromkeys(choice.policy for choice in choices):
         fitting = [one for one in choices if one.policy == policy and one.plan.peak_bytes <= budget]
@@ -167,12 +150,6 @@ def _defaults(chosen: Subject) -> tuple[str, ...]:
     )
 
 
-def _planned(
-    options: AdviseOptions, chosen: Subject, name: str, policy: eb.Policy, strategy: Strategy, ranks: int
-) -> Plan:
-    return planned(options, chosen, name, policy, strategy, ranks=ranks)
-
-
 def _enough_ranks(
     options: AdviseOptions, chosen: Subject, policies: dict[str, eb.Policy], budget: int
 ) -> dict[str, int | None]:
@@ -182,12 +159,12 @@ def _enough_ranks(
         found[name], ranks = None, options.ranks
         while found[name] is None and ranks < MOST_RANKS:
             ranks *= 2
-            if _planned(options, chosen, name, policy, "optim_grads_params", ranks).peak_bytes <= budget:
+            if planned(options, chosen, name, policy, "optim_grads_params", ranks=ranks).peak_bytes <= budget:
                 found[name] = ranks
     return found
 
 
-def _sheet(choices: list[Choice], best: Choice | None, budget: int) -> Sheet:
+def _sheet(choices: list[Planned], best: Planned | None, budget: int) -> Sheet:
     caption = (
         f"GiB of one rank at the step's peak. The budget is {budget / GIB:.1f}; what is in brackets exceeds it."
         + (" The arrow points to what is advised." if best else "")
@@ -203,7 +180,7 @@ def _sheet(choices: list[Choice], best: Choice | None, budget: int) -> Sheet:
 
 
 def _reasons(
-    choices: list[Choice], best: Choice, budget: int, policies: dict[str, eb.Policy], options: AdviseOptions
+    choices: list[Planned], best: Planned, budget: int, policies: dict[str, eb.Policy], options: AdviseOptions
 ) -> list[str]:
     plan = best.plan
     said = [
@@ -230,7 +207,7 @@ def _reasons(
     return said
 
 
-def _too_small(choices: list[Choice], enough: dict[str, int | None], budget: int) -> list[str]:
+def _too_small(choices: list[Planned], enough: dict[str, int | None], budget: int) -> list[str]:
     least = min(choices, key=lambda one: one.plan.peak_bytes)
     said = [
         f"Nothing fits into {budget / GIB:.1f} GiB: the least is {least.plan.peak_bytes / GIB:.1f}, {least.policy} under {least.strategy}."

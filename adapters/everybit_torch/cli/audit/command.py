@@ -13,7 +13,7 @@ from rich.console import Console
 from everybit_torch.audit import LayerAudit, load_audit, worst
 from everybit_torch.cli.audit.pictures import draw
 from everybit_torch.cli.errors import FAILED, OptionError
-from everybit_torch.cli.files import check_out, write_json
+from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
 from everybit_torch.cli.output import Output, Results, Sheet, show
 
@@ -89,10 +89,7 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
         "layers": [asdict(layer) for layer in layers],
     }  # fmt: skip
     if options.out is not None:
-        numbers, picture = options.out / "audit.json", options.out / "audit.png"
-        write_json(numbers, results)
-        draw(picture, layers, title=title)
-        console.print(f"Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
+        keep_results(options.out, "audit", results, lambda picture: draw(picture, layers, title=title), console)
     return Results(results, FAILED if found.findings else 0)
 
 

@@ -13,7 +13,7 @@ from everybit_torch.cli.bench.options import BenchOptions
 from everybit_torch.cli.bench.pictures import draw
 from everybit_torch.cli.device import parsed_device, threads
 from everybit_torch.cli.errors import OptionError
-from everybit_torch.cli.files import check_out, write_json
+from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import machine, versions
 from everybit_torch.cli.models import build
 from everybit_torch.cli.output import Results, Sheet, show
@@ -66,10 +66,7 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
         "timings": [{**asdict(one), "ratio": one.ratio, "total_bytes": one.total_bytes} for one in timings],
     }  # fmt: skip
     if options.out is not None:
-        numbers, picture = options.out / "bench.json", options.out / "bench.png"
-        write_json(numbers, results)
-        draw(picture, timings, title=title)
-        console.print(f"Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
+        keep_results(options.out, "bench", results, lambda picture: draw(picture, timings, title=title), console)
     return Results(results)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit_torch.cli.device import timed
 from everybit_torch.drop_ins import AdamW
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -115,12 +116,7 @@ class Entry:
 
     def step(self) -> float:
         """Take a step; returns the seconds that it took, with what it started on the device."""
-        device = self.parameters[0].device
-        _wait_for(device)
-        start = time.perf_counter()
-        self.optimizer.step()
-        _wait_for(device)
-        return time.perf_counter() - start
+        return timed(self.optimizer.step, self.parameters[0].device)
 
     def bytes_per_parameter(self) -> tuple[float, float, float]:
         """Of weights, gradients, and everything else that the optimizer keeps."""
@@ -155,8 +151,3 @@ def measure(contestant: Contestant, baseline: Entry, shapes: Sequence[torch.Size
     return Timing(
         contestant.name, entry.first_seconds, statistics.median(ours), statistics.median(theirs), weights, gradients, state, len(ours)
     )  # fmt: skip
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

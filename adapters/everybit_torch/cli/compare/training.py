@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import everybit as eb
 from everybit_torch.cli.compare.model import ModelSize, Transformer, loss_of
 from everybit_torch.cli.compare.options import CompareOptions
 from everybit_torch.cli.compare.results import Point, Probe, Record
+from everybit_torch.cli.device import timed, wait_for
 from everybit_torch.drop_ins import AdamW
 
 WARMUP_SHARE = 0.1
@@ -78,7 +78,7 @@ class Trainee:
 
     def train(self, windows: Tensor) -> float:
         """One step on ``windows``, (batch, context + 1); returns the loss before it, in nats per byte."""
-        _wait_for(windows.device)
+        wait_for(windows.device)
         start = time.perf_counter()
         loss = self._loss(windows)
         torch.autograd.backward(loss)
@@ -87,7 +87,7 @@ class Trainee:
         step = len(self._losses) + 1
         probed = step % PROBE_EVERY == 0 or step == self._steps
         self.optimizer.metrics_enabled = probed
-        seconds = _timed(self.optimizer.step, windows.device)
+        seconds = timed(self.optimizer.step, windows.device)
         self._schedule.step()
         if probed:
             self._probes.append(_probe(step, self.optimizer.metrics()))
@@ -154,17 +154,3 @@ def _probe(step: int, metrics: eb.Metrics) -> Probe:
         update_norm=float(metrics.update_norm),
         gradient_norm=float(metrics.gradient_norm),
     )
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``call`` takes, with what it started on the device."""
-    _wait_for(device)
-    start = time.perf_counter()
-    call()
-    _wait_for(device)
-    return time.perf_counter() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

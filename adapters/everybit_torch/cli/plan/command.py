@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from everybit.dtypes import FloatDType
 from everybit_torch.cli.errors import OptionError
-from everybit_torch.cli.files import check_out, write_json
+from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.plan.options import DTypeName, PlanOptions
 from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
-from everybit_torch.cli.setup import DTYPES, Subject, in_units, planned, subject, unit_of
+from everybit_torch.cli.setup import DTYPES, Planned, Subject, in_units, plan_all, planned, subject, unit_of
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.model_layout import AnyPrecision
 from everybit_torch.sharded.offload import Offload
@@ -26,15 +26,6 @@ from everybit_torch.sharded.strategies import Strategy
 
 FORMAT = 1
 THREE_DTYPES = "three-dtypes"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One policy under one strategy."""
-
-    policy: str
-    strategy: Strategy
-    plan: Plan
 
 
 def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
@@ -59,29 +50,17 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
     chosen = subject(options)
     if options.out is not None:
         check_out(options.out)
-    rows = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("planning", total=len(policies) * len(options.strategies))
-        for name, policy in policies.items():
-            for strategy in options.strategies:
-                rows.append(Row(name, strategy, _plan(options, chosen, name, policy, strategy)))
-                progress.advance(task)
+    rows = plan_all(policies, options.strategies, partial(_plan, options, chosen), console)
     title = _title(options, rows[0].plan, chosen)
     console.print(title, highlight=False)
     show(_sheet(rows, host=options.offload != "nothing"), console)
     records = [{"policy": row.policy, "strategy": row.strategy, **_record(row.plan)} for row in rows]
     results = {
-        "format": FORMAT,
-        "command": command,
-        "versions": versions(),
-        "options": _plain(options),
-        "plans": records,
-    }
+        "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options), "plans": records,
+    }  # fmt: skip
     if options.out is not None:
-        numbers, picture = options.out / "plan.json", options.out / "plan.png"
-        write_json(numbers, results)
-        draw(picture, [(row.policy, row.strategy, row.plan) for row in rows], title=title)
-        console.print(f"Wrote {numbers} and {picture}", highlight=False, soft_wrap=True)
+        drawn = [(row.policy, row.strategy, row.plan) for row in rows]
+        keep_results(options.out, "plan", results, lambda picture: draw(picture, drawn, title=title), console)
     return Results(results)
 
 
@@ -132,15 +111,14 @@ def _title(options: PlanOptions, first: Plan, chosen: Subject) -> str:
     ranks = f"{options.ranks} ranks" if options.outer == 1 else f"{options.outer} x {options.ranks} ranks"
     if options.outer_strategy == "optim":
         ranks += " (outer: optim under optim_grads_params, else no_shard)"
-    names = ", ".join(kind.__name__ for kind in chosen.units) or "the whole model"
     passes = f"{options.microbatches} microbatch{'es' * (options.microbatches > 1)} a step"
     return (
-        f"{options.model}: {first.parameters:,} parameters ({options.dtype}), {options.optimizer}, {ranks}, {passes}, units: {names}."
-        " Bytes of one rank."
+        f"{options.model}: {first.parameters:,} parameters ({options.dtype}), {options.optimizer}, {ranks}, {passes},"
+        f" units: {chosen.unit_names}. Bytes of one rank."
     )
 
 
-def _sheet(rows: list[Row], *, host: bool) -> Sheet:
+def _sheet(rows: list[Planned], *, host: bool) -> Sheet:
     """Narrow enough for a terminal of 80 columns; with what lies in the ``host``'s memory."""
     unit, size = unit_of(max(max(row.plan.peak_bytes, row.plan.wire_bytes, row.plan.host_bytes) for row in rows))
     caption = (
@@ -172,7 +150,3 @@ def _record(found: Plan) -> dict[str, Any]:
         "persistent": dict(found.persistent), "host": dict(found.host), "transient": dict(found.transient), "wire": dict(found.wire),
         "persistent_bytes": found.persistent_bytes, "peak_bytes": found.peak_bytes, "wire_bytes": found.wire_bytes,
     }  # fmt: skip
-
-
-def _plain(options: PlanOptions) -> dict[str, Any]:
-    return {name: str(value) if name == "out" else value for name, value in asdict(options).items()}

@@ -19,12 +19,8 @@ def store(optimizer: ShardOptimizer, shard: Shard, values: Tensor) -> None:
         shard: Of a group.
         values: Of the elements that this rank steps, in the dtype in which steps are computed.
     """
-    starts = {id(parameter): s.offset for s, parameter in zip(shard.slices, shard.parameters, strict=True)}
-    for unit in optimizer.engine.units:
-        if not unit.members or (start := starts.get(id(unit.members[0].parameter))) is None:
-            continue
-        stored = optimizer.engine.optimizer_of(unit)
-        for where, piece in optimizer.pieces(unit, PIECE):
-            wide = values[start + where.start : start + where.stop]
-            # Without a name for what is returned, which would keep it while the next piece is computed.
-            write(([piece.tensor], piece.state), begin_at(stored, wide, piece.tensor, piece.state.step, piece.first))
+    for stored, where, piece in optimizer.pieces_of(shard, PIECE):
+        # Without a name for what is returned, which would keep it while the next piece is computed.
+        write(
+            ([piece.tensor], piece.state), begin_at(stored, values[where], piece.tensor, piece.state.step, piece.first)
+        )

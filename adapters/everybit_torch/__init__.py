@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from everybit_torch.any_precision import AnyPrecisionAdamW
 from everybit_torch.audit import Audit, LayerAudit, load_audit
+from everybit_torch.checkpoint_audit import audit_checkpoint
 from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.full_precision import RoundingLoss
@@ -92,6 +93,7 @@ __all__ = [
     "RoundingLoss",
     "StepReport",
     "TorchOptimizer",
+    "audit_checkpoint",
     "enable_gradient_release",
     "export_weights",
     "import_weights",

@@ -1,16 +1,14 @@
 """Where a training run loses precision: layer by layer, of any ``torch.optim`` optimizer, with three lines in the script.
 
-An audited step is taken twice: by a copy of the optimizer whose weights, gradients and state are in float64, parameter by parameter, and
-by the optimizer itself. The copy says what was intended, and the difference is what the dtypes of weights and state lost.
+An audited step is taken twice: by a copy of the optimizer whose weights, gradients and state are in float64, and by the optimizer itself.
+The copy says what was intended, and the difference is what the formats of weights and state lost.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.audited_steps import After, Audited, Before, audited, nonfinite
+from everybit_torch.dtensors import is_dtensor
 
 FORMAT = 1
-LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +29,25 @@ class LayerAudit:
     Attributes:
         step: Number of the optimizer's step, counted from 1 since the audit began.
         name: Of the parameter, as in ``model.named_parameters()``.
-        dtype: Of its weights.
+        stored: How its weights are stored: a dtype, or a format such as ``Kahan()``.
+        stochastic: Whether they are rounded stochastically: of many small updates most then have no effect in one step, and all of them
+            together have the right one on average.
         elements: How many it has.
         lost_share: Share of its non-zero updates that left the weight as it was, in [0, 1].
         edq: Effective descent quality: the share of the intended update that reached the weights; 1 if all of it did.
             ``<change of the weights, intended update> / |intended update|**2`` (Collage, Yu et al. 2024, https://arxiv.org/abs/2405.03637).
         mended_lost_share: The lost share of the same updates if the weights were float32, which ``LEAN_BF16`` and ``EXACT_BF16`` keep in
             4 bytes.
-        frozen: For each entry of the state that is stored in 16 bits: the share of its elements that were to change and did not.
+        frozen: For each entry of the state that is rounded to nearest, coarser than float32: the share of its elements that were to change
+            and did not.
         nonfinite: How many elements are infinite or NaN: of the gradient, of the weights after the step, of each entry of the state. Only
             what has some.
     """
 
     step: int
     name: str
-    dtype: str
+    stored: str
+    stochastic: bool
     elements: int
     lost_share: float
     edq: float
@@ -54,31 +56,20 @@ class LayerAudit:
     nonfinite: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What was there before an audited step, and what was intended."""
-
-    weights: Tensor
-    intended: Tensor
-    state: dict[str, Tensor]
-    intended_state: dict[str, Tensor]
-    nonfinite_gradients: int
-
-
 class Audit:
     """Audits an optimizer's steps from now on, by its hooks; the run's numbers are not changed.
 
     An audited step takes more than two steps' time and, until it is over, memory for another copy of weights and 16-bit state, and for both
-    in float64.
+    in float64. Of an optimizer of everybit everything is decoded before the step and after it, too.
 
     Args:
         model: For the names of parameters.
-        optimizer: One of ``torch.optim``, or a subclass whose ``step`` takes no closure. It may have schedulers.
+        optimizer: One of everybit, one of ``torch.optim``, or a subclass whose ``step`` takes no closure. It may have schedulers.
         every: An audit at every so many steps, beginning with the first.
 
     Raises:
-        TypeError: An optimizer of everybit, which measures its own steps (``metrics=True``); or no optimizer of torch's.
-        ValueError: ``every`` is below 1; a parameter of the optimizer that is not one of the model's.
+        TypeError: No optimizer of torch's kind, such as a ``FlatStepper``, which measures its own steps (``metrics=True``).
+        ValueError: ``every`` is below 1; a parameter of the optimizer that is not one of the model's, or that is sharded (a DTensor).
 
     Example:
         >>> import torch
@@ -93,14 +84,8 @@ class Audit:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 50) -> None:
-        if isinstance(optimizer, TorchOptimizer):
-            kind = type(optimizer).__name__
-            raise TypeError(
-                f"optimizer: got everybit's {kind}, which measures its own steps: {kind}(..., metrics=True) and optimizer.metrics();"
-                " accepted is an optimizer of torch.optim."
-            )
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer: got {type(optimizer).__name__}; accepted is an optimizer of torch.optim.")
+            raise TypeError(f"optimizer: got {type(optimizer).__name__}; accepted is a torch.optim.Optimizer.")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every: got {every!r}; accepted is a whole number, at least 1.")
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -109,10 +94,16 @@ class Audit:
             raise ValueError(
                 f"optimizer: got {foreign} parameters that are not the model's; accepted is the model's optimizer."
             )
+        sharded = [self._names[id(p)] for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
+        if sharded:
+            raise ValueError(
+                f"optimizer: got {sharded[0]!r}, which is sharded; accepted are whole parameters: audit a small model on one rank."
+            )
         self.layers: list[LayerAudit] = []
         self._every = every
         self._step = 0
-        self._before: dict[int, _Before] = {}
+        self._audited = audited(optimizer)
+        self._before: dict[Tensor, Before] = {}
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -131,7 +122,7 @@ class Audit:
         data = {"format": FORMAT, "kind": "everybit audit", "layers": [asdict(layer) for layer in self.layers]}
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, _: Any, args: Any, kwargs: Any) -> None:
         self._step += 1
         if (self._step - 1) % self._every:
             return
@@ -140,19 +131,28 @@ class Audit:
                 "step: got a closure at an audited step; accepted is step() without one, or Audit.remove() before."
             )
         with torch.no_grad():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._before[id(parameter)] = _intended(optimizer, group, parameter)
+            self._before = self._audited.before()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    before = self._before.pop(id(parameter), None)
-                    if before is not None:
-                        state = _tensors(optimizer.state[parameter], parameter)
-                        self.layers.append(_audited(self._step, self._names[id(parameter)], parameter, state, before))
+    def _after_step(self, *_: Any) -> None:
+        if self._before:
+            with torch.no_grad():
+                self.layers += _compared(self._step, self._names, self._before, self._audited)
+            self._before = {}
+
+
+def audit_step(names: Mapping[int, str], optimizer: torch.optim.Optimizer, step: int) -> list[LayerAudit]:
+    """Take a step, and audit it.
+
+    Args:
+        names: Of the parameters, by id.
+        optimizer: Whose parameters have gradients.
+        step: Number of the step.
+    """
+    way = audited(optimizer)
+    with torch.no_grad():
+        before = way.before()
+        optimizer.step()
+        return _compared(step, names, before, way)
 
 
 def load_audit(path: str | Path) -> list[LayerAudit]:
@@ -171,87 +171,45 @@ def load_audit(path: str | Path) -> list[LayerAudit]:
     return [LayerAudit(**layer) for layer in data["layers"]]
 
 
-def _intended(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> _Before:
-    """What the optimizer would do to a parameter if everything of it were in float64, by a step of a copy that has nothing else."""
-    assert parameter.grad is not None
-    wide = nn.Parameter(parameter.detach().double())
-    wide.grad = parameter.grad.detach().double()
-    shadow = copy.copy(optimizer)
-    # A scheduler replaces the object's own step, and hooks would audit the audit.
-    for name in ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        shadow.__dict__.pop(name, None)
-    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    state = optimizer.state.get(parameter, {})
-    shadow.param_groups = [{**group, "params": [wide]}]
-    shadow.state = defaultdict(dict)
-    if state:
-        shadow.state[wide] = {
-            key: _wide(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in state.items()
-        }
-    type(shadow).step(shadow)
-    return _Before(
-        parameter.detach().clone(),
-        wide.detach() - parameter.detach(),
-        {key: value.clone() for key, value in _tensors(state, parameter).items() if value.dtype in LOW},
-        _tensors(shadow.state[wide], wide),
-        _nonfinite(parameter.grad),
-    )
+def _compared(step: int, names: Mapping[int, str], before: Mapping[Tensor, Before], way: Audited) -> list[LayerAudit]:
+    after = way.after()
+    return [_layer(step, names[id(parameter)], one, after[parameter]) for parameter, one in before.items()]
 
 
-def _audited(step: int, name: str, parameter: Tensor, state: dict[str, Tensor], before: _Before) -> LayerAudit:
+def _layer(step: int, name: str, before: Before, after: After) -> LayerAudit:
     intended = before.intended
-    change = parameter.detach().double() - before.weights.double()
+    change = after.weights.double() - before.weights.double()
     moved = intended != 0
     meant = float(intended.square().sum())
     frozen = {}
     for key, earlier in before.state.items():
         changing = before.intended_state[key] != earlier
-        frozen[key] = _share((state[key] == earlier) & changing, changing)
-    nonfinite = {
-        "gradient": before.nonfinite_gradients,
-        "weights": _nonfinite(parameter),
-        **{key: _nonfinite(value) for key, value in state.items()},
-    }
+        frozen[key] = _share((after.state[key] == earlier) & changing, changing)
+    found = {"gradient": before.nonfinite_gradients, "weights": nonfinite(after.weights)}
+    found |= {key: nonfinite(value) for key, value in after.state.items()}
     return LayerAudit(
         step,
         name,
-        str(parameter.dtype).removeprefix("torch."),
-        parameter.numel(),
+        before.stored,
+        before.stochastic,
+        before.weights.numel(),
         _share((change == 0) & moved, moved),
         float((change * intended).sum()) / meant if meant and math.isfinite(meant) else 1.0,
         _mended(before, moved),
         frozen,
-        {key: count for key, count in nonfinite.items() if count},
+        {key: count for key, count in found.items() if count},
     )
 
 
-def _mended(before: _Before, moved: Tensor) -> float:
+def _mended(before: Before, moved: Tensor) -> float:
     """The lost share if the weights were float32."""
     weights = before.weights.double()
     return _share(((weights + before.intended).float() == weights) & moved, moved)
 
 
-def _tensors(state: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """The entries of a parameter's state that have its shape."""
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and value.ndim
-    }
-
-
-def _wide(x: Tensor) -> Tensor:
-    """A copy, in float64 if it is not a count of steps."""
-    return x.detach().to(torch.float64, copy=True) if x.is_floating_point() and x.ndim else x.detach().clone()
-
-
 def _share(some: Tensor, of: Tensor) -> float:
     total = int(of.sum())
     return int(some.sum()) / total if total else 0.0
-
-
-def _nonfinite(x: Tensor) -> int:
-    return int((~torch.isfinite(x.detach())).sum())
 
 
 def worst(layers: Iterable[LayerAudit]) -> dict[str, LayerAudit]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from everybit_torch import Audit, cli
+import everybit as eb
+from everybit_torch import AdamW, Audit, cli
 from everybit_torch.cli.errors import BAD_OPTION, FAILED
 
 
@@ -67,10 +68,47 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "empty.json").write_text(json.dumps({"kind": "everybit audit", "format": 1, "layers": []}))
     for name, message in (
         ("absent.json", "path: got {path} (no such file or directory); accepted: a file that can be read"),
-        ("other.json", "accepted: what Audit.save wrote"),
+        ("other.json", "accepted: what Audit.save wrote, or a checkpoint"),
         ("empty.json", "in which no step was audited; accepted: an audit of one step or more"),
     ):
         assert cli.main(["audit", str(tmp_path / name)]) == BAD_OPTION
         assert message.format(path=tmp_path / name) in capsys.readouterr().err
     assert cli.main(["audit", "x.json", "--rows", "-1"]) == BAD_OPTION
     assert "--rows: got -1" in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    for arguments, message in (
+        (["empty.json", "--policy", "LEAN_BF16"], "--policy: got given for {path}/empty.json, which is no checkpoint"),
+        (
+            ["empty.json", "--policy", "LEEN_BF16"],
+            "--policy: got LEEN_BF16 (did you mean LEAN_BF16?); accepted: FP64, FP32,",
+        ),
+        (["empty.json", "--policy", "AMP"], "--policy: got AMP; accepted: FP64, FP32,"),
+        (["folder"], "path: got {path}/folder (is a directory)"),
+    ):
+        assert cli.main(["audit", str(tmp_path / arguments[0]), *arguments[1:]]) == BAD_OPTION
+        assert message.format(path=tmp_path) in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, dtype=torch.bfloat16)
+    for policy, found, shown in (
+        (None, FAILED, "Updates are lost: "),
+        ("FLOOR_BF16", 0, "Weights are rounded stochastically: "),
+        ("LEAN_BF16", 0, "Nothing is lost"),
+    ):
+        make = (
+            torch.optim.AdamW(model.parameters(), lr=1e-5)
+            if policy is None
+            else AdamW(model.parameters(), lr=1e-5, policy=eb.policies.PRESETS[policy], compile=False)
+        )
+        for _ in range(3):
+            make.zero_grad()
+            model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
+            make.step()
+        torch.save({"model": model.state_dict(), "optimizer": make.state_dict()}, tmp_path / "checkpoint.pt")
+        options = [] if policy is None else ["--policy", policy.lower()]
+        assert cli.main(["audit", str(tmp_path / "checkpoint.pt"), *options]) == found
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "checkpoint.pt: 2 parameters, 1 audited steps (4 to 4)" in printed
+        assert shown in printed

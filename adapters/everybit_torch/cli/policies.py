@@ -14,8 +14,13 @@ AUTOCAST = "AMP"
 """Float32 storage, and a model that computes in bfloat16 where ``torch.autocast`` does: mixed precision as torch has it."""
 
 
-def named_policy(name: str) -> tuple[str, eb.Policy]:
-    """Return the name and the policy of an item of ``--policies``.
+def named_policy(name: str, option: str = "--policies", *, autocast: bool = False) -> tuple[str, eb.Policy]:
+    """Return the name and the policy that are meant by an option, or by an item of it.
+
+    Args:
+        name: A preset, or a file that describes a policy.
+        option: As it is typed.
+        autocast: Accept :data:`AUTOCAST`, too, which is a way to run a model and no policy: FP32 is what it stores.
 
     Raises:
         OptionError: Neither a preset nor a file that describes a policy.
@@ -26,11 +31,11 @@ def named_policy(name: str) -> tuple[str, eb.Policy]:
             return path.stem, load_policy(path)
         except OSError as error:
             raise OptionError(
-                "--policies", f"{name} ({(error.strerror or str(error)).lower()})", "a file that can be read"
+                option, f"{name} ({(error.strerror or str(error)).lower()})", "a file that can be read"
             ) from None
         except ValueError as error:
-            raise OptionError("--policies", " ".join(str(error).split()), "a file that describes a policy") from None
-    if name.upper() == AUTOCAST:
+            raise OptionError(option, " ".join(str(error).split()), "a file that describes a policy") from None
+    if autocast and name.upper() == AUTOCAST:
         return AUTOCAST, eb.policies.FP32
     preset = eb.policies.PRESETS.get(name.upper())
     if preset is not None:
@@ -38,7 +43,7 @@ def named_policy(name: str) -> tuple[str, eb.Policy]:
     close = difflib.get_close_matches(name.upper(), eb.policies.PRESETS, n=1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     raise OptionError(
-        "--policies",
+        option,
         f"{name}{meant}",
-        f"{', '.join(eb.policies.PRESETS)}, {AUTOCAST}, or a path that ends in {' or '.join(POLICY_FILES)}",
+        f"{', '.join([*eb.policies.PRESETS, *[AUTOCAST] * autocast])}, or a path that ends in {' or '.join(POLICY_FILES)}",
     )

@@ -1,21 +1,24 @@
-"""``everybit audit``, from a saved audit to a table, a picture and a policy that would mend what it shows."""
+"""``everybit audit``, from a saved audit or a checkpoint to a table, a picture and a policy that would mend what it shows."""
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 
 from everybit_torch.audit import LayerAudit, load_audit, worst
+from everybit_torch.checkpoint_audit import audit_checkpoint
 from everybit_torch.cli.audit.pictures import draw
 from everybit_torch.cli.errors import FAILED, OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
 from everybit_torch.cli.output import Output, Results, Sheet, show
+from everybit_torch.cli.policies import named_policy
 
 FORMAT = 1
 ARRIVED = 0.98
@@ -28,13 +31,26 @@ FROZEN = 0.5
 class AuditOptions(Output):
     """Show where a training run loses precision, layer by layer, and which policy would mend it.
 
-    The file is written by the script that trains: audit = everybit_torch.Audit(model, optimizer) after the optimizer is made, and
-    audit.save("audit.json") at the end. Writes audit.json (the verdict and all numbers) and audit.png (layers by steps) to --out, if it is
-    given. The exit code is 1 if something is lost.
+    An audit is written by the script that trains: audit = everybit_torch.Audit(model, optimizer) after the optimizer is made, and
+    audit.save("audit.json") at the end. Of a checkpoint the next step is audited, with the momentum in the place of the gradient. Writes
+    audit.json (the verdict and all numbers) and audit.png (layers by steps) to --out, if it is given. The exit code is 1 if something is
+    lost.
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    """What Audit.save wrote."""
+    """What Audit.save wrote; or a checkpoint: a file of torch.save with the state dicts of model and optimizer."""
+
+    optimizer: str | None = None
+    """Class of a checkpoint's optimizer, of torch.optim or everybit; by default AdamW or SGD, by the state."""
+
+    policy: str | None = None
+    """Policy of a checkpoint's optimizer, if it is one of everybit: a preset, or a path that ends in .toml or .json."""
+
+    model_key: str | None = None
+    """Under which a checkpoint has the model's state dict, if there are several."""
+
+    optimizer_key: str | None = None
+    """Under which a checkpoint has the optimizer's state dict, if there are several."""
 
     rows: int = 20
     """How many layers the table shows, those with the greatest loss first; 0: all."""
@@ -49,10 +65,12 @@ class Verdict:
 
     Attributes:
         findings: Sentences; none if nothing is lost.
+        notes: What looks like a loss and is none.
         advice: Of the policy, with its bytes; empty if nothing is lost.
     """
 
     findings: list[str]
+    notes: list[str]
     advice: str
 
 
@@ -64,14 +82,7 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
     """
     if options.rows < 0:
         raise OptionError("--rows", options.rows, "a whole number, at least 0")
-    try:
-        layers = load_audit(options.path)
-    except OSError as error:
-        raise OptionError(
-            "path", f"{options.path} ({(error.strerror or str(error)).lower()})", "a file that can be read"
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise OptionError("path", " ".join(str(error).split()), "what Audit.save wrote") from None
+    layers = _layers(options)
     if not layers:
         raise OptionError("path", f"{options.path}, in which no step was audited", "an audit of one step or more")
     if options.out is not None:
@@ -82,11 +93,11 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
     title = f"{options.path}: {len(names)} parameters, {len(steps)} audited steps ({steps[0]} to {steps[-1]})"
     console.print(title, highlight=False)
     show(_sheet(layers, options.rows), console)
-    for line in [*found.findings, found.advice or "Nothing is lost: the updates reach the weights."]:
+    for line in [*found.findings, *found.notes, found.advice or "Nothing is lost: the updates reach the weights."]:
         console.print(line, highlight=False)
     results = {
-        "format": FORMAT, "command": command, "versions": versions(), "findings": found.findings, "advice": found.advice,
-        "layers": [asdict(layer) for layer in layers],
+        "format": FORMAT, "command": command, "versions": versions(), "findings": found.findings, "notes": found.notes,
+        "advice": found.advice, "layers": [asdict(layer) for layer in layers],
     }  # fmt: skip
     if options.out is not None:
         keep_results(options.out, "audit", results, lambda picture: draw(picture, layers, title=title), console)
@@ -95,16 +106,26 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
 
 def judge(layers: Sequence[LayerAudit]) -> Verdict:
     """What the audits show over all layers and steps, weighted by elements."""
-    elements = sum(layer.elements for layer in layers)
-    findings = []
-    losing = [layer for layer in layers if layer.edq < ARRIVED]
+    findings, notes = [], []
+    rounded = [layer for layer in layers if not layer.stochastic]
+    losing = [layer for layer in rounded if layer.edq < ARRIVED]
     if losing:
-        lost = sum(layer.lost_share * layer.elements for layer in layers) / elements
-        mended = sum(layer.mended_lost_share * layer.elements for layer in layers) / elements
+        lost, mended = _mean_share(rounded, "lost_share"), _mean_share(rounded, "mended_lost_share")
         lowest = min(losing, key=lambda layer: layer.edq)
         findings.append(
             f"Updates are lost: {100 * lost:.1f} % of them over all layers and audited steps (float32 weights would lose"
             f" {100 * mended:.1f} %); least arrives in {lowest.name} at step {lowest.step} (EDQ {lowest.edq:.3f})."
+        )
+        saturated = {layer.name for layer in losing if layer.stored.startswith("Kahan")}
+        if saturated:
+            findings.append(
+                f"Residuals are saturated in {len(saturated)} parameters: updates are too small for them, too."
+            )
+    if len(rounded) < len(layers):
+        missed = _mean_share([layer for layer in layers if layer.stochastic], "lost_share")
+        notes.append(
+            f"Weights are rounded stochastically: {100 * missed:.1f} % of the updates left theirs as it was. None of that is lost,"
+            " since the others move further: on average each update has its effect."
         )
     frozen = sorted({key for layer in layers for key, share in layer.frozen.items() if share > FROZEN})
     for key in frozen:
@@ -127,7 +148,45 @@ def judge(layers: Sequence[LayerAudit]) -> Verdict:
         )
     elif overflowing:
         advice = "No policy mends that: look at the learning rate, clip gradients, or train in bfloat16, whose range is float32's."
-    return Verdict(findings, advice)
+    return Verdict(findings, notes, advice)
+
+
+def _mean_share(layers: Sequence[LayerAudit], share: Literal["lost_share", "mended_lost_share"]) -> float:
+    """Over all layers, weighted by elements."""
+    total: float = sum(getattr(layer, share) * layer.elements for layer in layers)
+    return total / sum(layer.elements for layer in layers)
+
+
+def _layers(options: AuditOptions) -> list[LayerAudit]:
+    """Read an audit, or make one of a checkpoint."""
+    path = options.path
+    policy = None if options.policy is None else named_policy(options.policy, "--policy")[1]
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ("optimizer", "policy", "model_key", "optimizer_key")
+        if getattr(options, name) is not None
+    ]
+    try:
+        if zipfile.is_zipfile(path):
+            return audit_checkpoint(
+                path,
+                optimizer=options.optimizer,
+                policy=policy,
+                model_key=options.model_key,
+                optimizer_key=options.optimizer_key,
+            )
+        if given:
+            raise OptionError(
+                ", ".join(given), f"given for {path}, which is no checkpoint", "a checkpoint for the path"
+            )
+        return load_audit(path)
+    except OSError as error:
+        what = (error.strerror or str(error).removeprefix(f"{path}: ")).lower()
+        raise OptionError("path", f"{path} ({what})", "a file that can be read") from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, OptionError):
+            raise
+        raise OptionError("path", " ".join(str(error).split()), "what Audit.save wrote, or a checkpoint") from None
 
 
 def _sheet(layers: Sequence[LayerAudit], rows: int) -> Sheet:

@@ -145,7 +145,7 @@ def check_context(options: CompareOptions, corpus: Corpus) -> None:
 def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
     policies: dict[str, eb.Policy] = {}
     for name in options.policies:
-        shown, policy = named_policy(name)
+        shown, policy = named_policy(name, autocast=True)
         if shown in policies:
             raise OptionError(
                 "--policies", f"{shown} twice", "names that differ (a file goes by its name without ending)"

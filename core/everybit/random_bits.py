@@ -208,6 +208,8 @@ def _mix(x: Tensor, inner: Tensor | int = 0) -> Tensor:
     wrap; right shifts are made logical by masking off the copies of the sign. Two rounds (``lowbias32``) are not enough for indices that
     differ in a few high bits alone: rounding noise of elements 2**26 apart was correlated by 7 standard deviations over 2**20 pairs.
     """
+    if x.is_meta and not x.ndim:
+        return x  # a number without a value; plans, which ask for many, spend most of their time here else
     # Each line makes one tensor and writes to none that it was given.
     x = (x >> 17).bitwise_and_(0x7FFF).bitwise_xor_(x).mul_(_FIRST_FACTOR)
     x = (x >> 11).bitwise_and_(0x1FFFFF).bitwise_xor_(x) + inner

@@ -7,16 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import everybit as eb
-from everybit.dtypes import torch_dtype
+from everybit.dtypes import ComputeDType, torch_dtype
 from everybit_torch.full_precision import begin_again, export_piece, pieces_of
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import Meter, StepBytes
 from everybit_torch.sharded.planning.peaks import SMALLEST
+from everybit_torch.sharded.planning.runs import elements, remembered, state_of
 from everybit_torch.sharded.scheduling.copies import copy_out
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -154,8 +154,14 @@ def _exported_by_run(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) 
 
 def _exported(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
     """What is allocated while the weights of a run are computed from all that is stored of them, a piece at a time."""
-    optimizer, tensor, state = _run_of(one, label, min(numel, pieces_of(label.policy.block)))
-    into = torch.empty(tensor.shape, dtype=torch_dtype(label.policy.compute), device="meta")
+    optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
+    return _exported_piece(optimizer, one.group.dtype, min(numel, pieces_of(label.policy.block)), label.policy.compute)
+
+
+@remembered
+def _exported_piece(optimizer: eb.Optimizer[Any], dtype: torch.dtype, numel: int, compute: ComputeDType) -> int:
+    tensor, state = elements(dtype, numel), state_of(optimizer, dtype, numel)
+    into = elements(torch_dtype(compute), numel)
     return _peak_of(lambda: export_piece(optimizer, tensor, state, into))
 
 
@@ -164,20 +170,14 @@ def _followed(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> int:
     if one.resolved is None:
         return 0
     label = labelled[one.group.label]
-    most = 0
-    for numel in dict.fromkeys(one.runs(labelled)):
-        optimizer, tensor, state = _run_of(one, label, numel)
-        most = max(most, _peak_of(partial(begin_again, optimizer, tensor, state)))
-    return most
-
-
-def _run_of(
-    one: GroupPlan, label: LabelledTransform, numel: int
-) -> tuple[eb.Optimizer[Any], Tensor, eb.OptimizerState[Any]]:
-    """A run of so many elements of a group, with a state, on the meta device."""
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
-    tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
-    return optimizer, tensor, optimizer.init([tensor])
+    return max((_followed_run(optimizer, one.group.dtype, numel) for numel in set(one.runs(labelled))), default=0)
+
+
+@remembered
+def _followed_run(optimizer: eb.Optimizer[Any], dtype: torch.dtype, numel: int) -> int:
+    tensor, state = elements(dtype, numel), state_of(optimizer, dtype, numel)
+    return _peak_of(lambda: begin_again(optimizer, tensor, state))
 
 
 def _peak_of(call: Callable[[], object]) -> int:

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 import everybit as eb
-from everybit.dtypes import torch_dtype
+from everybit.dtypes import ComputeDType, torch_dtype
 from everybit.optimizer import nbytes
 from everybit_torch.full_precision import PIECE, begin_at
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.peaks import SMALLEST
+from everybit_torch.sharded.planning.runs import elements, remembered, state_of
 from everybit_torch.sharded.scheduling.construction import ConstructionEvent, Tensors
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.units import init_state
@@ -156,30 +157,39 @@ def _state_bytes(one: GroupPlan, label: LabelledTransform, numel: int, offload: 
     if offload.weights:
         return 0, 0  # it is computed where the weights are
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
-    tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
+    dtype = one.group.dtype
     if numel <= PIECE and not offload.state:
-        return _made(optimizer, tensor)
+        return _made(optimizer, dtype, numel)
     block = label.policy.block
     size = max(PIECE // block, 1) * block
-    kept = sum(_seen(nbytes(leaf)) for leaf in eb.tree.leaves(optimizer.init([tensor])))
+    kept = sum(_seen(nbytes(leaf)) for leaf in eb.tree.leaves(state_of(optimizer, dtype, numel)))
     pieces = {min(size, numel), numel % size} - {0}
     kept = 0 if offload.state else kept
-    return kept, kept + max((_made(optimizer, tensor[:length])[1] for length in pieces), default=0)
+    return kept, kept + max((_made(optimizer, dtype, length)[1] for length in pieces), default=0)
 
 
 def _stored_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
     """What is allocated while main weights are made of values with more bits, a piece at a time."""
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     block = label.policy.block
-    tensor = torch.empty(min(numel, max(PIECE // block, 1) * block), dtype=one.group.dtype, device="meta")
-    wide = tensor.to(torch_dtype(label.policy.compute))
+    return _begun(optimizer, one.group.dtype, min(numel, max(PIECE // block, 1) * block), label.policy.compute)
+
+
+@remembered
+def _begun(optimizer: eb.Optimizer[object], dtype: torch.dtype, numel: int, compute: ComputeDType) -> int:
+    """What is allocated while a piece of main weights is made."""
+    tensor = elements(dtype, numel)
+    wide = tensor.to(torch_dtype(compute))
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         begin_at(optimizer, wide, tensor, torch.zeros((), dtype=torch.int64, device="meta"), 0)
     peak: int = counter.peak
     return peak
 
 
-def _made(optimizer: eb.Optimizer[object], tensor: torch.Tensor) -> tuple[int, int]:
+@remembered
+def _made(optimizer: eb.Optimizer[object], dtype: torch.dtype, numel: int) -> tuple[int, int]:
+    """The bytes of a run's first state, and the most that is allocated while it is made."""
+    tensor = elements(dtype, numel)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         state = init_state(optimizer, tensor, 0, chunk=PIECE)
         kept = counter.live

@@ -15,6 +15,7 @@ from everybit.policy import Resolved, resolve
 from everybit_torch.collectives.reduction import Wire, chunk_size
 from everybit_torch.sharded.layout import Group, ParameterSpec
 from everybit_torch.sharded.planning.report import Ranks
+from everybit_torch.sharded.planning.runs import state_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.sharded.strategies import Sharding
@@ -188,7 +189,7 @@ class GroupPlan:
             "main parameters" if any(part.name == "main" for part in self.resolved.params.parts()) else "compensation"
         )
         for numel in self.runs(labelled):
-            state = optimizer.init([torch.empty(numel, dtype=self.group.dtype, device="meta")])
+            state = state_of(optimizer, self.group.dtype, numel)
             found[beside] += nbytes(state.extra)
             found.update(state_bytes(state.inner, counters=state.step.nbytes))
             found["bookkeeping"] += torch.int64.itemsize  # the run's first global index
@@ -201,6 +202,6 @@ class GroupPlan:
         optimizer = eb.Optimizer(labelled[self.group.label].transform, labelled[self.group.label].policy)
         found = 0
         for numel in filter(None, self.runs(labelled)):
-            state = optimizer.init([torch.empty(numel, dtype=self.group.dtype, device="meta")])
+            state = state_of(optimizer, self.group.dtype, numel)
             found += nbytes((state.extra, state.inner, state.step))
         return found

@@ -21,6 +21,7 @@ from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import answers_of, no_members, reduced_numbers, totals_of, unit_of
+from everybit_torch.sharded.planning.runs import state_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.stepping import PIECE, step_in_place
@@ -88,10 +89,9 @@ def bucket_peak(
 
 def _brought(one: GroupPlan, label: LabelledTransform, numel: int, offload: Offload) -> int:
     """Bytes of a bucket on the device."""
-    tensor = torch.empty(numel, dtype=one.group.dtype, device="meta")
-    state = eb.Optimizer(label.transform, label.policy).init([tensor])
+    state = state_of(eb.Optimizer(label.transform, label.policy), one.group.dtype, numel)
     sizes = [x.nbytes for x in eb.tree.leaves((state.extra, state.inner)) if x.ndim]
-    sizes += [tensor.nbytes] if offload.weights else []
+    sizes += [numel * one.group.dtype.itemsize] if offload.weights else []
     sizes += [numel * one.main.itemsize] if offload.gradients else []
     return sum(size for size in sizes if size >= SMALLEST)
 

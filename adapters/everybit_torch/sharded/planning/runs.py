@@ -1,0 +1,46 @@
+"""What is found out of a run of elements by stepping it on the meta device, once for all runs that are equal.
+
+A plan asks for the same runs again and again: for each strategy, each unit and each call of the stepper; and a step of tensors without
+memory takes as long as one of real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """Remember what a function returned for its latest arguments; of arguments that cannot be compared it is called anew."""
+    known: Callable[..., R] = lru_cache(maxsize=1024)(function)
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        given: Hashable = (arguments, tuple(options.items()))
+        try:
+            hash(given)
+        except TypeError:
+            return function(*arguments, **options)
+        return known(*arguments, **options)
+
+    return call
+
+
+def elements(dtype: torch.dtype, numel: int) -> Tensor:
+    """The parameters of a run, without memory."""
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+@remembered
+def state_of(optimizer: eb.Optimizer[Any], dtype: torch.dtype, numel: int) -> eb.OptimizerState[Any]:
+    """The state of a run, without memory."""
+    return optimizer.init([elements(dtype, numel)])

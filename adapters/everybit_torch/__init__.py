@@ -14,6 +14,7 @@ from everybit_torch.audit import Audit, LayerAudit, load_audit
 from everybit_torch.checkpoint_audit import audit_checkpoint
 from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
+from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optimizer import TorchOptimizer
@@ -95,6 +96,7 @@ __all__ = [
     "TorchOptimizer",
     "audit_checkpoint",
     "enable_gradient_release",
+    "evaluation_weights",
     "export_weights",
     "import_weights",
     "latest_checkpoint",

@@ -45,6 +45,7 @@ from everybit.schedules import (
 )
 from everybit.transform import Cut, Elementwise, SlotDecay, Transform
 from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.stateless import (
@@ -64,12 +65,12 @@ from everybit.update import apply_updates
 __version__ = "0.3.0.dev0"
 
 __all__ = [
-    "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master",
-    "Members", "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Slot",
-    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights",
-    "apply_if_finite", "apply_updates", "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule",
-    "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion", "load_state_dict", "masked", "named_chain",
-    "partition", "policies", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms",
-    "scale_by_sign", "set_to_zero", "sgd", "state", "state_dict", "subtract_decayed_weights", "trace", "tree",
-    "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
+    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Slot", "SlotDecay", "SlotKind",
+    "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite",
+    "apply_updates", "average_weights", "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule",
+    "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion", "load_state_dict", "masked", "mean_weights",
+    "named_chain", "partition", "policies", "power_average_weights", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate",
+    "scale_by_lion", "scale_by_rms", "scale_by_sign", "set_to_zero", "sgd", "state", "state_dict", "subtract_decayed_weights", "trace",
+    "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
 ]  # fmt: skip

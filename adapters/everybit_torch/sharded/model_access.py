@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.full_precision import PIECE
 from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.full_parameters import FullParameters, read_only
 from everybit_torch.sharded.late_weights import LateWeights
@@ -160,6 +161,45 @@ class ModelAccess:
         )  # fmt: skip
         self.loaded()
         return keys
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Give the model the weights for evaluation inside, as :func:`everybit_torch.evaluation_weights` does. Every rank has to call it.
+
+        Passes without gradients, ``full_parameters``, ``model_state_dict`` and ``export_safetensors`` see them. A step is refused, and so
+        is a checkpoint of weights and state together. Memory for another copy of this rank's part of the weights is taken.
+
+        Raises:
+            RuntimeError: Inside a pass, a microbatch or ``full_parameters``, or with gradients of a cycle that is not over; or weights
+                and state do not belong together.
+        """
+        name = "evaluation_weights"
+        self._require_between_passes(name, "")
+        self.completeness.require(name)
+        if self.in_full_parameters or self._passes.in_context or self._passes.holds_gradients():
+            raise RuntimeError(
+                f"{name}: inside full_parameters() or in the middle of a cycle; accepted is after step() or zero_grad()."
+            )
+        kept = []
+        self.before_writing()
+        with torch.no_grad():
+            for shard in self._optimizer.shards:
+                kept.append(shard.weights.own.clone())
+                for stored, _, piece in self._optimizer.pieces_of(shard, PIECE):
+                    (values,) = stored.eval_params([piece.tensor], piece.state)
+                    piece.tensor.copy_(values)  # which goes back to the host, if it was brought from there
+        self.loaded()
+        self.completeness.mark_incomplete(
+            "inside evaluation_weights() the model has other weights", accepted="outside of it"
+        )
+        try:
+            yield
+        finally:
+            self.before_writing()
+            with torch.no_grad():
+                for shard, own in zip(self._optimizer.shards, kept, strict=True):
+                    shard.weights.own.copy_(own)
+            self.loaded()
 
     def export_safetensors(
         self,

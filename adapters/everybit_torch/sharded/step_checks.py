@@ -8,25 +8,29 @@ from torch import nn
 
 from everybit_torch.streams import is_capturing
 
+MAKES_WHOLE = "load_sharded(stepper, path), on every rank, which makes the state whole"
+
 
 class Completeness:
     """Whether weights and state belong together."""
 
     def __init__(self) -> None:
         self._incomplete: str | None = None
+        self._accepted = ""
 
     @property
     def is_complete(self) -> bool:
         """Whether they do."""
         return self._incomplete is None
 
-    def mark_incomplete(self, reason: str) -> None:
-        """They do not from here on: nothing but loading goes on.
+    def mark_incomplete(self, reason: str, accepted: str = MAKES_WHOLE) -> None:
+        """They do not from here on: nothing but what is accepted goes on.
 
         Args:
             reason: What happened, as the beginning of a message.
+            accepted: What makes them belong together again, as its end.
         """
-        self._incomplete = reason
+        self._incomplete, self._accepted = reason, accepted
 
     def mark_complete(self) -> None:
         """They do from here on."""
@@ -47,9 +51,7 @@ class Completeness:
                 " accepted is to call it outside of the capture."
             )
         if self._incomplete is not None:
-            raise RuntimeError(
-                f"{name}: {self._incomplete}; accepted is load_sharded(stepper, path), on every rank, which makes the state whole."
-            )
+            raise RuntimeError(f"{name}: {self._incomplete}; accepted is {self._accepted}.")
 
 
 def require_same_parameters(

@@ -15,6 +15,7 @@ from everybit.combinators.masked import masked, partition
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.averages import average_weights, power_average_weights
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.stateless import (
     clip,
@@ -63,6 +64,8 @@ _BUILDS: dict[str, Build] = {
         {"matrix": adamw(lr), "vector": sgd(lr, momentum=0.9), "number": set_to_zero()}, _kind
     ),
     "accumulate": lambda lr: accumulate(adamw(lr), every=2),
+    "averaged": lambda lr: chain(sgd(lr), average_weights(lambda step: 0.9 - _decay(step), start=2)),
+    "averaged by a power": lambda lr: chain(sgd(lr), power_average_weights()),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

@@ -1,0 +1,84 @@
+"""A model with its optimizer's weights for evaluation, for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+
+from everybit_torch.optimizer import TorchOptimizer
+
+
+@runtime_checkable
+class HasEvaluationWeights(Protocol):
+    """A :class:`~everybit_torch.FlatStepper`."""
+
+    def evaluation_weights(self) -> Any:
+        """A context manager."""
+        ...
+
+
+@contextmanager
+def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iterator[None]:
+    """Give the model the weights for evaluation inside; after it the model has the bits that it had before.
+
+    These are what the transform says (:meth:`everybit.Optimizer.eval_params`): the average of :func:`everybit.average_weights`, or whatever
+    else it evaluates; the weights that are trained, if it says nothing. They are rounded to the model's dtype. What the model saves inside
+    are these weights. Memory for another copy of the model's weights is taken, and for them in float32 while they are computed; of a
+    stepper, for this rank's part of them, and every rank has to be here.
+
+    Args:
+        optimizer: Of everybit, or a ``FlatStepper``.
+
+    Raises:
+        TypeError: Another optimizer.
+        RuntimeError: A step inside.
+
+    Examples:
+        >>> import torch, everybit as eb
+        >>> from everybit_torch import TorchOptimizer, evaluation_weights
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> def averaged(learning_rate):
+        ...     return eb.chain(eb.adamw(learning_rate), eb.average_weights(0.99))
+        >>> optimizer = TorchOptimizer(model.parameters(), averaged, lr=0.1)
+        >>> for _ in range(3):
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> trained = model(torch.ones(1, 2))
+        >>> with torch.no_grad(), evaluation_weights(optimizer):
+        ...     bool(model(torch.ones(1, 2)) > trained)  # the average lags behind
+        True
+        >>> torch.equal(model(torch.ones(1, 2)), trained)
+        True
+    """
+    if not isinstance(optimizer, TorchOptimizer):
+        if not isinstance(optimizer, HasEvaluationWeights):
+            raise TypeError(
+                f"optimizer: got {type(optimizer).__name__}; accepted are optimizers of everybit, and a FlatStepper."
+            )
+        with optimizer.evaluation_weights():
+            yield
+        return
+
+    def refuse(*_: Any) -> NoReturn:
+        raise RuntimeError(
+            "step: inside evaluation_weights(), where the model has other weights; accepted is outside of it."
+        )
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [value for group in optimizer.eval_params() for value in group]
+    hook = optimizer.register_step_pre_hook(refuse)
+    kept = [parameter.detach().clone() for parameter in parameters]
+    try:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+        del values
+        yield
+    finally:
+        hook.remove()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.copy_(value)

@@ -1,0 +1,87 @@
+"""Weights for evaluation take the place of the model's for a while, and the model has its own bits again after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit_torch import AdamW, TorchOptimizer, evaluation_weights
+
+POLICIES = {"FP32": torch.float32, "LEAN_BF16": torch.bfloat16, "FLOOR_BF16": torch.bfloat16}
+
+
+def averaged(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.chain(eb.adamw(learning_rate), eb.average_weights(0.9, start=1))
+
+
+def train(model: nn.Module, optimizer: TorchOptimizer, steps: int) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.sin(torch.arange(32.0) * (step + 1)).view(4, 8).to(dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_average_is_in_the_model_inside_and_its_own_bits_after_it(policy: str) -> None:
+    """Compared with the mean of the exported weights after each step, and with a run that never evaluates."""
+    runs: list[list[Tensor]] = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).to(POLICIES[policy])
+        optimizer = TorchOptimizer(
+            model.parameters(), averaged, lr=1e-2, policy=eb.policies.PRESETS[policy], compile=False
+        )
+        mean: list[Tensor] = []
+        for step in range(1, 6):
+            train(model, optimizer, 1)
+            # What a step adds to the average is not rounded to the model's dtype; its export is.
+            exact = [p for group in optimizer.export_fp32() for p in group]
+            share = 1.0 if step <= 2 else 0.1 / (1 - 0.9 ** (step - 1))
+            mean = exact if step == 1 else [m + share * (p - m) for m, p in zip(mean, exact, strict=True)]
+            if evaluates:
+                before = [p.detach().clone() for p in model.parameters()]
+                with evaluation_weights(optimizer):
+                    # One rounding of the weights a step under FLOOR_BF16, one of the average to the model's dtype.
+                    error = {"FP32": 2.0**-20, "LEAN_BF16": 2.0**-8, "FLOOR_BF16": 2.0**-6}[policy]
+                    for p, m in zip(model.parameters(), mean, strict=True):
+                        assert p.dtype is POLICIES[policy]
+                        torch.testing.assert_close(p.detach().float(), m, rtol=error, atol=error * 0.01)
+                assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        runs.append([p.detach().clone() for p in model.parameters()] + optimizer.eval_params()[0])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_the_model_has_its_weights_again_after_an_error_and_steps_are_refused_inside() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = TorchOptimizer(model.parameters(), averaged, lr=0.1, compile=False)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+    with (
+        pytest.raises(RuntimeError, match=r"step: inside evaluation_weights\(\).*; accepted is outside of it"),
+        evaluation_weights(optimizer),
+    ):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.step()
+
+
+def test_an_optimizer_without_averages_evaluates_what_it_trains() -> None:
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters(), policy=eb.policies.LEAN_BF16, compile=False)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+    with evaluation_weights(optimizer):
+        assert torch.equal(model.weight, before)
+    with (
+        pytest.raises(TypeError, match="optimizer: got SGD; accepted are optimizers of everybit, and a FlatStepper"),
+        evaluation_weights(torch.optim.SGD(model.parameters())),  # type: ignore[arg-type]
+    ):
+        pass

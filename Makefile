@@ -58,9 +58,10 @@ gpu: $(if $(filter none,$(VENV)),,$(STAMP))  ## tests and measurements on a GPU,
 	PYTHONPATH="core:adapters:benchmarks:.$(if $(PYTHONPATH),:$(PYTHONPATH))" $(if $(filter none,$(VENV)),$(PYTHON),$(BIN)/python) \
 	  benchmarks/gpu.py --device $(DEVICE) $(if $(PHASES),--phases $(PHASES))
 
-docs: $(STAMP)  ## build the site into site/
+docs: $(STAMP)  ## build the site into site/ (REPO_URL=https://... links to the repository)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --strict --clean
+	$(BIN)/python docs/reference/built.py site
 
 clean:  ## remove what the other commands made
 	rm -rf $(VENV) runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

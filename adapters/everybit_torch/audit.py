@@ -80,7 +80,7 @@ class Audit:
         TypeError: An optimizer of everybit, which measures its own steps (``metrics=True``); or no optimizer of torch's.
         ValueError: ``every`` is below 1; a parameter of the optimizer that is not one of the model's.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from everybit_torch import Audit
         >>> model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)

@@ -92,7 +92,7 @@ def native(model: FloatDType) -> Policy:
 def describe(policy: object) -> str:
     """A policy in one line: the preset's name, or that of the nearest preset and what differs from it.
 
-    Example:
+    Examples:
         >>> from everybit.policies import describe
         >>> describe(Policy(params=Split(16), momentum=Nearest("float32"), variance=Stochastic("bfloat16")))
         "LEAN_BF16 with momentum=Nearest('float32')"

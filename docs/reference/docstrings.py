@@ -1,8 +1,8 @@
 """A griffe extension for the reference: what docstrings say in Sphinx's markup becomes Markdown, links and MathML.
 
-Docstrings keep Sphinx's roles (``:func:`adamw```), which editors and ``help()`` show as they stand. Material and Zensical read Markdown, so that
-without this extension the roles and formulas would appear raw. It also shows ``scale_by_adam = ScaleByAdam`` as the class, with its arguments,
-under the name that users type.
+Docstrings keep Sphinx's roles (``:func:`adamw```), which editors and ``help()`` show as they stand. The site is made of Markdown, in which
+roles and formulas would appear raw. The extension also shows ``scale_by_adam = ScaleByAdam`` as the class with its arguments, under the
+name that users type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ FORMULA = re.compile(r"^([ \t]*)\.\. math::[ \t]*\n((?:\1[ \t]+\S.*\n?|[ \t]*\n)
 def rendered_names() -> list[str]:
     """The names that the pages of the reference show, in order."""
     pages = sorted(Path(__file__).parent.glob("*.md"))
-    return [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+    return [
+        name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
 
 
 class Docstrings(griffe.Extension):
@@ -40,7 +42,7 @@ class Docstrings(griffe.Extension):
 
 
 def _names_by_path() -> dict[str, str]:
-    """For each object that the reference shows, and each documented member of a class, by the path of its definition: the name under which it is shown."""
+    """The name under which the reference shows each object, and each documented member of a class, by the path of its definition."""
     collection = griffe.ModulesCollection()
     for package, folder in (("everybit", "core"), ("everybit_torch", "adapters")):
         griffe.load(package, search_paths=[ROOT / folder], modules_collection=collection, resolve_aliases=True)

@@ -4,7 +4,7 @@
 //   mkdir -p /tmp/screens && cd /tmp/screens && npm install puppeteer-core @sparticuz/chromium
 //   node <repository>/.ci/screens.mjs <repository>/site pictures [page/ ...]
 //
-// Fails if a page is wider than the window, if code is cut, or if a table is cut in a window that is not a phone's. (On phones wide tables scroll.)
+// Fails if a page is wider than the window, if code is cut, or if a table is cut at the greatest width. (In narrower windows wide tables scroll.)
 import fs from 'node:fs';
 import http from 'node:http';
 import { createRequire } from 'node:module';
@@ -14,7 +14,7 @@ const require = createRequire(path.join(process.cwd(), 'package.json'));
 const puppeteer = require('puppeteer-core');
 const chromium = (await import(require.resolve('@sparticuz/chromium'))).default;
 const [site, out, ...named] = process.argv.slice(2);
-const PHONE = 390;
+const WIDTHS = [390, 1000, 1400];
 const TYPES = {'.html': 'text/html', '.css': 'text/css', '.js': 'text/javascript', '.svg': 'image/svg+xml', '.png': 'image/png'};
 
 const server = http.createServer((request, response) => {
@@ -37,7 +37,7 @@ const pages = named.length ? named : fs.readdirSync(site, {recursive: true})
 const browser = await puppeteer.launch({args: chromium.args, executablePath: await chromium.executablePath(), headless: 'shell'});
 fs.mkdirSync(out, {recursive: true});
 let failures = 0;
-for (const page of pages) for (const width of [PHONE, 1000, 1400]) for (const scheme of ['light', 'dark']) {
+for (const page of pages) for (const width of WIDTHS) for (const scheme of ['light', 'dark']) {
   const tab = await browser.newPage();
   await tab.setViewport({width, height: 900});
   await tab.emulateMediaFeatures([{name: 'prefers-color-scheme', value: scheme}]);
@@ -45,7 +45,7 @@ for (const page of pages) for (const width of [PHONE, 1000, 1400]) for (const sc
   await tab.goto(`http://localhost:${server.address().port}/${page}`, {waitUntil: 'load'});
   await new Promise(resolve => setTimeout(resolve, 250));
   const cut = await tab.evaluate(cutIn);
-  const found = [...cut.page, ...cut.code, ...(width === PHONE ? [] : cut.tables)];
+  const found = [...cut.page, ...cut.code, ...(width === Math.max(...WIDTHS) ? cut.tables : [])];
   if (found.length && scheme === 'light') console.log(`${page || 'index'} at ${width}: cut: ${found.join(' | ')}`);
   failures += found.length;
   const height = Math.min(3000, await tab.evaluate(() => document.documentElement.scrollHeight));

@@ -12,7 +12,7 @@ PHASES ?=
 GPU_PEERS := torch-optimi==0.3.3 torchao==0.18.0 heavyball==3.2.1 torchopt==0.7.3 bitsandbytes flashoptim
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exhaustive lint conformance gpu-codegen matrix gpu docs clean
+.PHONY: help demo test exhaustive lint conformance gpu-codegen matrix gpu concepts docs clean
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,9 +58,13 @@ gpu: $(if $(filter none,$(VENV)),,$(STAMP))  ## tests and measurements on a GPU,
 	PYTHONPATH="core:adapters:benchmarks:.$(if $(PYTHONPATH),:$(PYTHONPATH))" $(if $(filter none,$(VENV)),$(PYTHON),$(BIN)/python) \
 	  benchmarks/gpu.py --device $(DEVICE) $(if $(PHASES),--phases $(PHASES))
 
-docs: $(STAMP)  ## build the site into site/
+concepts: $(STAMP)  ## compute the tables and pictures of docs/concepts again
+	$(BIN)/python benchmarks/concepts.py
+
+docs: $(STAMP)  ## build the site into site/ (REPO_URL=https://... links to the repository)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --strict --clean
+	$(BIN)/python docs/reference/built.py site
 
 clean:  ## remove what the other commands made
 	rm -rf $(VENV) runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -71,7 +71,7 @@ class Audit:
         TypeError: No optimizer of torch's kind, such as a ``FlatStepper``, which measures its own steps (``metrics=True``).
         ValueError: ``every`` is below 1; a parameter of the optimizer that is not one of the model's, or that is sharded (a DTensor).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from everybit_torch import Audit
         >>> model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)

@@ -52,7 +52,7 @@ class AdamW(TorchOptimizer):
         ValueError: A hyperparameter out of range, a policy that cannot work, or an argument of torch's that asks for another
             implementation.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> from everybit_torch import AdamW
         >>> model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)

@@ -273,7 +273,7 @@ def enable_gradient_release(
         TypeError: ``optimizer`` is not one of ours.
         ValueError: A parameter, transform, option or wrapper that this cannot work with; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from everybit_torch import AdamW, enable_gradient_release
         >>> model = torch.nn.Linear(4, 4)

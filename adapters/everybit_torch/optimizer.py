@@ -64,7 +64,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         TypeError: A parameter that is not a real floating-point tensor.
         ValueError: A hyperparameter, layout or policy that cannot work; the message names it.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> from everybit_torch import TorchOptimizer
         >>> model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)

@@ -38,7 +38,7 @@ def sgd(
     Raises:
         ValueError: A hyperparameter out of range; Nesterov without momentum.
 
-    Example:
+    Examples:
         >>> import everybit as eb
         >>> optimizer = eb.with_policy(eb.sgd(0.1, momentum=0.9), eb.policies.FP32)
     """
@@ -115,7 +115,7 @@ def adamw(
     Raises:
         ValueError: A hyperparameter out of range; ``max_learning_rate`` without ``fully_decoupled``.
 
-    Example:
+    Examples:
         >>> import everybit as eb
         >>> optimizer = eb.with_policy(eb.adamw(3e-4, b2=0.95, weight_decay=0.1), eb.policies.LEAN_BF16)
     """

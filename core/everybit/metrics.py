@@ -134,7 +134,7 @@ def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
     Raises:
         TypeError: ``optimizer`` was not made by ``with_policy``: what is lost depends on how it is stored.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> opt = eb.with_metrics(eb.with_policy(eb.sgd(1e-4), eb.policies.PURE_BF16))
         >>> params = {"w": torch.ones(4, dtype=torch.bfloat16)}

@@ -21,7 +21,7 @@ _SHOWN = 5
 def state_dict(state: object) -> dict[str, Tensor]:
     """The tensors of a state, or of any tree, by name; they are the state's own and not copies.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> opt = eb.with_policy(eb.sgd(0.1, momentum=0.9), eb.policies.LEAN_BF16)
         >>> state = opt.init({"w": torch.ones(3, dtype=torch.bfloat16)})
@@ -46,7 +46,7 @@ def load_state_dict(state: P, saved: Mapping[str, Tensor]) -> P:
         ValueError: Names, shapes or dtypes differ: it was saved for another transform, policy or other parameters. Nothing is cast. The
             message names the first entries that differ.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> opt = eb.with_policy(eb.lion(1e-4), eb.policies.FP32)
         >>> params = torch.ones(3)

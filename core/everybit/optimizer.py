@@ -124,7 +124,7 @@ class Optimizer(Generic[S]):
         Raises:
             ValueError: ``step`` is below 1.
 
-        Example:
+        Examples:
             >>> import torch, everybit as eb
             >>> opt = eb.with_policy(eb.adamw(1e-3), eb.policies.FP32)
             >>> opt.due(1)  # nothing in AdamW is done every few steps only
@@ -389,7 +389,7 @@ def with_policy(
         TypeError: ``transform`` is no transform, or ``policy`` no policy.
         ValueError: The policy cannot work; the message names the field, what it holds and what would work.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> opt = eb.with_policy(eb.adamw(1e-3), eb.policies.KAHAN_BF16)
         >>> params = {"w": torch.ones(3, dtype=torch.bfloat16)}

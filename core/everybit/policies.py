@@ -1,19 +1,17 @@
-"""Policies with honest names. Bytes are per parameter with Adam's two slots, gradient included.
+"""Presets: policies by name. Bytes are per parameter, for an optimizer with Adam's two slots, and include the gradient.
 
-================  =====  ==========================================================================================================
-name              bytes  what is stored
-================  =====  ==========================================================================================================
-``FP64``             32  everything in float64, computed in float64
-``FP32``             16  everything in float32
-``MIXED_BF16``       16  bfloat16 model, float32 main copy and moments (18 with float32 gradients)
-``EXACT_BF16``       14  bfloat16 model, int16 remainder, float32 moments: bit for bit what float32 training does to its weights
-``LEAN_BF16``        10  bfloat16 model, int16 remainder: exact float32 weights; bfloat16 moments, rounded stochastically
-``KAHAN_BF16``       10  bfloat16 model, bfloat16 residual to nearest; moments as above. ``LEAN_BF16`` is better, see below
-``TIGHT_BF16``        9  as ``LEAN_BF16`` with an int8 remainder, rounded stochastically
-``FLOOR_BF16``        8  bfloat16 throughout, all rounded stochastically
-``PURE_BF16``         8  bfloat16 throughout, all rounded to nearest, as in plain torch; refused where a moment would freeze
-``ANYPRECISION``     10  torchdistX's defaults: weights and second moment to nearest in bfloat16, float32 momentum; refused likewise
-================  =====  ==========================================================================================================
+| name             | bytes | what is stored |
+|---|---|---|
+| ``FP64``         |    32 | everything in float64, computed in float64 |
+| ``FP32``         |    16 | everything in float32 |
+| ``MIXED_BF16``   |    16 | bfloat16 model, float32 main copy and moments (18 with float32 gradients) |
+| ``EXACT_BF16``   |    14 | bfloat16 model, int16 remainder, float32 moments: bit for bit what float32 training does to its weights |
+| ``LEAN_BF16``    |    10 | bfloat16 model, int16 remainder: exact float32 weights; bfloat16 moments, rounded stochastically |
+| ``KAHAN_BF16``   |    10 | bfloat16 model, bfloat16 residual to nearest; moments as above. ``LEAN_BF16`` is better, see below |
+| ``TIGHT_BF16``   |     9 | as ``LEAN_BF16`` with an int8 remainder, rounded stochastically |
+| ``FLOOR_BF16``   |     8 | bfloat16 throughout, all rounded stochastically |
+| ``PURE_BF16``    |     8 | bfloat16 throughout, all rounded to nearest, as in plain torch; refused where a moment would freeze |
+| ``ANYPRECISION`` |    10 | torchdistX's defaults: weights and second moment to nearest in bfloat16, float32 momentum; refused likewise |
 
 ``KAHAN_BF16`` is for those who want to continue or compare with optimizers that compensate bfloat16 weights by a bfloat16 residual
 (torchdistX's AnyPrecisionAdamW, optimi), and for code that reads the residual as a number. Choose ``LEAN_BF16`` otherwise: it takes the
@@ -92,7 +90,7 @@ def native(model: FloatDType) -> Policy:
 def describe(policy: object) -> str:
     """A policy in one line: the preset's name, or that of the nearest preset and what differs from it.
 
-    Example:
+    Examples:
         >>> from everybit.policies import describe
         >>> describe(Policy(params=Split(16), momentum=Nearest("float32"), variance=Stochastic("bfloat16")))
         "LEAN_BF16 with momentum=Nearest('float32')"

@@ -321,7 +321,7 @@ def by_label(labels: Callable[[str, torch.Tensor], str] | object, policies: Mapp
     Raises:
         TypeError: ``policies`` is not a mapping to policies.
 
-    Example:
+    Examples:
         >>> import everybit as eb
         >>> policy = eb.by_label(
         ...     lambda path, p: "matrix" if p.ndim > 1 else "vector",
@@ -346,7 +346,7 @@ def by_dtype(policies: Mapping[str, Policy]) -> ByLabel:
         TypeError: ``policies`` is not a mapping to policies.
         ValueError: A name of no dtype, or a policy that cannot be applied to parameters of its dtype.
 
-    Example:
+    Examples:
         >>> import everybit as eb
         >>> policy = eb.by_dtype({"bfloat16": eb.policies.LEAN_BF16, "float32": eb.policies.FP32})
     """

@@ -30,7 +30,7 @@ class ExactReduceScatter(ReduceScatter):
     Raises:
         ValueError: ``wire`` is not a 16-bit format.
 
-    Example:
+    Examples:
         >>> from everybit_torch import ExactReduceScatter
         >>> exact = ExactReduceScatter("bfloat16")
         >>> # for module in model.modules():

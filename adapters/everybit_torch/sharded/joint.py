@@ -34,7 +34,7 @@ class JointStepper:
         ValueError: No stepper, one that is closed, a parameter in two of them, two that draw random bits with one seed, or a transform that
             reduces over all parameters in another way than by clipping to the global norm first, whose result would be about one part.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> from everybit_torch import FlatStepper, JointStepper
         >>> dense, experts = torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Linear(4, 4)])

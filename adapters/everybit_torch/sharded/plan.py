@@ -130,7 +130,7 @@ def plan(
         TypeError: As the stepper.
         ValueError: As the stepper; and for numbers below 1, or a rank that does not exist.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> from everybit_torch import plan
         >>> with torch.device("meta"):

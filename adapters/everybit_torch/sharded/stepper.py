@@ -107,7 +107,7 @@ class FlatStepper(Control, ModelAccess):
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
         ValueError: A value that cannot work; messages name what it is about, what it got and what it accepts. Nothing is changed then.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> from everybit_torch import FlatStepper
         >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)

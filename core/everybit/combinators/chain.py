@@ -171,7 +171,7 @@ def chain(*transforms: Transform[Any]) -> Chain:
     Raises:
         TypeError: An argument that is no transform, such as an ``Optimizer``.
 
-    Example:
+    Examples:
         >>> import everybit as eb
         >>> eb.chain(eb.scale_by_adam(b2=0.95), eb.scale_by_learning_rate(3e-4)).cut
         'element'

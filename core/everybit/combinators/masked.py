@@ -205,7 +205,7 @@ def masked(
     Raises:
         TypeError: Neither or both of ``mask`` and ``where``, or a transform that is none.
 
-    Example:
+    Examples:
         >>> import everybit as eb
         >>> decay = eb.masked(eb.add_decayed_weights(0.1), where=lambda path, p: p.ndim > 1)
     """

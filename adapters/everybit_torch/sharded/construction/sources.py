@@ -26,7 +26,7 @@ class FromInitializers:
         whole_units: The function uses tensors of modules below the one it is called for, too: all of a unit stay in memory until its last
             call.
 
-    Example:
+    Examples:
         >>> import torch, everybit as eb
         >>> from everybit_torch import FlatStepper, FromInitializers
         >>> with torch.device("meta"):

@@ -1,0 +1,54 @@
+"""The site: every public name has an entry in the reference, and every page a place in the navigation."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everybit
+import everybit_torch
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+ENTRIES = [
+    (page.name, name) for page in sorted((DOCS / "reference").glob("*.md")) for name in ENTRY.findall(page.read_text())
+]
+
+
+def resolved(name: str) -> Any:
+    """The object of a dotted name, whose modules are imported as needed."""
+    package, *rest = name.split(".")
+    found: Any = importlib.import_module(package)
+    for index, part in enumerate(rest, 1):
+        found = getattr(found, part, None) or importlib.import_module(".".join((package, *rest[:index])))
+    return found
+
+
+@pytest.mark.parametrize("package", [everybit, everybit_torch])
+def test_every_public_name_has_one_entry_in_the_reference(package: Any) -> None:
+    entries = [name for _, name in ENTRIES]
+    public = [f"{package.__name__}.{name}" for name in package.__all__]
+    assert [name for name in public if entries.count(name) != 1] == []
+
+
+@pytest.mark.parametrize("name", [name for _, name in ENTRIES])
+def test_an_entry_of_the_reference_names_something_that_is_there(name: str) -> None:
+    assert resolved(name) is not None
+
+
+def test_no_docstring_has_a_section_that_the_site_shows_as_quotes() -> None:
+    """``Example:`` is an admonition to the site's parser, which flattens its lines into nested quotes; ``Examples:`` is code."""
+    sources = [*ROOT.glob("core/**/*.py"), *ROOT.glob("adapters/**/*.py")]
+    assert len(sources) > 100
+    assert [str(path) for path in sources if re.search(r"^ *Example:$", path.read_text(), re.MULTILINE)] == []
+
+
+def test_every_page_has_one_place_in_the_navigation() -> None:
+    navigation = re.findall(r"[\w/.-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
+    assert sorted(navigation) == sorted(pages)

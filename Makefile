@@ -12,7 +12,7 @@ PHASES ?=
 GPU_PEERS := torch-optimi==0.3.3 torchao==0.18.0 heavyball==3.2.1 torchopt==0.7.3 bitsandbytes flashoptim
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test exhaustive lint conformance gpu-codegen matrix gpu docs clean
+.PHONY: help demo test exhaustive lint types conformance gpu-codegen matrix gpu docs clean
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,8 +39,12 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contract
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+types: $(STAMP)  ## pyright, as in editors: the package is clean, and what mypy refuses in typings/ is refused (installs node)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[types]'
+	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance/test_pyright.py
+
 conformance: $(STAMP)  ## run in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,conformance]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,types,conformance]'
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance
 
 gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check the code, write docs/gpu.md (CASES="'adamw under *'" for some)

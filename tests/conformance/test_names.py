@@ -108,16 +108,17 @@ def test_the_patch_brings_adamw_anyprecision_back(tmp_path: Path, monkeypatch: p
 def test_timm_knows_the_names(name: str, kind: type[Any]) -> None:
     timm = pytest.importorskip("timm")
     import_module("everybit_torch.names.timm").register()  # a second time, too
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
+    first = nn.Linear(4, 4)
+    model = nn.Sequential(first, nn.LayerNorm(4)).bfloat16()
     optimizer = timm.optim.create_optimizer_v2(
         model, opt=f"everybit{name}", lr=0.5, weight_decay=0.25, policy="LEAN_BF16"
     )
     assert type(optimizer) is kind
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.25]
-    before = model[0].weight.detach().clone()
+    before = first.weight.detach().clone()
     model(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum().backward()
     optimizer.step()
-    assert not torch.equal(before, model[0].weight)
+    assert not torch.equal(before, first.weight)
 
 
 def test_lightnings_command_line_knows_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

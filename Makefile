@@ -8,11 +8,17 @@ CASES  ?=
 MATRIX ?=
 DEVICE ?= cuda
 PHASES ?=
+# Where `make lock` finds torch for CPUs.
+CPU_TORCH ?= --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match
 # What `make gpu` compares with. A version that does not install is left out, and the page says so; Apex is installed by hand.
 GPU_PEERS := torch-optimi==0.3.3 torchao==0.18.0 heavyball==3.2.1 torchopt==0.7.3 bitsandbytes flashoptim
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help demo test exhaustive lint conformance gpu-codegen matrix gpu concepts docs clean
+=======
+.PHONY: help demo test exhaustive lint types conformance gpu-codegen matrix gpu docs package licenses locked lock clean
+>>>>>>> config
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,8 +45,12 @@ lint: $(STAMP)  ## ruff, mypy --strict, import contract
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+types: $(STAMP)  ## pyright, as in editors: the package is clean, and what mypy refuses in typings/ is refused (installs node)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[types]'
+	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance/test_pyright.py
+
 conformance: $(STAMP)  ## run in other programs: Trainer, accelerate, Lightning, DDP; compare with optax (installs JAX)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,conformance]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,types,conformance]'
 	$(BIN)/python -m pytest -o addopts='' --import-mode=importlib tests/conformance
 
 gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check the code, write docs/gpu.md (CASES="'adamw under *'" for some)
@@ -66,5 +76,29 @@ docs: $(STAMP)  ## build the site into site/ (REPO_URL=https://... links to the 
 	$(BIN)/zensical build --strict --clean
 	$(BIN)/python docs/reference/built.py site
 
+package: $(STAMP)  ## build wheel and sdist into dist/, install them into an empty environment, run tests from the sdist
+	$(BIN)/pip install --quiet --disable-pip-version-check 'build>=1.2' 'twine>=6'
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	PYTHON=$(BIN)/python .ci/try-package
+
+licenses: $(STAMP)  ## write docs/licenses.md from the metadata of the installed packages
+	$(BIN)/python docs/licenses.py
+
+# torch is installed first, at its version, from wherever pip finds it: a build for CPUs or for CUDA, which have other hashes.
+locked:  ## create .venv with every package at the version and the hash in requirements.lock
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --requirement requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $(STAMP)
+
+lock: $(STAMP)  ## resolve requirements.lock anew (Python 3.11 and newer, all platforms, torch for CPUs)
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	echo 'torch==$(shell sed -n 's/^torch==//p' constraints.txt)+cpu' > $(VENV)/torch.txt
+	$(BIN)/uv pip compile pyproject.toml --extra dev --constraint constraints.txt --override $(VENV)/torch.txt --no-emit-package torch \
+	  --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --quiet $(CPU_TORCH) --output-file requirements.lock
+
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) runs site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

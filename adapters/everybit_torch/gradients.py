@@ -77,7 +77,7 @@ class GradientSlot:
 
     def in_place(self, grad: Tensor | None) -> bool:
         """Whether a gradient is the tensor over the buffer. Fast: it is asked at every step."""
-        return grad is self.view and grad.data_ptr() == self.address
+        return grad is self.view and self.view.data_ptr() == self.address
 
     def watch(self, parameter: Tensor) -> None:
         """Be told of the parameter's gradients."""

@@ -75,7 +75,9 @@ class Group:
         self.elements: Counter[torch.dtype] = Counter()  # of its units
         self.arguments: dict[str, Any] = {}
         """The factory's present keyword arguments, by name."""
-        self._owner, self._seed, self._unsafe, self.compile = owner, seed, unsafe, compile
+        self._owner, self._seed = owner, seed
+        self._unsafe: Unsafe = unsafe
+        self.compile: Compile = compile
         self._only_flat = only_flat
         self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
         self._is_periodic = False
@@ -99,7 +101,7 @@ class Group:
             ValueError: A hyperparameter or policy that cannot work; the message has the user's name for it.
         """
         # Judged anew whenever hyperparameters change; but of what was accepted with a warning nobody is warned twice.
-        unsafe = "allow" if self._unsafe == "warn" and self.optimizers else self._unsafe
+        unsafe: Unsafe = "allow" if self._unsafe == "warn" and self.optimizers else self._unsafe
         try:
             transform = self.factory(**arguments)
             return {

@@ -91,14 +91,15 @@ def as_lists(params: Params) -> Params:
 
 def tensors_of(params: Params) -> Iterator[Tensor]:
     """The tensors in what :func:`_as_lists` returned, named or in groups."""
-    if isinstance(params, Tensor):
-        yield params
-    elif isinstance(params, dict):
-        yield from tensors_of(params.get("params", []))
-    elif isinstance(params, tuple) and len(params) == 2 and isinstance(params[0], str):
-        yield from tensors_of(params[1])
-    elif isinstance(params, (list, tuple)):
-        for one in params:
+    given = cast(Any, params)
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, dict):
+        yield from tensors_of(given.get("params", []))
+    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
+        yield from tensors_of(given[1])
+    elif isinstance(given, (list, tuple)):
+        for one in given:
             yield from tensors_of(one)
 
 

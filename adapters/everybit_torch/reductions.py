@@ -10,7 +10,7 @@ the first phase decodes only those slots which the pending reduction is computed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def _partial_results(
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted, due, fetch = part
     if unit.tensor.ndim != 1 or reads.promises(optimizer, unit).whole:
-        chunks: Iterable[tuple[Any, Unit]] = [(..., unit)]
+        chunks: Iterable[tuple[Any, Unit]] = [(cast(Any, ...), unit)]
         names = None
     else:
         source = reads.of(optimizer, unit, totals, due)

@@ -134,8 +134,8 @@ class Codec:
                 )
             if value.dtype is not torch_dtype(one.policy.compute):
                 raise ValueError(f"{where()}: got {value.dtype}; accepted before encoding is {one.policy.compute}.")
-            parts = _encoded(one.slot(name), value, key, where)
-            return parts if len(parts) > 1 else parts[0]
+            first, *rest = parts = _encoded(one.slot(name), value, key, where)
+            return parts if rest else first
 
         return self._map_slots(encode, inner, keys=self.keys)
 

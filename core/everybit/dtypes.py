@@ -20,7 +20,7 @@ _BY_NAME: dict[FloatDType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+_BY_DTYPE: dict[torch.dtype, FloatDType] = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
 def torch_dtype(name: FloatDType) -> torch.dtype:

@@ -126,7 +126,7 @@ class _Names:
     """Numbers slots of a name that is taken."""
 
     def __init__(self) -> None:
-        self._seen = dict.fromkeys((STEP, WEIGHTS, INNER), 1)
+        self._seen: dict[str, int] = dict.fromkeys((STEP, WEIGHTS, INNER), 1)
 
     def __call__(self, name: str) -> str:
         count = self._seen[name] = self._seen.get(name, 0) + 1

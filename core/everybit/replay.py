@@ -23,7 +23,8 @@ class NeedsReductionError(Exception):
 
     def __init__(self, kind: Kind, value: Tensor) -> None:
         super().__init__(kind)
-        self.kind, self.value = kind, value
+        self.kind: Kind = kind
+        self.value = value
 
 
 class ReplayAxis:

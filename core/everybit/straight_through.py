@@ -34,11 +34,11 @@ class _StraightThrough(torch.autograd.Function):
         ctx.rounded, ctx.exact = rounded.dtype, x.dtype
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, gradient.to(ctx.exact)
 
     @staticmethod
-    def jvp(ctx: Any, rounded_tangent: Tensor | None, tangent: Tensor) -> Tensor:  # noqa: ARG004
+    def jvp(ctx: Any, rounded_tangent: Tensor | None, tangent: Tensor) -> Tensor:  # noqa: ARG004 # pyright: ignore[reportIncompatibleMethodOverride]
         return tangent.to(ctx.rounded)
 
 

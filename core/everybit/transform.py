@@ -106,7 +106,8 @@ class DeclaresDecays(Protocol):
 def decays(*transforms: object) -> tuple[SlotDecay, ...]:
     """List what transforms, and the transforms inside them, declare about their slots."""
     # Not `isinstance(transform, DeclaresDecays)`: it takes ten times as long, and this is asked at every step.
-    return tuple(one for transform in transforms if hasattr(transform, "decays") for one in transform.decays())
+    declared: list[Any] = [transform for transform in transforms if hasattr(transform, "decays")]
+    return tuple(one for transform in declared for one in transform.decays())
 
 
 def squares(*transforms: object) -> frozenset[str]:
@@ -137,8 +138,8 @@ def any_per_tensor(transforms: Iterable[object]) -> bool:
 
 def periods(*transforms: object) -> tuple[int, ...]:
     """List the periods of the work that transforms, and those inside them, give to ``ctx.every``: each once, in ascending order."""
-    found = {one for transform in transforms if hasattr(transform, "periods") for one in transform.periods()}
-    return tuple(sorted(found))
+    declared: list[Any] = [transform for transform in transforms if hasattr(transform, "periods")]
+    return tuple(sorted({one for transform in declared for one in transform.periods()}))
 
 
 @runtime_checkable

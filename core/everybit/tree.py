@@ -55,9 +55,10 @@ def state(cls: C) -> C:
     Raises:
         TypeError: ``cls`` is not a dataclass, or its annotations cannot be resolved.
     """
-    if not dataclasses.is_dataclass(cls):
+    made: Any = cls
+    if not dataclasses.is_dataclass(made):
         raise TypeError(f"@state needs a dataclass, got {cls!r}: put @dataclass(frozen=True, slots=True) under it.")
-    names = tuple(field.name for field in dataclasses.fields(cls))
+    names = tuple(field.name for field in dataclasses.fields(made))
     try:
         hints = get_type_hints(cls, include_extras=True)
     except NameError as error:

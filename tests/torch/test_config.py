@@ -35,7 +35,7 @@ def test_a_format_of_ones_own_is_not_written_to_a_file(tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     for policy, field in (
         (eb.Policy(params=Int8Residual()), "Policy.params"),
-        (eb.Policy(slots={"mean": Int8Blocks()}), r"Policy.slots\['mean'\]"),
+        (eb.Policy(slots={"mean": Int8Blocks()}), "Policy.slots.mean"),
     ):
         with pytest.raises(
             ValueError, match=rf"{field}: got Int8.*a format of your own.*accepted are Nearest, Stochastic"
@@ -57,20 +57,35 @@ def test_toml_is_read_and_what_is_left_out_has_its_default(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"momentumm": "Nearest"}, r"Policy: no field is called 'momentumm'; fields are compute, params"),
+        (
+            {"momentumm": "Nearest"},
+            r"^Policy.momentumm: there is no such field \(did you mean 'momentum'\?\); fields are compute, params",
+        ),
         (
             {"params": "Karhan"},
-            r"Policy.params: got \{'format': 'Karhan'\}; accepted is a table with format = one of Nearest",
+            r"^Policy.params: got 'Karhan' \(did you mean 'Kahan'\?\); accepted is a table with format = one of Nearest",
         ),
-        ({"params": {"format": "Kahan", "residul": "bfloat16"}}, r"Policy.params: no field is called 'residul'"),
-        ({"params": {"format": "Kahan", "residual": "int8"}}, r"Policy.params: .*got 'int8'; accepted are 'bfloat16'"),
-        ({"variance": "Master"}, r"Policy.variance: got Master.*it is for parameters only"),
-        ({"params": {"format": "Split", "bits": 12}}, r"Policy.params: .*12"),
-        ({"grads": {"main": "float31"}}, r"Policy.grads: .*got 'float31'; accepted are 'float64'"),
+        (
+            {"params": {"format": "Kahan", "residul": "bfloat16"}},
+            r"^Policy.params.residul: there is no such field \(did you mean 'residual'\?\)",
+        ),
+        (
+            {"params": {"format": "Kahan", "residual": "int8"}},
+            r"^Policy.params.residual: got 'int8'; accepted is 'bfloat16'",
+        ),
+        (
+            {"variance": "Master"},
+            r"^Policy.variance: got 'Master'; accepted is a table with format = one of Nearest, Stochastic, Kahan, Split,",
+        ),
+        ({"params": {"format": "Split", "bits": 12}}, r"^Policy.params.bits: got 12; accepted is 8, 16"),
+        (
+            {"grads": {"main": "float31"}},
+            r"^Policy.grads.main: got 'float31' \(did you mean 'float32'\?\); accepted is 'float64'",
+        ),
         ({"grads": "float32"}, r"Policy.grads: got 'float32'; accepted is a table with main, comm, reduce"),
-        ({"compute": "bfloat16"}, r"Policy.compute: got 'bfloat16'; accepted are"),
+        ({"compute": "bfloat16"}, r"Policy.compute: got 'bfloat16'; accepted is"),
         ({"slots": ["mean"]}, r"Policy.slots: got \['mean'\]"),
-        ({"slots": {3: "Nearest"}}, r"Policy.slots: got 3 as a name"),
+        ({"slots": {3: "Nearest"}}, r"^Policy.slots: got 3 as a name"),
         (
             {"params": {"format": []}},
             r"Policy.params: got \{'format': \[\]\}; accepted is a table with format = one of",
@@ -79,21 +94,21 @@ def test_toml_is_read_and_what_is_left_out_has_its_default(tmp_path: Path) -> No
             {"params": {"format": {}}},
             r"Policy.params: got \{'format': \{\}\}; accepted is a table with format = one of",
         ),
-        ({"params": {"format": "Split", "bits": 8.0}}, r"Policy.params: Split.bits: got 8.0; accepted are 8, 16"),
-        ({"params": {"format": "Split", "bits": True}}, r"Policy.params: Split.bits: got True; accepted are 8, 16"),
+        ({"params": {"format": "Split", "bits": 8.0}}, r"^Policy.params.bits: got 8.0; accepted is 8, 16"),
+        ({"params": {"format": "Split", "bits": True}}, r"^Policy.params.bits: got True; accepted is 8, 16"),
         (
             {"params": {"format": "Kahan", "residual": None}},
-            r"Policy.params: Kahan.residual: got None; accepted are 'bfloat16'",
+            r"^Policy.params.residual: got None; accepted is 'bfloat16'",
         ),
         (
             {"params": {"format": "Kahan", "value": ["bfloat16"]}},
-            r"Policy.params: Kahan.value: got \['bfloat16'\]; accepted",
+            r"^Policy.params.value: got \['bfloat16'\]; accepted",
         ),
-        ({"compute": None}, r"Policy.compute: got None; accepted are"),
-        ({"compute": ["float32"]}, r"Policy.compute: got \['float32'\]; accepted are"),
-        ({"grads": {"reduce": {}}}, r"Policy.grads: Grads.reduce: got \{\}; accepted are 'native', 'fp32'"),
+        ({"compute": None}, r"Policy.compute: got None; accepted is"),
+        ({"compute": ["float32"]}, r"Policy.compute: got \['float32'\]; accepted is"),
+        ({"grads": {"reduce": {}}}, r"^Policy.grads.reduce: got \{\}; accepted is 'native', 'fp32'"),
         ({"grads": None}, r"Policy.grads: got None; accepted is a table with main, comm, reduce"),
-        ({1: 2}, r"Policy: no field is called 1; fields are compute"),
+        ({1: 2}, r"^Policy.1: there is no such field; fields are compute"),
         (None, r"Policy: got None; accepted is a table with compute"),
         ([], r"Policy: got \[\]; accepted is a table with compute"),
         ("LEAN_BF16", r"Policy: got 'LEAN_BF16'; accepted is a table with compute"),
@@ -105,18 +120,18 @@ def test_mistakes_are_named(data: Any, message: str) -> None:
 
 
 def test_files_that_are_no_policies_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("params: Kahan")
+    (tmp_path / "a.ini").write_text("params: Kahan")
     (tmp_path / "b.toml").write_text("params = ")
     (tmp_path / "c.json").write_text("[1]")
     for name, message in (
-        ("a.yaml", r"accepted are .toml and .json"),
+        ("a.ini", r"got a .ini file; accepted are .toml, .json, .yaml, .yml"),
         ("b.toml", r"b.toml: "),
         ("c.json", r"c.json: Policy: got \[1\]; accepted is a table with compute"),
     ):
         with pytest.raises(ValueError, match=message):
             load_policy(tmp_path / name)
-    with pytest.raises(ValueError, match=r"accepted is .json"):
-        save_policy(eb.policies.FP32, tmp_path / "d.toml")
+    with pytest.raises(ValueError, match=r"d.ini: got a .ini file; accepted are .toml, .json"):
+        save_policy(eb.policies.FP32, tmp_path / "d.ini")
 
 
 def test_files_nested_without_end_are_refused(tmp_path: Path) -> None:
@@ -125,9 +140,7 @@ def test_files_nested_without_end_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"params": ' * depth + "1" + "}" * depth)
     (tmp_path / "c.toml").write_text("params = " + "[" * depth + "]" * depth)
     for name in ("a.json", "b.json", "c.toml"):
-        with pytest.raises(
-            ValueError, match=rf"{name}: is nested too deeply; accepted is a table of a policy's fields"
-        ):
+        with pytest.raises(ValueError, match=rf"{name}: is nested too deeply; accepted is a table of fields"):
             load_policy(tmp_path / name)
 
 

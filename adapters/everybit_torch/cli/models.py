@@ -32,7 +32,7 @@ def build(name: str, dtype: torch.dtype | None) -> tuple[nn.Module, list[type[nn
     path = Path(name)
     if path.exists():
         built = _hugging_face(path)
-        wanted = set(getattr(built, "_no_split_modules", None) or ())
+        wanted: set[str] = set(getattr(built, "_no_split_modules", None) or ())
         blocks_found = {type(module) for module in built.modules() if type(module).__name__ in wanted}
         return (built if dtype is None else built.to(dtype)), sorted(blocks_found, key=lambda kind: kind.__name__)
     if ":" in name:

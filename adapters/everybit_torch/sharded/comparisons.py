@@ -61,7 +61,8 @@ class Comparison:
     """A comparison that is under way."""
 
     def __init__(self, turn: Turn, flags: int | None, message: Tensor, pending: Pending) -> None:
-        self._turn, self._flags, self._message, self._pending = turn, flags, message, pending
+        self._turn: Turn = turn
+        self._flags, self._message, self._pending = flags, message, pending
         self._result: Agreement | None = None
 
     def result(self) -> Agreement:
@@ -75,7 +76,7 @@ class Comparison:
             self._pending.wait()
             most, least, digest, other_digest, disordered, all_flags, no_flags = self._message.tolist()
             alike, in_order = digest == -other_digest, not disordered
-            turns = list(_TURNS)
+            turns: list[Turn] = list(_TURNS)
             if most != -least or (turns[most] != "backward" and not alike):
                 mine = turns.index(self._turn)
                 other = turns[most if mine != most else -least]

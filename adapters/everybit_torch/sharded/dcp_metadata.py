@@ -96,7 +96,7 @@ def _tensor(name: str, entry: TensorStorageMetadata, places: dict[Any, Any]) -> 
         raise ValueError(f"its dtype is {entry.properties.dtype!r}")
     pieces = []
     for chunk in entry.chunks:
-        place = places.get(MetadataIndex(name, chunk.offsets))
+        place: Any = places.get(MetadataIndex(name, chunk.offsets))
         if not isinstance(place, StorageInfo):
             raise ValueError(f"of its piece at {tuple(chunk.offsets)} it is not said where it lies")
         if getattr(place, "transform_descriptors", None):

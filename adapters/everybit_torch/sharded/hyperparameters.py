@@ -30,8 +30,8 @@ def hyperparameters(transform: eb.Transform[Any]) -> dict[str, Any]:
     """
     single = _single(transform)
     return {
-        name: tuple(single[field] for field in fields) if len(fields) > 1 else single[fields[0]]
-        for name, fields in hyperparameter_fields(transform).items()
+        name: tuple(single[field] for field in (first, *rest)) if rest else single[first]
+        for name, (first, *rest) in hyperparameter_fields(transform).items()
     }
 
 

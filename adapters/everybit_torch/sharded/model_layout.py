@@ -179,8 +179,9 @@ def _homes(units: Mapping[str, nn.Module]) -> dict[int, int]:
 
 
 def _require_names(copies: Collection[str], by_name: Mapping[str, nn.Parameter]) -> Collection[str]:
-    if isinstance(copies, str) or (unknown := [name for name in copies if name not in by_name]):
-        got = copies if isinstance(copies, str) else unknown[0]
+    unknown = [copies] if isinstance(copies, str) else [name for name in copies if name not in by_name]
+    if unknown:
+        got = unknown[0]
         raise ValueError(f"copies: got {got!r}; accepted is a list of names of the model's parameters.")
     return copies
 

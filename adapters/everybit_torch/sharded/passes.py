@@ -22,6 +22,7 @@ from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.scheduling.events import Event
+from everybit_torch.sharded.scheduling.gradients import Phase
 from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.tensor_parallel import local_gradient
@@ -314,7 +315,7 @@ class Passes:
         """Sum over the ranks what was not yet, and divide."""
         self._finishing = True
         self._executor.begin_here()
-        phases = [buffer.phase for buffer in self._gradients.values()]
+        phases: list[Phase] = [buffer.phase for buffer in self._gradients.values()]
         self._executor.run(self._schedule.finish_gradients(phases))
         self._finishing = False
 

@@ -33,7 +33,9 @@ class ShardTensor(torch.Tensor):
     _boxes: list[Box]
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], low: int, part: Part | None = None) -> ShardTensor:
+    def __new__(
+        cls: type[ShardTensor], local: Tensor, shape: Sequence[int], low: int, part: Part | None = None
+    ) -> ShardTensor:
         """Wrap ``local``, 1-d, the elements from ``low`` on of a tensor of this ``shape``, or of a ``part`` of it.
 
         Loading writes into ``local``.

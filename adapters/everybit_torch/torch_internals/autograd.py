@@ -58,5 +58,6 @@ def reentrant_checkpoint() -> int | None:
 
 def saved_tensors_hooks() -> tuple[Any, ...]:
     """The innermost hooks on saved tensors, such as those of a checkpoint; empty if there are none, or torch does not say."""
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    bindings: Any = torch._C
+    top: Any = getattr(bindings._autograd, "_top_saved_tensors_default_hooks", None)
     return tuple(top(True) or ()) if top is not None else ()

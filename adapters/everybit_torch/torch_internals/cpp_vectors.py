@@ -37,8 +37,7 @@ def vector_bits() -> Iterator[bool]:
 
 def _arrange() -> list[Callable[[], None]]:
     try:
-        from torch._inductor.virtualized import V
-
+        V: Any = import_module("torch._inductor.virtualized").V
         cpp: Any = import_module("torch._inductor.codegen.cpp")
     except ImportError:
         return []
@@ -102,9 +101,9 @@ def _arrange() -> list[Callable[[], None]]:
 
     def computed_in(body: Any) -> Any:
         # Where 16-bit numbers are only stored, torch counts lanes by them: two registers for each number that is computed with, which do
-        # not
-        # suffice for a step.
-        dtype, computes_in_float32 = narrow(body)
+        # not suffice for a step.
+        narrowed: Any = narrow(body)
+        dtype, computes_in_float32 = narrowed
         return None if computes_in_float32 else dtype, computes_in_float32
 
     overrides.to_dtype_bitcast = staticmethod(reinterpret)  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx.node import map_arg
 
 from everybit_torch.torch_internals import cpp_vectors
 
@@ -176,7 +177,7 @@ def _as(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     node: fx.Node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.node.map_arg(args, _value))
+    node.meta["val"] = target(*map_arg(args, _value))
     return node
 
 

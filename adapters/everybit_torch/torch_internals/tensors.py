@@ -73,7 +73,8 @@ def exchange_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> N
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Dense tensors of one dtype as one, 1-d; without torch's function for it by ``torch.cat``."""
-    joined = getattr(torch._C._nn, "flatten_dense_tensors", None)
+    bindings: Any = torch._C
+    joined = getattr(bindings._nn, "flatten_dense_tensors", None)
     if joined is None:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     flat: Tensor = joined(list(tensors))

@@ -93,7 +93,7 @@ def test_policies_come_from_files_too(tmp_path: Path) -> None:
 def test_a_policy_file_with_a_mistake_is_named_with_it(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text('parameters = "Split"\n')
-    with pytest.raises(OptionError, match=r"--policies: got .*bad\.toml: Policy: no field is called 'parameters'"):
+    with pytest.raises(OptionError, match=r"--policies: got .*bad\.toml: Policy.parameters: there is no such field"):
         check(CompareOptions(policies=(str(path),)))
 
 

@@ -17,7 +17,8 @@ from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
 from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject
-from everybit_torch.sharded.strategies import STRATEGIES
+from everybit_torch.sharded.plan import Plan
+from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 
 FORMAT = 1
 GIB = 1 << 30
@@ -108,7 +109,7 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
         ],
     }  # fmt: skip
     if options.out is not None:
-        drawn = [(one.policy, one.strategy, one.plan) for one in choices]
+        drawn: list[tuple[str, Strategy, Plan]] = [(one.policy, one.strategy, one.plan) for one in choices]
         keep_results(
             options.out, "advise", results, lambda picture: draw(picture, drawn, title=title, budget=budget), console
         )

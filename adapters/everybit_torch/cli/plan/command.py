@@ -59,7 +59,7 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
         "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options), "plans": records,
     }  # fmt: skip
     if options.out is not None:
-        drawn = [(row.policy, row.strategy, row.plan) for row in rows]
+        drawn: list[tuple[str, Strategy, Plan]] = [(row.policy, row.strategy, row.plan) for row in rows]
         keep_results(options.out, "plan", results, lambda picture: draw(picture, drawn, title=title), console)
     return Results(results)
 

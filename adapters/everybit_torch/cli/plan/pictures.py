@@ -36,7 +36,7 @@ def draw(path: Path, rows: Sequence[tuple[str, Strategy, Plan]], *, title: str, 
         title: Over it.
         budget: Bytes at which a line is drawn; None: none.
     """
-    strategies = tuple(dict.fromkeys(strategy for _, strategy, _ in rows))
+    strategies: tuple[Strategy, ...] = tuple(dict.fromkeys(strategy for _, strategy, _ in rows))
     figure = Figure(figsize=(12, 1.2 + len(strategies) * 0.7 + 0.36 * len(rows)), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=9, x=0.01, horizontalalignment="left", wrap=True)
     panels = figure.subplots(len(strategies), squeeze=False)[:, 0]

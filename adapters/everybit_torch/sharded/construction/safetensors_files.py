@@ -135,18 +135,20 @@ def _read_table(path: Path) -> dict[str, _Place]:
 
 
 def _place(path: Path, name: str, record: Any, start: int, size: int) -> _Place:
-    fits = False
+    described = None
     with suppress(KeyError, TypeError, ValueError):
         dtype, shape = DTYPES[record["dtype"]], tuple(record["shape"])
         low, high = record["data_offsets"]
         counts = all(type(number) is int and number >= 0 for number in (*shape, low, high))
-        fits = counts and high - low == math.prod(shape) * dtype.itemsize
-    if not fits:
+        if counts and high - low == math.prod(shape) * dtype.itemsize:
+            described = low, high, Entry(dtype, shape)
+    if described is None:
         shown = json.dumps(record)[:200]
         raise ValueError(f"{path}: {name!r} is described by {shown}, which is no tensor of a safetensors file.")
+    low, high, entry = described
     if start + high > size:
         raise ValueError(f"{path}: was cut off: {name!r} ends at byte {start + high}, and the file has {size}.")
-    return _Place(path, start + low, Entry(dtype, shape))
+    return _Place(path, start + low, entry)
 
 
 def _json(path: Path, data: bytes) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class StandIns:
     def begin(self, one: ModelTensor, memory: Tensor) -> None:
         """Have the model's modules hold a parameter with this memory in the place of a DTensor."""
         whole = nn.Parameter(memory, requires_grad=one.tensor.requires_grad)
-        whole.__dict__.update(one.tensor.__dict__)
+        vars(whole).update(vars(one.tensor))
         self._whole[id(one.tensor)] = one, whole
         self._set(one, whole)
 
@@ -136,8 +136,8 @@ class Memory:
         memory = like(tensor, memory)
         made = nn.Parameter(memory, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
         if type(made) is not type(tensor):
-            made.__class__ = type(tensor)
-        made.__dict__.update(tensor.__dict__)
+            made.__class__ = type(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        vars(made).update(vars(tensor))
         _swap(tensor, made)
         self._given.append((tensor, made))
 

@@ -281,7 +281,7 @@ def meter(
         step: Bytes of a step.
         microbatches: In a step.
     """
-    peaks = dict.fromkeys(("forward", "backward", "step"), 0)
+    peaks: dict[str, int] = dict.fromkeys(("forward", "backward", "step"), 0)
     sent: Counter[str] = Counter()
     left_out = microbatches - 1 - stages[-1].microbatch
     one = Meter(groups, step)

@@ -102,7 +102,10 @@ def check_compiled_equals_eager(
 
 def _traced(compiled: Callable[..., Any], *args: Any) -> Any:
     """Call compiled code, and say so if the compiler could not take it whole."""
+    # Takes a while to import, and checks that compile nothing do not need it.
+    from torch._dynamo.exc import TorchDynamoException
+
     try:
         return compiled(*args)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         raise AssertionError(f"torch.compile(fullgraph=True) cannot trace the step: {error}") from error

@@ -1,0 +1,161 @@
+"""Hyperparameters of the optimizers here, as data; one dataclass for each, with the names and defaults of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import everybit as eb
+from everybit_torch import drop_ins
+from everybit_torch.arguments import by_given_name
+from everybit_torch.config.structure import Choice
+from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
+from everybit_torch.optimizer import TorchOptimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """An optimizer's hyperparameters. A subclass names its class and its function, and has their hyperparameters as fields.
+
+    Args:
+        lr: Learning rate, at least zero.
+        weight_decay: At least zero.
+        maximize: Ascend instead.
+    """
+
+    optimizer: ClassVar[type[TorchOptimizer]]
+    factory: ClassVar[Callable[..., eb.Transform[Any]]]
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        self.transform()
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The arguments of the torch optimizer, by torch's names."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def transform(self) -> eb.Transform[Any]:
+        """What a stepper computes updates with.
+
+        Raises:
+            ValueError: A hyperparameter out of range, by its field's name.
+        """
+        factory = type(self).factory
+        known = argument_names(factory)
+        names = {name: core_names(name, ARGUMENTS, known) for name in self.hyperparameters()}
+        arguments: dict[str, Any] = {}
+        for name, value in self.hyperparameters().items():
+            arguments |= spread(name, value, names[name])
+        if arguments.get("momentum") == 0:
+            arguments["momentum"] = None  # keeps none, as torch's 0
+        try:
+            return factory(**arguments)
+        except ValueError as error:
+            raise ValueError(by_given_name(str(error), names, arguments)) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig(Algorithm):
+    """Hyperparameters of :class:`everybit_torch.AdamW`.
+
+    Args:
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added outside the root.
+        fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself, not by ``lr * weight_decay``.
+        max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
+    """
+
+    optimizer = drop_ins.AdamW
+    factory = staticmethod(eb.adamw)
+    weight_decay: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    fully_decoupled: bool = False
+    max_learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamConfig(Algorithm):
+    """Hyperparameters of :class:`everybit_torch.Adam`.
+
+    Args:
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added outside the root.
+    """
+
+    optimizer = drop_ins.Adam
+    factory = staticmethod(eb.adam)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionConfig(Algorithm):
+    """Hyperparameters of :class:`everybit_torch.Lion`.
+
+    Args:
+        betas: Weight of the momentum in the direction, and its decay rate, in [0, 1).
+        fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself, not by ``lr * weight_decay``.
+        max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
+    """
+
+    optimizer = drop_ins.Lion
+    factory = staticmethod(drop_ins.lion)
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    fully_decoupled: bool = False
+    max_learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGDConfig(Algorithm):
+    """Hyperparameters of :class:`everybit_torch.SGD`.
+
+    Args:
+        momentum: Decay of the momentum; 0 keeps none.
+        dampening: Not applied to the first gradient.
+        nesterov: Look ahead; needs momentum, and zero dampening.
+    """
+
+    optimizer = drop_ins.SGD
+    factory = staticmethod(eb.sgd)
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RMSpropConfig(Algorithm):
+    """Hyperparameters of :class:`everybit_torch.RMSprop`.
+
+    Args:
+        alpha: Decay rate of the running square, in [0, 1).
+        eps: Added outside the root.
+        momentum: Decay of the momentum; 0 keeps none.
+        centered: Divide by the root of the variance instead of the square.
+    """
+
+    optimizer = drop_ins.RMSprop
+    factory = staticmethod(eb.rmsprop)
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "adamw": AdamWConfig,
+    "adam": AdamConfig,
+    "lion": LionConfig,
+    "sgd": SGDConfig,
+    "rmsprop": RMSpropConfig,
+}
+"""By the name that a file has for each."""
+
+ALGORITHM = Choice(
+    "name", ALGORITHMS, f"hyperparameters of your own, which a file cannot name; accepted are {', '.join(ALGORITHMS)}."
+)

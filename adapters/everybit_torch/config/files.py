@@ -1,0 +1,145 @@
+"""Files of plain data: TOML, JSON and YAML, by a path's suffix."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+import tomllib
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".toml", ".json", ".yaml", ".yml")
+
+
+def parsed(path: str | Path, read: Callable[[Any], Any]) -> Any:
+    """What ``read`` makes of a file's data.
+
+    Raises:
+        ValueError: The file is of another kind, cannot be parsed, or is refused by ``read``; the message begins with the path.
+        OSError: The file cannot be read.
+        ModuleNotFoundError: A YAML file, without PyYAML.
+    """
+    path = Path(path)
+    parser = _require(path, _PARSERS)
+    try:
+        return read(parser(path.read_text(encoding="utf-8")))
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply; accepted is a table of fields.") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def written(path: str | Path, data: dict[str, Any]) -> None:
+    """Write data to a file.
+
+    Raises:
+        ValueError: The path has another suffix.
+        ModuleNotFoundError: A YAML file, without PyYAML.
+    """
+    path = Path(path)
+    path.write_text(_require(path, _WRITERS)(data), encoding="utf-8")
+
+
+def _require(path: Path, known: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    if path.suffix not in known:
+        raise ValueError(f"{path}: got a {path.suffix or 'nameless'} file; accepted are {', '.join(known)}.")
+    return known[path.suffix]
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table, whose keys come once; TOML asks that by itself."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(n for n in names if names.count(n) > 1)
+        raise ValueError(f"{reprlib.repr(twice)} comes twice in one table; accepted is once.")
+    return table
+
+
+def _pyyaml() -> Any:
+    try:
+        return import_module("yaml")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("YAML needs PyYAML: pip install 'everybit[config]'.", name="yaml") from error
+
+
+def _yaml(text: str) -> Any:
+    yaml = _pyyaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """SafeLoader, whose keys come once, and to which 3e-4 is a number, as it is in YAML 1.2."""
+
+    def table(loader: Any, node: Any) -> dict[str, Any]:
+        return _once(loader.construct_pairs(node, deep=True))
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, table)
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789"
+    )
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, TypeError) as error:  # TypeError: a table as a key
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _as_json(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=2) + "\n"
+
+
+def _as_yaml(data: dict[str, Any]) -> str:
+    text: str = _pyyaml().safe_dump(data, sort_keys=False)
+    return text
+
+
+def _as_toml(data: dict[str, Any]) -> str:
+    """Tables of scalars, lists and tables, as they come of configurations; all else of TOML is not needed to write these."""
+    lines: list[str] = []
+
+    def table(one: dict[str, Any], path: tuple[str, ...]) -> None:
+        lines.extend(f"{_key(key)} = {_value(value)}" for key, value in one.items() if not _is_table(value))
+        for key, value in one.items():
+            below = (*path, key)
+            header = ".".join(map(_key, below))
+            for item in value if isinstance(value, list) and _is_table(value) else [value]:
+                if isinstance(item, dict):
+                    lines.append(f"\n[[{header}]]" if isinstance(value, list) else f"\n[{header}]")
+                    table(item, below)
+
+    table(data, ())
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _is_table(value: object) -> bool:
+    """Whether a value has a header of its own: a table, or a list of them."""
+    return isinstance(value, dict) or (
+        isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    )
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, float):
+        return repr(value)
+    # Not as ASCII: JSON writes one character beyond 16 bits as two, which TOML refuses.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": _json, ".yaml": _yaml, ".yml": _yaml}
+_WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    ".toml": _as_toml,
+    ".json": _as_json,
+    ".yaml": _as_yaml,
+    ".yml": _as_yaml,
+}

@@ -1,0 +1,224 @@
+"""What a file of configuration describes: an optimizer or a stepper, whole."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import everybit as eb
+from everybit.optimizer import Unsafe
+from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
+from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, preset_or, require_matches
+from everybit_torch.config.structure import Kinds, Reader
+from everybit_torch.optimizer import Layout, TorchOptimizer
+from everybit_torch.sharded.reports import NanCheck
+from everybit_torch.sharded.strategies import OuterStrategy, Strategy
+from everybit_torch.stepping import Compile
+
+if TYPE_CHECKING:
+    from everybit_torch.collectives.meshes import Mesh
+    from everybit_torch.sharded.construction.sources import Values
+    from everybit_torch.sharded.stepper import FlatStepper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """A torch optimizer, its policy and its param groups, as data.
+
+    Args:
+        algorithm: Hyperparameters of AdamW, Adam, Lion, SGD or RMSprop.
+        policy: How parameters and state are stored: a policy, a preset's name, one for each pattern of names, or None for float32 and
+            float64 models stored as they are.
+        no_decay: Patterns of the names of parameters that do not decay, such as ``"*.bias"``; they form a param group of their own.
+        layout: ``"flat"``: parameters become views of one buffer per group; ``"tree"``: they stay where they are; ``"auto"``: flat where
+            the algorithm works element by element.
+        flat_gradients: Accumulate gradients in one buffer, which stays allocated.
+        compile: Compile the step; ``"auto"``: of large groups, where there is a compiler.
+        metrics: Measure every step.
+        seed: Of stochastic rounding.
+        unsafe: What is done with a policy under which a slot of the state would stop moving.
+
+    Raises:
+        ValueError: A name of no preset.
+    """
+
+    algorithm: Algorithm = AdamWConfig()
+    policy: eb.Policy | PolicyByName | None = None
+    no_decay: tuple[str, ...] = ()
+    layout: Layout = "auto"
+    flat_gradients: bool = False
+    compile: Compile = "auto"
+    metrics: bool = False
+    seed: int = 0
+    unsafe: Unsafe = "refuse"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", preset_or(self.policy))
+        object.__setattr__(self, "no_decay", tuple(self.no_decay))
+
+    def build(self, model: nn.Module) -> TorchOptimizer:
+        """Return the optimizer of the model's parameters, given with their names; frozen ones are left out.
+
+        Args:
+            model: Whose ``named_parameters()`` the patterns are about.
+
+        Raises:
+            TypeError: A parameter that is not a real floating-point tensor.
+            ValueError: A pattern that matches no name, or what cannot work with this model; see :class:`everybit_torch.TorchOptimizer`.
+        """
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        _require_patterns(self.policy, self.no_decay, model)
+        exempt = {name for name, _ in named if _matches(self.no_decay, name)}
+        groups: list[dict[str, Any]] = [{"params": [one for one in named if one[0] not in exempt]}]
+        groups.append({"params": [one for one in named if one[0] in exempt], "weight_decay": 0.0})
+        return type(self.algorithm).optimizer(
+            [group for group in groups if group["params"]],
+            policy=_policy(self.policy), layout=self.layout, flat_gradients=self.flat_gradients, compile=self.compile,
+            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe, **self.algorithm.hyperparameters(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepperConfig:
+    """A sharded stepper and its optimizer, as data.
+
+    Args:
+        algorithm: Hyperparameters of AdamW, Adam, Lion, SGD or RMSprop.
+        policy: How parameters, state and gradients are stored and sent: a policy, a preset's name, one for each pattern of names, or None
+            for float32 and float64 models stored as they are.
+        no_decay: Patterns of the names of parameters that do not decay, such as ``"*.bias"``.
+        strategy: What the inner ranks shard: nothing, the optimizer's state, gradients too, or parameters too.
+        outer: What the outer ranks of a mesh of two dimensions shard.
+        units: Names of classes of the model's modules, such as ``"Block"``, or of single modules, such as ``"layers.0"``, whose parameters
+            are gathered and reduced together.
+        divisor: What the sum of gradients is divided by; by default the number of ranks.
+        nan: Whether a step with gradients that are not finite is skipped (``"step"``), and the parameters named (``"param"``).
+        reshard_after_forward: Free a unit's gathered weights after its forward pass, with ``optim_grads_params``.
+        compile: Compile the step.
+        metrics: Measure every step.
+        seed: Of stochastic rounding; the same on every rank.
+        unsafe: What is done with a policy under which a slot of the state would stop moving.
+        synchronize: Begin with the first rank's parameters on every rank.
+        offload: Keep the optimizer's state in the host's memory.
+        keep_gradients: Keep the memory of main gradients from one step to the next.
+        defer_reduction: Sum sharded gradients over the ranks in the last backward pass of a cycle only.
+        overlap_param_gather: Return from a step before all of its weights are gathered.
+        ignored: Names of parameters and of modules that are left alone.
+
+    Raises:
+        ValueError: A name of no preset.
+    """
+
+    algorithm: Algorithm = AdamWConfig()
+    policy: eb.Policy | PolicyByName | None = None
+    no_decay: tuple[str, ...] = ()
+    strategy: Strategy = "optim"
+    outer: OuterStrategy = "no_shard"
+    units: tuple[str, ...] = ()
+    divisor: float | None = None
+    nan: NanCheck = "off"
+    reshard_after_forward: bool = True
+    compile: bool = False
+    metrics: bool = False
+    seed: int = 0
+    unsafe: Unsafe = "refuse"
+    synchronize: bool = True
+    offload: bool = False
+    keep_gradients: bool = True
+    defer_reduction: bool = False
+    overlap_param_gather: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", preset_or(self.policy))
+        for name in ("no_decay", "units", "ignored"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def build(
+        self,
+        model: nn.Module,
+        *,
+        mesh: Mesh = None,
+        model_parallel: Mesh = None,
+        values: Values | None = None,
+        device: torch.device | str | None = None,
+    ) -> FlatStepper:
+        """Return the stepper of a model; every rank calls it.
+
+        Args:
+            model: As :class:`everybit_torch.FlatStepper` takes it.
+            mesh: The ranks; None: all of them, or this process alone.
+            model_parallel: The ranks that hold other parameters of the same model.
+            values: Where the values of a model on the meta device come from.
+            device: Where a model on the meta device is to be.
+
+        Raises:
+            ValueError: A pattern that matches no name, a unit that the model does not have, or what the stepper refuses.
+        """
+        from everybit_torch.sharded.stepper import FlatStepper
+
+        _require_patterns(self.policy, self.no_decay, model)
+        transform: Any = self.algorithm.transform()
+        if self.no_decay:
+            transform = {"decay": transform, "no_decay": replace(self.algorithm, weight_decay=0.0).transform()}
+        return FlatStepper(
+            model, transform, policy=_policy(self.policy), mesh=mesh, strategy=self.strategy, outer=self.outer,
+            units=_units(self.units, model) or None, labels=DecayLabels(self.no_decay) if self.no_decay else None,
+            divisor=self.divisor, nan=self.nan, reshard_after_forward=self.reshard_after_forward, compile=self.compile,
+            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe, synchronize=self.synchronize, offload=self.offload,
+            keep_gradients=self.keep_gradients, defer_reduction=self.defer_reduction, ignored=self.ignored or None,
+            overlap_param_gather=self.overlap_param_gather, model_parallel=model_parallel, values=values, device=device,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DecayLabels:
+    """Labels a stepper's parameters: ``"no_decay"`` if a pattern matches the name, else ``"decay"``."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, name: str, parameter: torch.Tensor) -> str:  # noqa: ARG002 (a stepper's signature)
+        """Return the label of a parameter."""
+        return "no_decay" if _matches(self.patterns, name) else "decay"
+
+
+def _matches(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _policy(policy: eb.Policy | PolicyByName | None) -> eb.Policy | eb.ByLabel | None:
+    return policy.build() if isinstance(policy, PolicyByName) else policy
+
+
+def _require_patterns(policy: eb.Policy | PolicyByName | None, no_decay: tuple[str, ...], model: nn.Module) -> None:
+    patterns = {f"no_decay[{number}]": pattern for number, pattern in enumerate(no_decay)}
+    if isinstance(policy, PolicyByName):
+        patterns |= {f"policy.rules[{number}].pattern": rule.pattern for number, rule in enumerate(policy.rules)}
+    require_matches(patterns, [name for name, _ in model.named_parameters()])
+
+
+def _units(names: tuple[str, ...], model: nn.Module) -> list[type[nn.Module] | nn.Module]:
+    classes: Mapping[str, type[nn.Module]] = {type(module).__name__: type(module) for module in model.modules()}
+    modules = dict(model.named_modules())
+    found: list[type[nn.Module] | nn.Module] = []
+    for number, name in enumerate(names):
+        one = classes.get(name) or modules.get(name)
+        if one is None:
+            close = difflib.get_close_matches(name, [*classes, *modules], n=1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(
+                f"units[{number}]: got {name!r}{meant}; accepted are names of the model's modules and of their classes:"
+                f" {', '.join(classes)}."
+            )
+        found.append(one)
+    return found
+
+
+KINDS: Kinds = {**POLICY_KINDS, Algorithm: ALGORITHM}
+READER = Reader(KINDS)

@@ -1,0 +1,10 @@
+"""Names for Lightning's command line: ``import everybit_torch.names.lightning`` before ``LightningCLI`` is made.
+
+    python train.py fit --optimizer EverybitAdamW --optimizer.lr 3e-4 --optimizer.policy LEAN_BF16
+
+``LightningCLI`` knows every optimizer that is imported by the name of its class; these take plain values alone.
+"""
+
+from everybit_torch.names.optimizers import EverybitAdamW, EverybitLion, EverybitSGD
+
+__all__ = ["EverybitAdamW", "EverybitLion", "EverybitSGD"]

@@ -1,0 +1,37 @@
+"""Names in timm's registry: ``everybitadamw``, ``everybitlion``, ``everybitsgd``, after ``import everybit_torch.names.timm``.
+
+    optimizer = timm.optim.create_optimizer_v2(model, opt="everybitadamw", lr=1e-3, policy="LEAN_BF16")
+
+timm's training script takes them as ``--opt everybitadamw --opt-kwargs policy=LEAN_BF16``. The names have no underscore, by which timm
+would split them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from everybit_torch.names.optimizers import OPTIMIZERS
+
+
+def register() -> None:
+    """Add the names to timm's registry; the import of this module does it.
+
+    Raises:
+        ModuleNotFoundError: timm is not installed.
+        ImportError: This timm has no registry of optimizers; versions from 1.0.12 on have.
+    """
+    optim: Any = import_module("timm.optim")
+    try:
+        info, registry = optim.OptimInfo, import_module("timm.optim._optim_factory").default_registry
+    except (AttributeError, ImportError) as error:
+        raise ImportError("timm: got a version without a registry of optimizers; accepted is timm>=1.0.12.") from error
+    known = set(registry.list_optimizers())
+    for name, kind in OPTIMIZERS.items():
+        if f"everybit{name}" not in known:
+            about = f"everybit's {name}, under the policy that opt-kwargs names (policy=LEAN_BF16)"
+            has_eps, has_momentum, has_betas = name == "adamw", name == "sgd", name != "sgd"
+            registry.register(info(f"everybit{name}", kind, about, has_eps, has_momentum, has_betas))
+
+
+register()

@@ -1,0 +1,78 @@
+"""Names for Hugging Face's Trainer, after ``import everybit_torch.names.trainer``: ``everybit_adamw``, ``_lion`` and ``_sgd``.
+
+    args = TrainingArguments(..., optim="everybit_adamw", optim_args="policy=LEAN_BF16, flat_gradients=true")
+
+``learning_rate``, ``weight_decay`` and, for AdamW, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are those of TrainingArguments. All
+other arguments of :mod:`everybit_torch.names.optimizers` go through ``optim_args``.
+
+Transformers has no public way to add a name. Where ``TrainingArguments`` should not be touched, Trainer itself takes a class and arguments:
+``Trainer(..., optimizer_cls_and_kwargs=(everybit_torch.AdamW, {"lr": 3e-4, "policy": policy}))``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from everybit_torch.names.optimizers import OPTIMIZERS
+
+_FLAGS = {"true": True, "false": False}
+
+
+def register() -> None:
+    """Add the names to Trainer's; the import of this module does it.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        ImportError: This transformers keeps its optimizers in another way.
+    """
+    try:
+        handlers: dict[Any, Any] = import_module("transformers.trainer_optimizer")._OPTIMIZER_HANDLERS
+        names: Any = import_module("transformers.training_args").OptimizerNames
+        by_value, by_name = names._value2member_map_, names._member_map_
+    except AttributeError as error:
+        raise ImportError(
+            "transformers: its table of optimizers is not where 5.23 has it; accepted is Trainer(optimizer_cls_and_kwargs=...)."
+        ) from error
+    for name in OPTIMIZERS:
+        value = f"everybit_{name}"
+        if value in by_value:
+            continue
+        member = str.__new__(names, value)
+        member._name_, member._value_ = value.upper(), value
+        by_value[value] = by_name[value.upper()] = member
+        handlers[member] = partial(_handler, name)
+
+
+def _handler(name: str, context: Any) -> tuple[type[Any], dict[str, Any]]:
+    """The class and the arguments that Trainer asks for."""
+    kind = OPTIMIZERS[name]
+    arguments = dict(context.optimizer_kwargs)
+    if name == "adamw":
+        arguments |= context.adam_kwargs
+    parameters = inspect.signature(kind).parameters
+    for key, text in context.optim_args.items():
+        if key not in parameters or key in ("params", "lr", "betas"):
+            accepted = [one for one in parameters if one not in ("params", "lr", "betas")]
+            raise ValueError(f"optim_args: {key}: there is no such argument; accepted are {', '.join(accepted)}.")
+        arguments[key] = _value(f"optim_args: {key}", text, parameters[key].default)
+    return kind, arguments
+
+
+def _value(where: str, text: str, default: object) -> Any:
+    """The value that a string stands for, by the kind of an argument's default."""
+    if text.lower() in _FLAGS and (isinstance(default, bool) or default == "auto"):
+        return _FLAGS[text.lower()]
+    if isinstance(default, bool):
+        raise ValueError(f"{where}: got {text!r}; accepted are true and false.")
+    if isinstance(default, (int, float)):
+        try:
+            return type(default)(text)
+        except ValueError:
+            raise ValueError(f"{where}: got {text!r}; accepted is a number.") from None
+    return text
+
+
+register()

@@ -1,0 +1,76 @@
+"""Every block of code in the documentation runs, and comes to what its page says.
+
+A page stands alone: its blocks are pasted one after the other. Where one begins with what its reader has already (a model, a loss), ``PAGES``
+says what that is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everybit as eb
+from everybit import testing
+from tests.support.pages import Page, blocks, launch_by_torchrun, pages_with_blocks, run_page
+
+
+def check_readme(names: dict[str, Any], printed: str, folder: Path) -> None:
+    assert names["loss"].item() < 0.1
+    assert not names["report"].skipped
+    assert (folder / "run.pt").is_file()
+    assert "'parameter': 2.0, 'compensation': 2.0, 'gradient': 2.0" in printed
+
+
+def check_swapped_line(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """Most updates are lost, and the policy is nearer to float32 than plain bfloat16 is."""
+    last = names["audits"][0].layers[-8:]
+    elements = sum(layer.elements for layer in last)
+    assert sum(layer.lost_share * layer.elements for layer in last) > 0.5 * elements
+    assert abs(names["lean_loss"] - names["float32_loss"]) < abs(names["plain_loss"] - names["float32_loss"]) / 4
+    assert "LEAN_BF16" in printed
+
+
+def check_checkpoints(names: dict[str, Any], printed: str, folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {"run.pt", "model.safetensors", "checkpoints"}
+
+
+def check_transforms(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """The transform of the guide keeps every promise that needs no compiler."""
+
+    def build(rate: Any) -> eb.Transform[Any]:
+        return eb.chain(names["ScaleBySignum"](0.95), eb.scale_by_learning_rate(rate))
+
+    for check in (testing.check_pure, testing.check_state_is_a_fixed_point, testing.check_vmap, testing.check_cut,
+                  testing.check_meta_init):  # fmt: skip
+        check(build)
+    assert names["opt"].cut == "element"
+
+
+def check_own_optimizer(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """The table that the page shows is printed, what freezes is refused, and the policy trains as float32 does."""
+    assert "{'parameter': 2.0, 'compensation': 2.0, 'gradient': 2, 'momentum': 2.0, 'slow': 4.0, 'variance': 2.0}" in printed
+    assert "\n12.0\n" in printed
+    assert "Policy.slots['slow']: got Nearest(dtype='bfloat16'); 'slow' has a decay rate of 0.9999" in printed
+    assert abs(names["lean_loss"] - names["float32_loss"]) < 0.05 * names["float32_loss"]
+
+
+PAGES = {
+    "README.md": Page(check=check_readme),
+    "docs/tutorials/swap_one_line.md": Page(check=check_swapped_line),
+    "docs/tutorials/write_an_optimizer.md": Page(check=check_own_optimizer),
+    "docs/checkpoints.md": Page(check=check_checkpoints),
+    "docs/transforms.md": Page(check=check_transforms),
+}
+
+
+@pytest.mark.parametrize("page", pages_with_blocks())
+def test_the_blocks_of_a_page_run_one_after_the_other(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = PAGES.get(page, Page())
+    monkeypatch.chdir(tmp_path)
+    names = run_page(page, how, tmp_path)
+    if how.check is not None:
+        how.check(names, capsys.readouterr().out, tmp_path)

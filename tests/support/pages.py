@@ -1,0 +1,210 @@
+"""Runs the code blocks of a page of the documentation, one after the other, as a reader would who pastes them.
+
+===================================================  ============================================================================
+a block of                                           what is done
+===================================================  ============================================================================
+```` ```python ````                                  run in one module for the whole page
+a block with ``title="name"``, of any language       written to the file of that name in the working folder
+```` ``` ```` or ```` ```sh ````                     each ``everybit ...`` is parsed, and run if the page is given something to make
+                                                     it smaller; each ``torchrun ...`` is run; other lines are left alone
+anything else (``text``, ``diff``, ``toml``)         left alone
+===================================================  ============================================================================
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from everybit_torch import cli
+from everybit_torch.cli.command_line import parse
+from tests.support.ranks import run
+
+ROOT = Path(__file__).parents[2]
+_FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<source>.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+_SHELL = ("", "sh", "bash")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        page: Path below the root of the repository.
+        line: Of its first line of code, counted from 1.
+        language: What its fence says; empty if nothing.
+        title: The file that it is, if it is one.
+        source: Its code.
+    """
+
+    page: str
+    line: int
+    language: str
+    title: str | None
+    source: str
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The command lines of ``everybit`` and ``torchrun`` in a shell block; a line that ends in a backslash goes on."""
+        if self.language not in _SHELL or self.title is not None:
+            return []
+        lines = self.source.replace("\\\n", " ").splitlines()
+        found = [shlex.split(line, comments=True) for line in lines if line.startswith(("everybit ", "torchrun "))]
+        return [words for words in found if words]
+
+
+@dataclass(slots=True)
+class Page:
+    """How a page is run.
+
+    Attributes:
+        setup: Code that stands for what a reader has already; none for pages that say all of it.
+        smaller: Words of ``everybit`` commands, and what is written in their place. None: commands are parsed only.
+        check: Looks at what came of it: the page's names, what was printed, the working folder.
+    """
+
+    setup: str = ""
+    smaller: Mapping[str, str] | None = None
+    check: Callable[[dict[str, Any], str, Path], None] | None = None
+    launcher: Callable[[Sequence[str], Path], None] = field(default=lambda words, folder: launch_in_pool(words, folder))
+
+
+def blocks(page: str) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        language, _, rest = match["info"].strip().partition(" ")
+        title = re.search(r'title="([^"]*)"', rest)
+        line = text.count("\n", 0, match.start("source")) + 1
+        found.append(Block(page, line, language, title and title[1], match["source"]))
+    return found
+
+
+def pages_with_blocks() -> list[str]:
+    """Every page of the documentation that has a block of Python or of commands, decision records and the changelog left out."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [path.relative_to(ROOT).as_posix() for path in paths]
+    return [
+        name
+        for name in names
+        if not name.startswith("docs/decisions/") and any(b.language == "python" or b.commands for b in blocks(name))
+    ]
+
+
+def run_page(page: str, how: Page, folder: Path) -> dict[str, Any]:
+    """Run the blocks of a page in ``folder``, which is the working directory; return the names that they made.
+
+    Raises:
+        AssertionError: A command whose exit code says that an option cannot be used, or a rank that failed.
+        Exception: What a block raised, at its line of the page.
+    """
+    module = ModuleType(re.sub(r"\W", "_", page))
+    module.__file__ = page
+    sys.modules[module.__name__] = module
+    with torch.random.fork_rng():
+        _execute(how.setup, f"set-up of {page}", 1, module)
+        for block in blocks(page):
+            if block.title is not None:
+                (folder / block.title).write_text(block.source, encoding="utf-8")
+            elif block.language == "python":
+                _execute(block.source, page, block.line, module)
+            for words in block.commands:
+                if words[0] == "torchrun":
+                    how.launcher(words[1:], folder)
+                else:
+                    _command(words[1:], f"{page}, line {block.line}", how.smaller)
+    return vars(module)
+
+
+def _execute(source: str, page: str, line: int, module: ModuleType) -> None:
+    # Lines are counted as in the page, for tracebacks.
+    exec(compile("\n" * (line - 1) + source, page, "exec", dont_inherit=True), vars(module))
+
+
+def _command(words: list[str], where: str, smaller: Mapping[str, str] | None) -> None:
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            parse(words)
+    except SystemExit as error:
+        assert error.code == 0, f"{where}: {said.getvalue()}"
+    if smaller is not None:
+        line = shlex.join(words)
+        for long, short in smaller.items():
+            line = line.replace(long, short)
+        code = cli.main(shlex.split(line))
+        assert code in (0, 1), f"{where}: everybit {line} ended with {code}"
+
+
+def launch_in_pool(words: Sequence[str], folder: Path) -> None:
+    """Do what ``torchrun`` does with these arguments, in processes that have imported torch already."""
+    size, script, arguments = _launched(words)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    run(size, _as_main, str(folder), script, arguments, port)
+
+
+def launch_by_torchrun(words: Sequence[str], folder: Path) -> None:
+    """Run ``torchrun`` itself.
+
+    Raises:
+        AssertionError: It failed; the message is what it wrote.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1",
+                          "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def _launched(words: Sequence[str]) -> tuple[int, str, list[str]]:
+    """The number of processes, the script and its arguments."""
+    options = list(words[: next(index for index, word in enumerate(words) if word.endswith(".py"))])
+    script, *arguments = words[len(options) :]
+    sizes = list(_values(options, "--nproc-per-node"))
+    assert len(sizes) == 1, f"torchrun {shlex.join(words)}: got {sizes}; accepted is one --nproc-per-node."
+    return int(sizes[0]), script, arguments
+
+
+def _values(words: Sequence[str], option: str) -> Iterator[str]:
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word == option:
+            yield after
+        elif word.startswith(option + "="):
+            yield word.partition("=")[2]
+
+
+def _as_main(folder: str, script: str, arguments: list[str], port: int) -> None:
+    """Run a script as ``torchrun`` would on this rank: it makes the process group itself."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    environment = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", [script, *arguments]):
+            runpy.run_path(str(Path(folder) / script), run_name="__main__")
+    finally:
+        os.chdir(before)

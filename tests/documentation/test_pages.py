@@ -1,7 +1,7 @@
 """Every block of code in the documentation runs, and comes to what its page says.
 
-A page stands alone: its blocks are pasted one after the other. Where one begins with what its reader has already (a model, a loss), ``PAGES``
-says what that is.
+A page stands alone: its blocks are pasted one after the other. Where one begins with what its reader has already (a model, a loss),
+``PAGES`` says what that is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 import everybit as eb
 from everybit import testing
-from tests.support.pages import Page, blocks, launch_by_torchrun, pages_with_blocks, run_page
+from tests.support.pages import Page, pages_with_blocks, run_page
 
 
 def check_readme(names: dict[str, Any], printed: str, folder: Path) -> None:
@@ -50,15 +50,35 @@ def check_transforms(names: dict[str, Any], printed: str, folder: Path) -> None:
 
 def check_own_optimizer(names: dict[str, Any], printed: str, folder: Path) -> None:
     """The table that the page shows is printed, what freezes is refused, and the policy trains as float32 does."""
-    assert "{'parameter': 2.0, 'compensation': 2.0, 'gradient': 2, 'momentum': 2.0, 'slow': 4.0, 'variance': 2.0}" in printed
+    assert (
+        "{'parameter': 2.0, 'compensation': 2.0, 'gradient': 2, 'momentum': 2.0, 'slow': 4.0, 'variance': 2.0}"
+        in printed
+    )
     assert "\n12.0\n" in printed
     assert "Policy.slots['slow']: got Nearest(dtype='bfloat16'); 'slow' has a decay rate of 0.9999" in printed
     assert abs(names["lean_loss"] - names["float32_loss"]) < 0.05 * names["float32_loss"]
 
 
+def check_choice(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """Half of the updates are lost, as the page's table says of another model, and the commands leave what it says."""
+    assert sum(layer.lost_share for layer in names["audit"].layers) > 0.4 * len(names["audit"].layers)
+    assert {path.name for path in (folder / "runs").rglob("*.png")} == {"compare.png", "audit.png"}
+    assert "LEAN_BF16 under no_shard" in printed
+    assert "LEAN_BF16 would mend it" in " ".join(printed.split())
+
+
 PAGES = {
     "README.md": Page(check=check_readme),
     "docs/tutorials/swap_one_line.md": Page(check=check_swapped_line),
+    "docs/tutorials/choose_a_policy.md": Page(
+        smaller={
+            "advise": "advise --policies LEAN_BF16",
+            "llama-3-8b --ranks 8": "tiny --ranks 1",
+            "my_model:build --units Block --ranks 2": "my_model:build --units Block --ranks 1",
+            "--steps 200": "--steps 2 --model tiny",
+        },
+        check=check_choice,
+    ),
     "docs/tutorials/write_an_optimizer.md": Page(check=check_own_optimizer),
     "docs/checkpoints.md": Page(check=check_checkpoints),
     "docs/transforms.md": Page(check=check_transforms),

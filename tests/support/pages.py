@@ -144,7 +144,8 @@ def _command(words: list[str], where: str, smaller: Mapping[str, str] | None) ->
         with redirect_stderr(said):
             parse(words)
     except SystemExit as error:
-        assert error.code == 0, f"{where}: {said.getvalue()}"
+        if error.code != 0:
+            raise AssertionError(f"{where}: {said.getvalue()}") from None
     if smaller is not None:
         line = shlex.join(words)
         for long, short in smaller.items():

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import everybit as eb
 from everybit import testing
-from tests.support.pages import Page, pages_with_blocks, run_page
+from tests.support.pages import Page, launch_by_torchrun, pages_with_blocks, run_page
 
 
 def check_readme(names: dict[str, Any], printed: str, folder: Path) -> None:
@@ -67,6 +68,20 @@ def check_choice(names: dict[str, Any], printed: str, folder: Path) -> None:
     assert "LEAN_BF16 would mend it" in " ".join(printed.split())
 
 
+def check_sharded(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """The run went on where it was, and what one process reads of it is what was exported."""
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()) == ["000001", "000002"]
+    assert int(names["model"].steps) in (4, 40)
+    exported = torch.load(folder / "model.pt", weights_only=True)
+    assert exported.keys() == names["weights"].keys()
+    lost = 0.0
+    for name, value in exported.items():
+        distance = (names["weights"][name] - value.to(names["weights"][name].dtype)).abs()
+        assert (distance <= value.abs() * 2**-8).all(), name  # half a unit in the last place of bfloat16
+        lost += float(distance.sum())
+    assert lost > 0
+
+
 PAGES = {
     "README.md": Page(check=check_readme),
     "docs/tutorials/swap_one_line.md": Page(check=check_swapped_line),
@@ -78,6 +93,9 @@ PAGES = {
             "--steps 200": "--steps 2 --model tiny",
         },
         check=check_choice,
+    ),
+    "docs/tutorials/shard_a_model.md": Page(
+        smaller={"--steps 20": "--steps 2", "--steps 40": "--steps 4"}, check=check_sharded
     ),
     "docs/tutorials/write_an_optimizer.md": Page(check=check_own_optimizer),
     "docs/checkpoints.md": Page(check=check_checkpoints),
@@ -94,3 +112,13 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
     names = run_page(page, how, tmp_path)
     if how.check is not None:
         how.check(names, capsys.readouterr().out, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_the_script_of_the_tutorial_runs_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As above, and with the number of steps that the page has, started by ``torchrun`` itself."""
+    monkeypatch.chdir(tmp_path)
+    names = run_page("docs/tutorials/shard_a_model.md", Page(launcher=launch_by_torchrun), tmp_path)
+    check_sharded(names, capsys.readouterr().out, tmp_path)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,22 +69,6 @@ class Block:
         return [words for words in found if words]
 
 
-@dataclass(slots=True)
-class Page:
-    """How a page is run.
-
-    Attributes:
-        setup: Code that stands for what a reader has already; none for pages that say all of it.
-        smaller: Words of ``everybit`` commands, and what is written in their place. None: commands are parsed only.
-        check: Looks at what came of it: the page's names, what was printed, the working folder.
-    """
-
-    setup: str = ""
-    smaller: Mapping[str, str] | None = None
-    check: Callable[[dict[str, Any], str, Path], None] | None = None
-    launcher: Callable[[Sequence[str], Path], None] = field(default=lambda words, folder: launch_in_pool(words, folder))
-
-
 def blocks(page: str) -> list[Block]:
     """All fenced blocks of a page, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -108,52 +92,6 @@ def pages_with_blocks() -> list[str]:
     ]
 
 
-def run_page(page: str, how: Page, folder: Path) -> dict[str, Any]:
-    """Run the blocks of a page in ``folder``, which is the working directory; return the names that they made.
-
-    Raises:
-        AssertionError: A command whose exit code says that an option cannot be used, or a rank that failed.
-        Exception: What a block raised, at its line of the page.
-    """
-    module = ModuleType(re.sub(r"\W", "_", page))
-    module.__file__ = page
-    sys.modules[module.__name__] = module
-    with torch.random.fork_rng():
-        _execute(how.setup, f"set-up of {page}", 1, module)
-        for block in blocks(page):
-            if block.title is not None:
-                (folder / block.title).write_text(block.source, encoding="utf-8")
-            elif block.language == "python":
-                _execute(block.source, page, block.line, module)
-            for words in block.commands:
-                if words[0] == "torchrun":
-                    how.launcher(words[1:], folder)
-                else:
-                    _command(words[1:], f"{page}, line {block.line}", how.smaller)
-    return vars(module)
-
-
-def _execute(source: str, page: str, line: int, module: ModuleType) -> None:
-    # Lines are counted as in the page, for tracebacks.
-    exec(compile("\n" * (line - 1) + source, page, "exec", dont_inherit=True), vars(module))
-
-
-def _command(words: list[str], where: str, smaller: Mapping[str, str] | None) -> None:
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            parse(words)
-    except SystemExit as error:
-        if error.code != 0:
-            raise AssertionError(f"{where}: {said.getvalue()}") from None
-    if smaller is not None:
-        line = shlex.join(words)
-        for long, short in smaller.items():
-            line = line.replace(long, short)
-        code = cli.main(shlex.split(line))
-        assert code in (0, 1), f"{where}: everybit {line} ended with {code}"
-
-
 def launch_in_pool(words: Sequence[str], folder: Path) -> None:
     """Do what ``torchrun`` does with these arguments, in processes that have imported torch already."""
     size, script, arguments = _launched(words)
@@ -170,7 +108,7 @@ def launch_by_torchrun(words: Sequence[str], folder: Path) -> None:
         AssertionError: It failed; the message is what it wrote.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        [sys.executable, "-m", "torch.distributed.run", *words],
         cwd=folder, capture_output=True, text=True, timeout=240, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1",
                           "GLOO_SOCKET_IFNAME": "lo"},
@@ -209,3 +147,82 @@ def _as_main(folder: str, script: str, arguments: list[str], port: int) -> None:
             runpy.run_path(str(Path(folder) / script), run_name="__main__")
     finally:
         os.chdir(before)
+
+
+@dataclass(slots=True)
+class Page:
+    """How a page is run.
+
+    Attributes:
+        setup: Code that stands for what a reader has already; none for pages that say all of it.
+        smaller: Words of commands, and what is written in their place. None: ``everybit`` commands are parsed only.
+        check: Looks at what came of it: the page's names, what was printed, the working folder.
+        launcher: Does what ``torchrun`` does with some arguments, in a folder.
+    """
+
+    setup: str = ""
+    smaller: Mapping[str, str] | None = None
+    check: Callable[[dict[str, Any], str, Path], None] | None = None
+    launcher: Callable[[Sequence[str], Path], None] = launch_in_pool
+
+
+def run_page(page: str, how: Page, folder: Path) -> dict[str, Any]:
+    """Run the blocks of a page in ``folder``, which is the working directory; return the names that they made.
+
+    Raises:
+        AssertionError: A command whose exit code says that an option cannot be used, or a rank that failed.
+        Exception: What a block raised, at its line of the page.
+    """
+    module = ModuleType(re.sub(r"\W", "_", page))
+    module.__file__ = page
+    sys.modules[module.__name__] = module
+    sys.path.insert(0, str(folder))
+    try:
+        with torch.random.fork_rng():
+            _execute(how.setup, f"set-up of {page}", 1, module)
+            for block in blocks(page):
+                _do(block, how, folder, module)
+    finally:
+        sys.path.remove(str(folder))
+        for name, found in list(sys.modules.items()):
+            if str(folder) in (getattr(found, "__file__", None) or ""):
+                del sys.modules[name]  # a file of the page: another page may have one of the same name
+    return vars(module)
+
+
+def _do(block: Block, how: Page, folder: Path, module: ModuleType) -> None:
+    if block.title is not None:
+        (folder / block.title).write_text(block.source, encoding="utf-8")
+    elif block.language == "python":
+        _execute(block.source, block.page, block.line, module)
+    for words in block.commands:
+        if words[0] == "torchrun":
+            how.launcher(_smaller(words[1:], how.smaller or {}), folder)
+        else:
+            _command(words[1:], f"{block.page}, line {block.line}", how.smaller)
+
+
+def _execute(source: str, page: str, line: int, module: ModuleType) -> None:
+    # Lines are counted as in the page, for tracebacks.
+    exec(compile("\n" * (line - 1) + source, page, "exec", dont_inherit=True), vars(module))
+
+
+def _command(words: list[str], where: str, smaller: Mapping[str, str] | None) -> None:
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            parse(words)
+    except SystemExit as error:
+        if error.code != 0:
+            raise AssertionError(f"{where}: {said.getvalue()}") from None
+    if smaller is not None:
+        run_as = _smaller(words, smaller)
+        code = cli.main(run_as)
+        assert code in (0, 1), f"{where}: everybit {shlex.join(run_as)} ended with {code}"
+
+
+def _smaller(words: list[str], replacements: Mapping[str, str]) -> list[str]:
+    line = shlex.join(words)
+    for long, short in replacements.items():
+        line = line.replace(long, short)
+    return shlex.split(line)

@@ -82,6 +82,22 @@ def check_sharded(names: dict[str, Any], printed: str, folder: Path) -> None:
     assert lost > 0
 
 
+def check_learned_rate(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """The derivative under a 16-bit policy is float32's, and following it makes the rate better. (Float64 is compared on the page.)"""
+    assert float(names["lean_derivative"]) == pytest.approx(float(names["float32_derivative"]), rel=0.02)
+    assert float(names["derivative"]) == pytest.approx(float(names["difference"]), rel=1e-7)
+    assert names["after"] < 0.7 * names["before"]
+
+
+def check_adapters(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """Plain bfloat16 adapters lose most updates of `A`, and compensated ones end where float32 ends."""
+    lost = [layer.lost_share for layer in names["audit"].layers if layer.name.endswith(".a") and layer.step > 100]
+    assert sum(lost) > 0.5 * len(lost)
+    assert names["metrics"]["lost_share"] < 0.01
+    assert names["plain_loss"] - names["float32_loss"] > 0.05
+    assert abs(names["lean_loss"] - names["float32_loss"]) < 0.01
+
+
 PAGES = {
     "README.md": Page(check=check_readme),
     "docs/tutorials/swap_one_line.md": Page(check=check_swapped_line),
@@ -94,6 +110,8 @@ PAGES = {
         },
         check=check_choice,
     ),
+    "docs/tutorials/meta_learning_rate.md": Page(check=check_learned_rate),
+    "docs/tutorials/lora_in_bf16.md": Page(check=check_adapters),
     "docs/tutorials/shard_a_model.md": Page(
         smaller={"--steps 20": "--steps 2", "--steps 40": "--steps 4"}, check=check_sharded
     ),

@@ -6,6 +6,7 @@ A page stands alone: its blocks are pasted one after the other. Where one begins
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,49 @@ def check_adapters(names: dict[str, Any], printed: str, folder: Path) -> None:
     assert abs(names["lean_loss"] - names["float32_loss"]) < 0.01
 
 
+# TensorBoard and Weights & Biases are not installed for the tests: these keep what they are given.
+LOGGERS = """
+import sys, types
+
+logged = {}
+
+class SummaryWriter:
+    def __init__(self, log_dir): pass
+    def add_scalar(self, name, value, step): logged.setdefault(name, {})[step] = value
+    def close(self): pass
+
+class Run:
+    def log(self, values, step): logged["wandb"] = values
+    def finish(self): pass
+
+tensorboard, wandb = types.ModuleType("torch.utils.tensorboard"), types.ModuleType("wandb")
+tensorboard.SummaryWriter, wandb.init = SummaryWriter, lambda project, mode: Run()
+sys.modules |= {"torch.utils.tensorboard": tensorboard, "wandb": wandb}
+"""
+
+
+def check_logged(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """Steps 0 and 10 are logged, and the policy loses nothing in them."""
+    logged = names["logged"]
+    assert list(logged["optimizer/edq"]) == [0, 10]
+    assert all(value == pytest.approx(1.0, abs=1e-3) for value in logged["optimizer/edq"].values())
+    assert logged["wandb"]["optimizer/moved"] > 0
+    for name in ("torch.utils.tensorboard", "wandb"):
+        del sys.modules[name]
+
+
+def check_groups(names: dict[str, Any], printed: str, folder: Path) -> None:
+    assert "0.1 ['0.weight', '2.weight']\n0.0 ['1.weight', '1.bias', '2.bias']\n" in printed
+
+
+def check_policies_in_turn(names: dict[str, Any], printed: str, folder: Path) -> None:
+    assert "{'momentum': 'exact', 'variance': 'exact', 'param': 'exact'}" in printed
+
+
 PAGES = {
+    "docs/how-to/log_metrics.md": Page(setup=LOGGERS, check=check_logged),
+    "docs/how-to/weight_decay.md": Page(check=check_groups),
+    "docs/how-to/change_policy.md": Page(check=check_policies_in_turn),
     "README.md": Page(check=check_readme),
     "docs/tutorials/swap_one_line.md": Page(check=check_swapped_line),
     "docs/tutorials/choose_a_policy.md": Page(

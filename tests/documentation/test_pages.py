@@ -136,8 +136,88 @@ def check_policies_in_turn(names: dict[str, Any], printed: str, folder: Path) ->
     assert "{'momentum': 'exact', 'variance': 'exact', 'param': 'exact'}" in printed
 
 
+# What a page's reader has already: a model, its parameters, gradients of them, a loss, data.
+MODEL = """
+import torch
+from torch import nn
+
+import everybit as eb
+from everybit_torch import *
+
+def new_model():
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(torch.bfloat16)
+
+def loss(model, batch):
+    return model(batch).float().square().mean()
+
+model, batches = new_model(), [torch.ones(2, 4, dtype=torch.bfloat16)] * 2
+"""
+PURE = (
+    MODEL
+    + """
+tx = eb.adamw(1e-3)
+params = {name: p.detach() for name, p in model.named_parameters()}
+grads = {name: torch.ones_like(p) for name, p in params.items()}
+"""
+)
+SHARDED = (
+    MODEL
+    + """
+Block = Head = nn.Linear
+mesh, optimizer, micro_batches = None, eb.adamw(3e-4), [(batches[0], None)] * 2
+
+def loss(outputs, _):
+    return outputs.float().square().mean()
+"""
+)
+SHARDED_STATE = "state_or_none = state = stepper.model_state_dict()\ntrained = dict(model.named_parameters())"
+TRAINED = """
+class Trained(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+model, x, steps, Block = Trained(4, 2), torch.ones(2, 4), 1, Trained
+"""
+NEW_STEPPER = """
+for one in [value for value in globals().values() if isinstance(value, FlatStepper)]:
+    one.close()
+model = new_model().float()
+"""
+PLAIN = """
+stepper, model = FlatStepper(model, eb.adamw(1e-3)), new_model().float()
+optimizer = AdamW(model.parameters())
+"""
+FORMAT = """
+import torch
+
+import everybit as eb
+
+format, x, key = eb.Kahan().for_slot("signed", "float32"), torch.randn(4, 4), None
+"""
+
 PAGES = {
-    "docs/how-to/log_metrics.md": Page(setup=LOGGERS, check=check_logged),
+    "docs/index.md": Page(setup={1: MODEL}),
+    "docs/torch.md": Page(setup={1: MODEL}),
+    "docs/policies.md": Page(setup={1: PURE, 5: "state = eb.with_metrics(eb.with_policy(tx, policy)).init(params)"}),
+    "docs/formats.md": Page(setup={1: FORMAT}),
+    "docs/commands.md": Page(setup={1: MODEL + "optimizer = torch.optim.AdamW(model.parameters())"}),
+    # Only parsed: what needs a CUDA device; programs of other libraries, which `make conformance` runs; in docs/sharded.md two steppers of
+    # one model side by side, and ranks of several kinds, which tests/sharded runs.
+    "docs/gpu.md": Page(setup={1: "training_step = abs"}, parsed=(2,)),
+    "docs/ecosystem.md": Page(parsed=(1,)),
+    "docs/sharded.md": Page(
+        setup={
+            1: SHARDED,
+            3: SHARDED_STATE,
+            4: NEW_STEPPER + "stepper = FlatStepper(model, optimizer)\ntrained = dict(model.named_parameters())",
+            5: NEW_STEPPER,
+            7: NEW_STEPPER,
+            9: NEW_STEPPER + PLAIN,
+        },
+        parsed=(2, 6, 8, 10, 11, 12, 13),
+    ),
+    "docs/coming-from/index.md": Page(setup={1: SHARDED + TRAINED}),
+    "docs/how-to/log_metrics.md": Page(setup={1: LOGGERS}, check=check_logged),
     "docs/how-to/weight_decay.md": Page(check=check_groups),
     "docs/how-to/change_policy.md": Page(check=check_policies_in_turn),
     "README.md": Page(check=check_readme),
@@ -160,6 +240,10 @@ PAGES = {
     "docs/checkpoints.md": Page(check=check_checkpoints),
     "docs/transforms.md": Page(check=check_transforms),
 }
+
+
+def test_set_up_is_for_pages_that_there_are() -> None:
+    assert PAGES.keys() <= set(pages_with_blocks())
 
 
 @pytest.mark.parametrize("page", pages_with_blocks())

@@ -6,7 +6,8 @@ a block of                                           what is done
 ```` ```python ````                                  run in one module for the whole page
 a block with ``title="name"``, of any language       written to the file of that name in the working folder
 ```` ``` ```` or ```` ```sh ````                     each ``everybit ...`` is parsed, and run if the page is given something to make
-                                                     it smaller; each ``torchrun ...`` is run; other lines are left alone
+                                                     it smaller; each ``torchrun ...`` of a file of the page is run, and others have to
+                                                     exist: tests/sharded runs them. Other lines are left alone
 anything else (``text``, ``diff``, ``toml``)         left alone
 ===================================================  ============================================================================
 """
@@ -21,9 +22,9 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +59,11 @@ class Block:
     language: str
     title: str | None
     source: str
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is run as Python."""
+        return self.language == "python" and self.title is None
 
     @property
     def commands(self) -> list[list[str]]:
@@ -154,13 +160,16 @@ class Page:
     """How a page is run.
 
     Attributes:
-        setup: Code that stands for what a reader has already; none for pages that say all of it.
+        setup: Code that stands for what a reader has already; none for pages that say all of it. By the number of the block of Python that
+            it comes before, counted from 1.
+        parsed: Numbers of blocks of Python that are parsed only, because they need a device or a package that the tests do not have.
         smaller: Words of commands, and what is written in their place. None: ``everybit`` commands are parsed only.
         check: Looks at what came of it: the page's names, what was printed, the working folder.
         launcher: Does what ``torchrun`` does with some arguments, in a folder.
     """
 
-    setup: str = ""
+    setup: Mapping[int, str] = field(default_factory=dict)
+    parsed: Collection[int] = ()
     smaller: Mapping[str, str] | None = None
     check: Callable[[dict[str, Any], str, Path], None] | None = None
     launcher: Callable[[Sequence[str], Path], None] = launch_in_pool
@@ -179,9 +188,14 @@ def run_page(page: str, how: Page, folder: Path) -> dict[str, Any]:
     sys.path.insert(0, str(folder))
     try:
         with torch.random.fork_rng():
-            _execute(how.setup, f"set-up of {page}", 1, module)
+            number = 0
             for block in blocks(page):
-                _do(block, how, folder, module)
+                number += block.is_program
+                if block.is_program and number in how.setup:
+                    _execute(how.setup[number], f"set-up of {page}, block {number}", 1, module)
+                _do(block, how, folder, module, run=number not in how.parsed)
+            unused = sorted({*how.setup, *how.parsed} - set(range(1, number + 1)))
+            assert not unused, f"{page}: has {number} blocks of Python; got set-up for {unused}."
     finally:
         sys.path.remove(str(folder))
         for name, found in list(sys.modules.items()):
@@ -190,21 +204,27 @@ def run_page(page: str, how: Page, folder: Path) -> dict[str, Any]:
     return vars(module)
 
 
-def _do(block: Block, how: Page, folder: Path, module: ModuleType) -> None:
+def _do(block: Block, how: Page, folder: Path, module: ModuleType, *, run: bool) -> None:
     if block.title is not None:
         (folder / block.title).write_text(block.source, encoding="utf-8")
-    elif block.language == "python":
-        _execute(block.source, block.page, block.line, module)
+    elif block.is_program:
+        _execute(block.source, block.page, block.line, module, run=run)
     for words in block.commands:
         if words[0] == "torchrun":
-            how.launcher(_smaller(words[1:], how.smaller or {}), folder)
+            script = _launched(words[1:])[1]
+            if (folder / script).is_file():
+                how.launcher(_smaller(words[1:], how.smaller or {}), folder)
+            else:
+                assert (ROOT / script).is_file(), f"{block.page}, line {block.line}: there is no {script}."
         else:
             _command(words[1:], f"{block.page}, line {block.line}", how.smaller)
 
 
-def _execute(source: str, page: str, line: int, module: ModuleType) -> None:
+def _execute(source: str, page: str, line: int, module: ModuleType, *, run: bool = True) -> None:
     # Lines are counted as in the page, for tracebacks.
-    exec(compile("\n" * (line - 1) + source, page, "exec", dont_inherit=True), vars(module))
+    code = compile("\n" * (line - 1) + source, page, "exec", dont_inherit=True)
+    if run:
+        exec(code, vars(module))
 
 
 def _command(words: list[str], where: str, smaller: Mapping[str, str] | None) -> None:

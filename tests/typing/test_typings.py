@@ -20,7 +20,7 @@ REPORTED = re.compile(r"^(?P<file>[^:]+):(?P<line>\d+): error: (?P<message>.*)  
 
 def program_of(page: str) -> str:
     """The blocks of a page's program."""
-    sources = [block.source for block in blocks(page) if block.language == "python" and block.title is None]
+    sources = [block.source for block in blocks(page) if block.is_program]
     return "\n".join(sources[: PAGES[page]])
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 import everybit as eb
 
@@ -57,7 +57,7 @@ def weight_decay_groups(
     decayed: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
+        if isinstance(parameter, UninitializedParameter):
             raise ValueError(
                 f"{name}: got a lazy parameter, of which nobody knows yet how many dimensions it has; accepted is a model that has seen an"
                 " input."

@@ -43,7 +43,8 @@ def with_name_resolved(policy: object, *, field: str = "policy") -> object:
         return policy
     if policy in PRESETS:
         return PRESETS[policy]
-    close = difflib.get_close_matches(policy.upper(), PRESETS, n=1)
+    # Near means a slip of the pen: "bf16" is no nearer to LEAN_BF16 than to PURE_BF16.
+    close = difflib.get_close_matches(policy.upper(), PRESETS, n=1, cutoff=0.75)
     meant = f" (did you mean {close[0]!r}?)" if close else ""
     raise ValueError(
         f"{field}: got {policy!r}{meant}; accepted are {', '.join(map(repr, PRESETS))}, and policies of your own: everybit.Policy(...)."

@@ -35,7 +35,7 @@ def test_it_steps_as_if_the_state_dict_had_been_loaded(
     train(model, old, 3)
     other = copy.deepcopy(model)
     taken = ours.from_torch(old, seed=5)
-    expected: TorchOptimizer = ours(two_groups(other), lr=1e-2)  # type: ignore[call-arg, arg-type]
+    expected: TorchOptimizer = ours(two_groups(other), lr=1e-2)  # type: ignore[call-arg]
     expected.load_torch_state_dict(old.state_dict())
     assert type(taken) is ours
     keys = {"params", "foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
@@ -93,7 +93,8 @@ def test_another_class_is_refused(cls: type[DropIn], make: Any, message: str) ->
 
 @pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
 def test_options_that_change_the_step_are_refused(option: str) -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(2))], option: True}]
+    groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+    groups[1][option] = True
     with pytest.raises(ValueError, match=rf"AdamW.from_torch: param group 1, '{option}': got True; accepted is False"):
         AdamW.from_torch(torch.optim.AdamW(groups))
 

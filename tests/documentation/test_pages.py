@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import everybit as eb
-from tests.support.pages import Page, launch_by_torchrun, pages_with_blocks, run_page
+from tests.support.pages import Page, launch_by_torchrun, pages_with_blocks, run_page, without_what_is_taken_away
 
 
 def check_readme(names: dict[str, Any], printed: str, folder: Path) -> None:
@@ -242,6 +242,17 @@ PAGES = {
 }
 
 
+def of_folder(page: str) -> Page:
+    """How a page is run that ``PAGES`` does not name: those about other libraries are differences of the program on their first page."""
+    if page.startswith("docs/coming-from/"):
+        return Page(first="docs/coming-from/index.md", diffs=True)
+    return Page()
+
+
+def test_of_a_difference_the_lines_that_are_added_and_kept_are_run() -> None:
+    assert without_what_is_taken_away("-one\n+two\n three\n\n") == "\ntwo\nthree\n\n"
+
+
 def test_set_up_is_for_pages_that_there_are() -> None:
     assert PAGES.keys() <= set(pages_with_blocks())
 
@@ -250,7 +261,7 @@ def test_set_up_is_for_pages_that_there_are() -> None:
 def test_the_blocks_of_a_page_run_one_after_the_other(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = PAGES.get(page, Page())
+    how = PAGES.get(page) or of_folder(page)
     monkeypatch.chdir(tmp_path)
     names = run_page(page, how, tmp_path)
     if how.check is not None:

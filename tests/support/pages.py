@@ -4,11 +4,14 @@
 a block of                                           what is done
 ===================================================  ============================================================================
 ```` ```python ````                                  run in one module for the whole page
+```` ```diff ````, on pages that say so              run without the lines that are taken away
+```` ```python ```` below a line                     parsed; the reason stands in the comment
+``<!-- not run: ... -->``
 a block with ``title="name"``, of any language       written to the file of that name in the working folder
 ```` ``` ```` or ```` ```sh ````                     each ``everybit ...`` is parsed, and run if the page is given something to make
                                                      it smaller; each ``torchrun ...`` of a file of the page is run, and others have to
                                                      exist: tests/sharded runs them. Other lines are left alone
-anything else (``text``, ``diff``, ``toml``)         left alone
+anything else (``text``, ``toml``, a ``diff``)       left alone
 ===================================================  ============================================================================
 """
 
@@ -38,7 +41,9 @@ from everybit_torch.cli.command_line import parse
 from tests.support.ranks import run
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<source>.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(
+    r"^(?P<skip><!-- not run: [^\n]* -->\n)?```(?P<info>[^\n`]*)\n(?P<source>.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE
+)
 _SHELL = ("", "sh", "bash")
 
 
@@ -52,6 +57,7 @@ class Block:
         language: What its fence says; empty if nothing.
         title: The file that it is, if it is one.
         source: Its code.
+        skipped: Whether the page says that it is not run.
     """
 
     page: str
@@ -59,6 +65,7 @@ class Block:
     language: str
     title: str | None
     source: str
+    skipped: bool = False
 
     @property
     def is_program(self) -> bool:
@@ -83,7 +90,7 @@ def blocks(page: str) -> list[Block]:
         language, _, rest = match["info"].strip().partition(" ")
         title = re.search(r'title="([^"]*)"', rest)
         line = text.count("\n", 0, match.start("source")) + 1
-        found.append(Block(page, line, language, title and title[1], match["source"]))
+        found.append(Block(page, line, language, title and title[1], match["source"], match["skip"] is not None))
     return found
 
 
@@ -94,7 +101,8 @@ def pages_with_blocks() -> list[str]:
     return [
         name
         for name in names
-        if not name.startswith("docs/decisions/") and any(b.language == "python" or b.commands for b in blocks(name))
+        if not name.startswith("docs/decisions/")
+        and any(b.language in ("python", "diff") or b.commands for b in blocks(name))
     ]
 
 
@@ -165,6 +173,8 @@ class Page:
         parsed: Numbers of blocks of Python that are parsed only, because they need a device or a package that the tests do not have.
         smaller: Words of commands, and what is written in their place. None: ``everybit`` commands are parsed only.
         check: Looks at what came of it: the page's names, what was printed, the working folder.
+        first: A page whose blocks are run before, as its own text says.
+        diffs: Whether differences are programs.
         launcher: Does what ``torchrun`` does with some arguments, in a folder.
     """
 
@@ -172,6 +182,8 @@ class Page:
     parsed: Collection[int] = ()
     smaller: Mapping[str, str] | None = None
     check: Callable[[dict[str, Any], str, Path], None] | None = None
+    first: str | None = None
+    diffs: bool = False
     launcher: Callable[[Sequence[str], Path], None] = launch_in_pool
 
 
@@ -188,6 +200,8 @@ def run_page(page: str, how: Page, folder: Path) -> dict[str, Any]:
     sys.path.insert(0, str(folder))
     try:
         with torch.random.fork_rng():
+            for block in blocks(how.first) if how.first else []:
+                _do(block, how, folder, module, run=True)
             number = 0
             for block in blocks(page):
                 number += block.is_program
@@ -208,7 +222,9 @@ def _do(block: Block, how: Page, folder: Path, module: ModuleType, *, run: bool)
     if block.title is not None:
         (folder / block.title).write_text(block.source, encoding="utf-8")
     elif block.is_program:
-        _execute(block.source, block.page, block.line, module, run=run)
+        _execute(block.source, block.page, block.line, module, run=run and not block.skipped)
+    elif block.language == "diff" and how.diffs and not block.skipped:
+        _execute(without_what_is_taken_away(block.source), block.page, block.line, module)
     for words in block.commands:
         if words[0] == "torchrun":
             script = _launched(words[1:])[1]
@@ -218,6 +234,11 @@ def _do(block: Block, how: Page, folder: Path, module: ModuleType, *, run: bool)
                 assert (ROOT / script).is_file(), f"{block.page}, line {block.line}: there is no {script}."
         else:
             _command(words[1:], f"{block.page}, line {block.line}", how.smaller)
+
+
+def without_what_is_taken_away(difference: str) -> str:
+    """The program that a difference leads to; lines that are taken away are left empty, so that lines keep their numbers."""
+    return "".join("\n" if line.startswith("-") else f"{line[1:]}\n" for line in difference.splitlines())
 
 
 def _execute(source: str, page: str, line: int, module: ModuleType, *, run: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Literal, TypeVar, overload
+from typing import Literal, TypeVar
 
 from everybit.policies import PRESETS
 from everybit.policy import AnyPolicy, Policy
@@ -16,15 +16,7 @@ PolicyOrName = AnyPolicy | PolicyName
 T = TypeVar("T")
 
 
-@overload
-def with_name_resolved(policy: PolicyName, *, field: str = ...) -> Policy: ...
-
-
-@overload
-def with_name_resolved(policy: T, *, field: str = ...) -> T: ...
-
-
-def with_name_resolved(policy: object, *, field: str = "policy") -> object:
+def with_name_resolved(policy: T | PolicyName, *, field: str = "policy") -> T | Policy:
     """The preset that ``policy`` names; anything but a string is returned as it is.
 
     Args:

@@ -269,6 +269,14 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
 
 
 @pytest.mark.exhaustive
+def test_what_takes_long_on_a_page_comes_to_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled step of the tutorial has the bits of the uncompiled one."""
+    monkeypatch.chdir(tmp_path)
+    page = "docs/tutorials/write_an_optimizer.md"
+    assert "compiled_loss" in run_page(page, Page(), tmp_path, slow=True)
+
+
+@pytest.mark.exhaustive
 def test_the_script_of_the_tutorial_runs_under_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

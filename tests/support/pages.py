@@ -5,8 +5,8 @@ a block of                                           what is done
 ===================================================  ============================================================================
 ```` ```python ````                                  run in one module for the whole page
 ```` ```diff ````, on pages that say so              run without the lines that are taken away
-```` ```python ```` below a line                     parsed; the reason stands in the comment
-``<!-- not run: ... -->``
+```` ```python ```` below a line                     parsed; the reason stands in the comment. What takes long is run by
+``<!-- not run: ... -->``, ``<!-- slow: ... -->``    ``make exhaustive``
 a block with ``title="name"``, of any language       written to the file of that name in the working folder
 ```` ``` ```` or ```` ```sh ````                     each ``everybit ...`` is parsed, and run if the page is given something to make
                                                      it smaller; each ``torchrun ...`` of a file of the page is run, and others have to
@@ -42,7 +42,8 @@ from tests.support.ranks import run
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(
-    r"^(?P<skip><!-- not run: [^\n]* -->\n)?```(?P<info>[^\n`]*)\n(?P<source>.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE
+    r"^(?:<!-- (?P<mark>not run|slow): [^\n]* -->\n)?```(?P<info>[^\n`]*)\n(?P<source>.*?)^```[ \t]*$",
+    re.DOTALL | re.MULTILINE,
 )
 _SHELL = ("", "sh", "bash")
 
@@ -57,7 +58,7 @@ class Block:
         language: What its fence says; empty if nothing.
         title: The file that it is, if it is one.
         source: Its code.
-        skipped: Whether the page says that it is not run.
+        mark: What the page says of running it: ``not run``, ``slow``, or nothing.
     """
 
     page: str
@@ -65,7 +66,7 @@ class Block:
     language: str
     title: str | None
     source: str
-    skipped: bool = False
+    mark: str | None = None
 
     @property
     def is_program(self) -> bool:
@@ -90,7 +91,7 @@ def blocks(page: str) -> list[Block]:
         language, _, rest = match["info"].strip().partition(" ")
         title = re.search(r'title="([^"]*)"', rest)
         line = text.count("\n", 0, match.start("source")) + 1
-        found.append(Block(page, line, language, title and title[1], match["source"], match["skip"] is not None))
+        found.append(Block(page, line, language, title and title[1], match["source"], match["mark"]))
     return found
 
 
@@ -187,8 +188,10 @@ class Page:
     launcher: Callable[[Sequence[str], Path], None] = launch_in_pool
 
 
-def run_page(page: str, how: Page, folder: Path) -> dict[str, Any]:
+def run_page(page: str, how: Page, folder: Path, *, slow: bool = False) -> dict[str, Any]:
     """Run the blocks of a page in ``folder``, which is the working directory; return the names that they made.
+
+    With ``slow`` also those that the page calls slow.
 
     Raises:
         AssertionError: A command whose exit code says that an option cannot be used, or a rank that failed.
@@ -201,13 +204,14 @@ def run_page(page: str, how: Page, folder: Path) -> dict[str, Any]:
     try:
         with torch.random.fork_rng():
             for block in blocks(how.first) if how.first else []:
-                _do(block, how, folder, module, run=True)
+                _do(block, how, folder, module, run=block.mark is None)
             number = 0
             for block in blocks(page):
                 number += block.is_program
                 if block.is_program and number in how.setup:
                     _execute(how.setup[number], f"set-up of {page}, block {number}", 1, module)
-                _do(block, how, folder, module, run=number not in how.parsed)
+                run = block.mark is None or (slow and block.mark == "slow")
+                _do(block, how, folder, module, run=run and number not in how.parsed)
             unused = sorted({*how.setup, *how.parsed} - set(range(1, number + 1)))
             assert not unused, f"{page}: has {number} blocks of Python; got set-up for {unused}."
     finally:
@@ -222,8 +226,8 @@ def _do(block: Block, how: Page, folder: Path, module: ModuleType, *, run: bool)
     if block.title is not None:
         (folder / block.title).write_text(block.source, encoding="utf-8")
     elif block.is_program:
-        _execute(block.source, block.page, block.line, module, run=run and not block.skipped)
-    elif block.language == "diff" and how.diffs and not block.skipped:
+        _execute(block.source, block.page, block.line, module, run=run)
+    elif block.language == "diff" and how.diffs and run:
         _execute(without_what_is_taken_away(block.source), block.page, block.line, module)
     for words in block.commands:
         if words[0] == "torchrun":

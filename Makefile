@@ -14,11 +14,7 @@ CPU_TORCH ?= --extra-index-url https://download.pytorch.org/whl/cpu --index-stra
 GPU_PEERS := torch-optimi==0.3.3 torchao==0.18.0 heavyball==3.2.1 torchopt==0.7.3 bitsandbytes flashoptim
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help demo test exhaustive lint conformance gpu-codegen matrix gpu concepts docs clean
-=======
-.PHONY: help demo test exhaustive lint types conformance gpu-codegen matrix gpu docs package licenses locked lock clean
->>>>>>> config
+.PHONY: help demo test exhaustive lint types conformance gpu-codegen matrix gpu concepts docs package licenses locked lock clean
 
 help:  ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

@@ -19,6 +19,7 @@ from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
+from everybit_torch.weight_decay import weight_decay_groups
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:
@@ -109,4 +110,5 @@ __all__ = [
     "save_checkpoint",
     "save_safetensors",
     "save_sharded",
+    "weight_decay_groups",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, ClassVar, Self, Unpack, cast
 
+import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.policy import AnyPolicy
+from everybit.policy_names import PolicyOrName
 from everybit.scalars import Hyperparameter
 from everybit_torch.arguments import TorchArguments
 from everybit_torch.entries import UNUSED
@@ -16,6 +17,7 @@ from everybit_torch.front import TorchNames
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.param_groups import Params
 from everybit_torch.stepping import Compile
+from everybit_torch.torch_internals.optimizers import hooks_of
 from everybit_torch.units import Unit
 
 _IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False}
@@ -23,7 +25,108 @@ _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
 _FULLY_DECOUPLED: Mapping[str, Any] = {"fully_decoupled": False, "max_learning_rate": None}
 
 
-class AdamW(TorchOptimizer):
+class DropIn(TorchOptimizer):
+    """The base of optimizers that ``torch.optim`` has under the same name, with the same arguments and the same state."""
+
+    torch_class: ClassVar[type[torch.optim.Optimizer]]
+
+    @classmethod
+    def from_torch(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        *,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+    ) -> Self:
+        """Take over from the ``torch.optim`` optimizer of the same name, in the middle of a run or before its first step.
+
+        The new optimizer steps the same parameters, with the param groups, hyperparameters and state of the old one, which has to be
+        dropped. Options that choose among torch's implementations (``foreach``, ``fused``, ``capturable``) have no effect on state and are
+        left out; other entries of the param groups, such as those of schedulers, are kept. State is stored once in the policy's formats:
+        :meth:`load_torch_state_dict`, which does this for a state dict, returns what that rounds away.
+
+        Args:
+            optimizer: An optimizer of torch's class itself, not of a subclass, whose ``step`` might do something else.
+            policy: See :class:`AdamW`, as for all that follow. A group with an entry ``policy`` has that.
+            layout: See there.
+            flat_gradients: See there.
+            compile: See there.
+            metrics: See there.
+            seed: See there.
+
+        Raises:
+            TypeError: An optimizer of another class.
+            ValueError: Something that cannot be taken over, which the message names: hooks, ``amsgrad`` or ``differentiable``; or what the
+                constructor refuses. The old optimizer is not changed.
+
+        Examples:
+            >>> import torch
+            >>> from everybit_torch import AdamW
+            >>> model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+            >>> optimizer = AdamW.from_torch(torch.optim.AdamW(model.parameters(), lr=3e-4), policy="LEAN_BF16")
+            >>> optimizer.param_groups[0]["lr"]
+            0.0003
+        """
+        _require_class(cls, optimizer)
+        if hooks := hooks_of(optimizer):
+            raise ValueError(
+                f"{cls.__name__}.from_torch: got an optimizer with hooks of {', '.join(hooks)}; accepted is one without. Remove them (by"
+                " the handle that registering returned), and register them on the new optimizer."
+            )
+        assert cls.torch_names is not None  # where there is a class there are names
+        options = cls.torch_names.options
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            for option, agrees in options.items():
+                if option in _OF_THE_STEP and group.get(option, agrees) != agrees:
+                    raise ValueError(
+                        f"{cls.__name__}.from_torch: param group {number}, {option!r}: got {group[option]!r}; accepted is {agrees!r}."
+                    )
+            groups.append(_without(options, group))
+        for group in groups:
+            if "param_names" in group:
+                group["params"] = [*zip(group.pop("param_names"), group["params"], strict=True)]
+        made: Self = cast(Any, cls)(
+            groups, **_without(options, optimizer.defaults), policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile,
+            metrics=metrics, seed=seed,
+        )  # fmt: skip
+        made.load_torch_state_dict(optimizer.state_dict())
+        return made
+
+
+# Options of torch's that change what a step does, and not only how.
+_OF_THE_STEP = ("amsgrad", "decoupled_weight_decay", "differentiable")
+
+
+def _without(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a param group but those options; tensors are copies, so that nobody fills them for two optimizers."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in values.items()
+        if name not in options
+    }
+
+
+def _require_class(cls: type[DropIn], optimizer: object) -> None:
+    if type(optimizer) is cls.torch_class:
+        return
+    torchs, got = f"torch.optim.{cls.torch_class.__name__}", type(optimizer)
+    hint = "; a subclass may step in another way" if isinstance(optimizer, cls.torch_class) else ""
+    same = next((one for one in (AdamW, Adam, SGD, RMSprop) if one.torch_class is got), None)
+    if same is not None:
+        hint = f"; {same.__name__}.from_torch takes this one"
+    elif isinstance(optimizer, TorchOptimizer):
+        hint = "; between optimizers of everybit full_state_dict() and load_full_state_dict() carry the state"
+    raise TypeError(
+        f"{cls.__name__}.from_torch: got {got.__module__}.{got.__qualname__}; accepted is {torchs} itself{hint}."
+    )
+
+
+class AdamW(DropIn):
     """Adam with decoupled weight decay, as ``torch.optim.AdamW``; see :func:`everybit.adamw` and :class:`TorchOptimizer`.
 
     Args:
@@ -37,7 +140,8 @@ class AdamW(TorchOptimizer):
         fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself instead, scaled by ``lr / max_learning_rate`` if the
             latter is given.
         max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
-        policy: How parameters and state are stored; None for float32 and float64 models only.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`; None for float32 and
+            float64 models only.
         layout: See :class:`TorchOptimizer`.
         flat_gradients: See there.
         compile: Compile the step.
@@ -59,6 +163,7 @@ class AdamW(TorchOptimizer):
         >>> optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16)
     """
 
+    torch_class = torch.optim.AdamW
     torch_names = TorchNames(
         _MOMENTS,
         True,
@@ -79,7 +184,7 @@ class AdamW(TorchOptimizer):
         maximize: bool = False,
         fully_decoupled: bool = False,
         max_learning_rate: float | None = None,
-        policy: AnyPolicy | None = None,
+        policy: PolicyOrName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",
@@ -95,9 +200,10 @@ class AdamW(TorchOptimizer):
         )  # fmt: skip
 
 
-class Adam(TorchOptimizer):
+class Adam(DropIn):
     """Adam with an L2 penalty, as ``torch.optim.Adam``; arguments as :class:`AdamW`'s."""
 
+    torch_class = torch.optim.Adam
     torch_names = TorchNames(
         _MOMENTS, True, _IMPLEMENTATION | {"fused": None, "amsgrad": False, "decoupled_weight_decay": False}
     )
@@ -113,7 +219,7 @@ class Adam(TorchOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        policy: AnyPolicy | None = None,
+        policy: PolicyOrName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",
@@ -184,7 +290,7 @@ class Lion(TorchOptimizer):
         maximize: bool = False,
         fully_decoupled: bool = False,
         max_learning_rate: float | None = None,
-        policy: AnyPolicy | None = None,
+        policy: PolicyOrName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",
@@ -200,7 +306,7 @@ class Lion(TorchOptimizer):
         )  # fmt: skip
 
 
-class _WithOptionalMomentum(TorchOptimizer):
+class _WithOptionalMomentum(DropIn):
     """Whether there is momentum decides what state there is; so a momentum of zero is absence, not a number."""
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,6 +347,7 @@ class SGD(_WithOptionalMomentum):
         torch_arguments: See there.
     """
 
+    torch_class = torch.optim.SGD
     torch_names = TorchNames(
         {"momentum": "momentum_buffer"}, False, {"foreach": None, "differentiable": False, "fused": None}
     )
@@ -255,7 +362,7 @@ class SGD(_WithOptionalMomentum):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        policy: AnyPolicy | None = None,
+        policy: PolicyOrName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",
@@ -291,6 +398,7 @@ class RMSprop(_WithOptionalMomentum):
         torch_arguments: See there.
     """
 
+    torch_class = torch.optim.RMSprop
     torch_names = TorchNames(
         {"variance": "square_avg", "mean": "grad_avg", "momentum": "momentum_buffer"}, True, _IMPLEMENTATION
     )
@@ -306,7 +414,7 @@ class RMSprop(_WithOptionalMomentum):
         centered: bool = False,
         *,
         maximize: bool = False,
-        policy: AnyPolicy | None = None,
+        policy: PolicyOrName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",

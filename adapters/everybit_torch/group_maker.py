@@ -10,6 +10,7 @@ import torch
 from everybit.optimizer import Unsafe
 from everybit.policies import describe
 from everybit.policy import AnyPolicy
+from everybit.policy_names import PolicyOrName, with_name_resolved
 from everybit_torch.arguments import as_python, flags_of, require_known_options
 from everybit_torch.choosing import tree_of
 from everybit_torch.groups import Group
@@ -40,7 +41,7 @@ class GroupMaker:
         owner: str,
         factory: Factory,
         hyperparameters: Iterable[str],
-        policy: AnyPolicy | None,
+        policy: PolicyOrName | None,
         *,
         seed: int,
         unsafe: Unsafe,
@@ -51,7 +52,7 @@ class GroupMaker:
     ) -> None:
         known = argument_names(factory)
         self.mixed = mixed
-        self.policy = policy
+        self.policy = with_name_resolved(policy)
         self._owner, self._factory, self._decoupled = owner, factory, decoupled
         # By the user's name, without the keys that torch adds to `defaults`, the factory's arguments that are meant.
         self._names = {name: core_names(name, ARGUMENTS, known) for name in hyperparameters}
@@ -85,15 +86,16 @@ class GroupMaker:
         return {name: as_python(name, given[name]) for name in self._names if name in given}
 
     def policies(
-        self, policy: AnyPolicy | None, dtypes: Iterable[torch.dtype], number: int, *, mixed: bool | None = None
+        self, policy: PolicyOrName | None, dtypes: Iterable[torch.dtype], number: int, *, mixed: bool | None = None
     ) -> dict[torch.dtype, AnyPolicy]:
         """The policy of a group's parameters of each dtype.
 
         Raises:
-            ValueError: None was given for 16-bit parameters, or one that does not fit a dtype.
+            ValueError: None was given for 16-bit parameters, one that does not fit a dtype, or a name that no policy has.
         """
         mixed = self.mixed if mixed is None else mixed
-        return {dtype: policy_for(policy, dtype, number, mixed=mixed) for dtype in dtypes}
+        resolved = with_name_resolved(policy, field=f"param group {number}: policy")
+        return {dtype: policy_for(resolved, dtype, number, mixed=mixed) for dtype in dtypes}
 
     def make(self, number: int, policies: Mapping[torch.dtype, AnyPolicy], arguments: dict[str, Any]) -> Group:
         """Make a group that steps with these arguments of the factory.
@@ -110,7 +112,7 @@ class GroupMaker:
 
     # -- policies that were written to a param group --------------------------------------------------------------------------
 
-    def is_in_force(self, group: Group, policy: AnyPolicy | None) -> bool:
+    def is_in_force(self, group: Group, policy: PolicyOrName | None) -> bool:
         """Whether a group's parameters are stored under a policy."""
         return self.policies(policy, group.policies, group.number) == group.policies
 
@@ -119,10 +121,12 @@ class GroupMaker:
         policies = described(group.policies)
         if "policy" in values and not self.is_in_force(group, values["policy"]):
             when = "not in force" if settled else "from the first step on"
-            policies += f" (param_groups[{group.number}]['policy'] is {describe(values['policy'])}, {when})"
+            policies += (
+                f" (param_groups[{group.number}]['policy'] is {describe(with_name_resolved(values['policy']))}, {when})"
+            )
         return policies
 
-    def require_in_force(self, group: Group, policy: AnyPolicy | None) -> None:
+    def require_in_force(self, group: Group, policy: PolicyOrName | None) -> None:
         """Refuse another policy than that under which a group's parameters are stored.
 
         Raises:
@@ -130,9 +134,9 @@ class GroupMaker:
         """
         if not self.is_in_force(group, policy):
             raise ValueError(
-                f"param group {group.number}: policy: got {describe(policy)}, and since the first step its parameters and state are"
-                f" stored under {described(group.policies)}; accepted is a change before it. To carry the run over delete the entry,"
-                " make an optimizer with the new policy, and give the old one's full_state_dict() to its load_full_state_dict()."
+                f"param group {group.number}: policy: got {describe(with_name_resolved(policy))}, and since the first step its parameters"
+                f" and state are stored under {described(group.policies)}; accepted is a change before it. To carry the run over delete the"
+                " entry, make an optimizer with the new policy, and give the old one's full_state_dict() to its load_full_state_dict()."
             )
 
     def under(self, group: Group, values: Mapping[str, Any], arguments: dict[str, Any]) -> Group:

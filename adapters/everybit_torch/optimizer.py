@@ -13,7 +13,8 @@ from torch import Tensor
 import everybit as eb
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
-from everybit.policy import LOW, AnyPolicy
+from everybit.policy import LOW
+from everybit.policy_names import PolicyOrName
 from everybit_torch import full_weights, loading, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
@@ -47,7 +48,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     Args:
         params: Parameters, named parameters, or dicts of a param group. A group may have a ``policy`` of its own.
         factory: From hyperparameters to a transform, such as ``everybit.adamw``, or any function that composes one.
-        policy: How parameters and state are stored. None: as the model is, for float32 and float64 models; a 16-bit model needs a choice.
+        policy: How everything is stored; a preset's name will do. None: as the model is, for float32 and float64 models alone.
         layout: ``"flat"``: parameters become views of one buffer per group, dtype and device, which is fast. ``"tree"``: parameters
             stay where they are. ``"auto"``: flat where the transform works element by element.
         flat_gradients: From the first step on, autograd accumulates the gradients of flat parameters in one buffer, and a step gathers
@@ -80,7 +81,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         params: Params,
         factory: Factory,
         *,
-        policy: AnyPolicy | None = None,
+        policy: PolicyOrName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",

@@ -11,6 +11,7 @@ stored.
 from everybit import policies, tree
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.axis import Axis, Local
+from everybit.barriers import sqrt
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
@@ -33,8 +34,9 @@ from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.per_tensor import Members
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
+from everybit.policy_names import PolicyName
 from everybit.random_bits import Key
-from everybit.scalars import Hyperparameter, Schedule
+from everybit.scalars import Hyperparameter, Schedule, at, bias_correction, require_step
 from everybit.schedules import (
     constant_schedule,
     cosine_decay_schedule,
@@ -58,7 +60,7 @@ from everybit.transforms.stateless import (
     set_to_zero,
 )
 from everybit.transforms.trace import trace
-from everybit.transforms.weight_decay import add_decayed_weights, subtract_decayed_weights
+from everybit.transforms.weight_decay import add_decayed_weights, not_norm_or_bias, subtract_decayed_weights
 from everybit.tree import Slot, state
 from everybit.update import apply_updates
 
@@ -66,11 +68,12 @@ __version__ = "0.3.0.dev0"
 
 __all__ = [
     "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
-    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "Schedule", "Slot", "SlotDecay", "SlotKind",
-    "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite",
-    "apply_updates", "average_weights", "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule",
-    "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion", "load_state_dict", "masked", "mean_weights",
-    "named_chain", "partition", "policies", "power_average_weights", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate",
-    "scale_by_lion", "scale_by_rms", "scale_by_sign", "set_to_zero", "sgd", "state", "state_dict", "subtract_decayed_weights", "trace",
-    "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot",
+    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights",
+    "apply_if_finite", "apply_updates", "at", "average_weights", "bias_correction", "by_dtype", "by_label", "chain", "clip",
+    "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion",
+    "load_state_dict", "masked", "mean_weights", "named_chain", "not_norm_or_bias", "partition", "policies", "power_average_weights",
+    "require_step", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_sign",
+    "set_to_zero", "sgd", "sqrt", "state", "state_dict", "subtract_decayed_weights", "trace", "tree", "warmup_cosine_decay_schedule",
+    "warmup_stable_decay_schedule", "with_metrics", "with_policy",
 ]  # fmt: skip

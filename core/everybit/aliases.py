@@ -109,7 +109,8 @@ def adamw(
         fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself instead, scaled by
             ``learning_rate / max_learning_rate`` if the latter is given.
         max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
-        mask: A tree of bools, True where weights decay; a prefix of the parameters. None: everywhere.
+        mask: Where weights decay: a function of (path, parameter), such as :func:`everybit.not_norm_or_bias`, or a tree of bools whose
+            structure is a prefix of the parameters'. None: everywhere.
         maximize: Ascend instead.
 
     Raises:

@@ -64,6 +64,26 @@ class Metrics:
         """Euclidean norm of the gradient."""
         return self.gradient.sqrt()
 
+    def asdict(self) -> dict[str, float]:
+        """Return everything as Python numbers by name, for a logger.
+
+        Keys are ``lost_share``, ``edq``, ``update_norm``, ``gradient_norm``, ``lost`` and ``moved``. The host waits for the device, once.
+
+        Examples:
+            >>> import everybit as eb
+            >>> eb.Metrics.zero().asdict()
+            {'lost_share': 0.0, 'edq': 1.0, 'update_norm': 0.0, 'gradient_norm': 0.0, 'lost': 0.0, 'moved': 0.0}
+        """
+        values = {
+            "lost_share": self.lost_share,
+            "edq": self.edq,
+            "update_norm": self.update_norm,
+            "gradient_norm": self.gradient_norm,
+            "lost": self.lost,
+            "moved": self.moved,
+        }
+        return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
     def __add__(self, other: Metrics) -> Metrics:
         """Return the metrics of both together."""
         return Metrics(

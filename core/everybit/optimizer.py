@@ -18,6 +18,7 @@ from everybit.context import Context
 from everybit.contracts import Unwritten, require_cut, require_state, separated, updated
 from everybit.dtypes import torch_dtype
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, draws_bits, policies_of, resolve_tree
+from everybit.policy_names import PolicyOrName, with_name_resolved
 from everybit.random_bits import require_seed
 from everybit.transform import (
     Cut,
@@ -370,7 +371,7 @@ class Optimizer(Generic[S]):
 
 def with_policy(
     transform: Transform[S],
-    policy: AnyPolicy,
+    policy: PolicyOrName,
     *,
     seed: int | Tensor = 0,
     unsafe: Unsafe = "refuse",
@@ -379,7 +380,8 @@ def with_policy(
 
     Args:
         transform: What computes updates.
-        policy: How everything is stored: a :class:`Policy`, or several by :func:`by_label`.
+        policy: How everything is stored: a :class:`Policy`, the name of one in :mod:`everybit.policies`, or several by
+            :func:`by_label`.
         seed: Of the bits that stochastic rounding draws: a whole number of at most 64 bits, or an int64 tensor, 0-d. Under
             ``torch.func.vmap`` a tensor gives each member of a population bits of its own; a number gives all of them the same bits.
         unsafe: What to do about a policy that cannot work for this transform, such as a bfloat16 second moment rounded to nearest at
@@ -399,9 +401,10 @@ def with_policy(
         tensor([0.9990, 0.9990, 0.9990])
     """
     require_transform(transform, who="with_policy")
+    policy = with_name_resolved(policy)
     if not isinstance(policy, (Policy, ByLabel)):
         raise TypeError(
-            f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16, or by_label(...)."
+            f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16, its name, or by_label(...)."
         )
     require_seed(seed)
     if unsafe not in ("refuse", "warn", "allow"):

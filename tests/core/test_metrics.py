@@ -102,3 +102,13 @@ def test_full_precision_weights_pass_through() -> None:
 def test_only_an_optimizer_can_be_measured() -> None:
     with pytest.raises(TypeError, match=r"with_metrics: got Chain.*; accepted is what with_policy\(...\) returns"):
         eb.with_metrics(eb.adamw(1e-3))  # type: ignore[arg-type]
+
+
+def test_they_are_python_numbers_by_name_for_a_logger() -> None:
+    opt = eb.with_metrics(eb.with_policy(eb.sgd(1e-3), "PURE_BF16"))
+    _, state = opt.step(tree(0, BF16), tree(1, BF16), opt.init(tree(0, BF16)))
+    logged = state.metrics.asdict()
+    assert logged == {name: float(getattr(state.metrics, name)) for name in logged}
+    assert {type(value) for value in logged.values()} == {float}
+    assert 0 < logged["lost"] < logged["moved"]
+    assert logged["lost_share"] == logged["lost"] / logged["moved"]

@@ -323,7 +323,8 @@ def test_a_policy_that_cannot_be_is_refused_then_and_changes_nothing() -> None:
     wrong: list[tuple[Any, str]] = [
         (eb.policies.PURE_BF16, r"0.999"),
         (eb.policies.FP32, r"float32.*bfloat16"),
-        ("LEAN_BF16", r"policy: got 'LEAN_BF16'; accepted are a Policy"),
+        ("LEAN_BF61", r"policy: got 'LEAN_BF61' \(did you mean 'LEAN_BF16'\?\)"),
+        (16, r"policy: got 16; accepted are a Policy"),
     ]
     for policy, message in wrong:
         optimizer.param_groups[0]["policy"] = policy

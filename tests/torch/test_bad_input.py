@@ -41,8 +41,10 @@ def test_things_of_the_wrong_kind_are_refused() -> None:
         AdamW(Awkward().parameters(), lr="0.1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"lr: got a tensor of shape \(\) and torch.bfloat16"):
         AdamW(Awkward().parameters(), lr=torch.tensor(0.1, dtype=torch.bfloat16))
-    with pytest.raises(TypeError, match=r"policy: got 'KAHAN_BF16'; accepted are a Policy"):
-        AdamW(Awkward().parameters(), policy="KAHAN_BF16")  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"policy: got 16; accepted are a Policy, such as everybit.policies.LEAN_BF16, its name"
+    ):
+        AdamW(Awkward().parameters(), policy=16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("dtype", "hint"), [(torch.int32, ""), (torch.complex64, "view_as_real")])

@@ -9,14 +9,31 @@ from pathlib import Path
 import pytest
 from mypy import api
 
+from tests.support.pages import blocks
+
 ROOT = Path(__file__).parents[2]
+# Pages whose programs type-check, up to and including so many blocks of Python: what authors of transforms take over.
+PAGES = {"docs/transforms.md": 1, "docs/tutorials/write_an_optimizer.md": 2}
 EXPECTED = re.compile(r'# E: (?P<code>[a-z-]+) "(?P<message>[^"]*)"\s*$')
 REPORTED = re.compile(r"^(?P<file>[^:]+):(?P<line>\d+): error: (?P<message>.*)  \[(?P<code>[a-z-]+)\]$")
 
 
+def program_of(page: str) -> str:
+    """The blocks of a page's program."""
+    sources = [block.source for block in blocks(page) if block.is_program]
+    return "\n".join(sources[: PAGES[page]])
+
+
+def file_of(page: str) -> str:
+    return re.sub(r"\W", "_", page.removesuffix(".md")) + ".py"
+
+
 @pytest.fixture(scope="module")
-def reported() -> dict[tuple[str, int], list[tuple[str, str]]]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[tuple[str, str]]]:
     """What mypy says of all programs: (file, line) -> [(code, message)]."""
+    programs = tmp_path_factory.mktemp("pages")
+    for page in PAGES:
+        (programs / file_of(page)).write_text(program_of(page), encoding="utf-8")
     limit = sys.getrecursionlimit()
     try:
         output, problems, _ = api.run(
@@ -27,6 +44,7 @@ def reported() -> dict[tuple[str, int], list[tuple[str, str]]]:
                 "--no-pretty",
                 "--hide-error-context",
                 str(ROOT / "typings"),
+                *(str(programs / file_of(page)) for page in PAGES),
             ]
         )
     finally:
@@ -47,6 +65,14 @@ def test_programs_that_must_type_check_do(
     program: Path, reported: dict[tuple[str, int], list[tuple[str, str]]]
 ) -> None:
     assert {key: errors for key, errors in reported.items() if key[0] == program.name} == {}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_tells_authors_to_write_type_checks(
+    page: str, reported: dict[tuple[str, int], list[tuple[str, str]]]
+) -> None:
+    assert "eb.Slot[P]" in program_of(page)
+    assert {key: errors for key, errors in reported.items() if key[0] == file_of(page)} == {}
 
 
 @pytest.mark.parametrize("program", sorted((ROOT / "typings/fails").glob("*.py")), ids=lambda path: path.stem)

@@ -9,7 +9,7 @@ from everybit_torch import AdamW, AnyPrecisionAdamW
 
 model = torch.nn.Linear(2, 2)
 
-AdamW(model.parameters(), policy="KAHAN_BF16")  # E: arg-type "Policy | ByLabel | None"
+AdamW(model.parameters(), policy="KAHAN_BF61")  # E: arg-type "expected Policy | ByLabel | Literal['FP64'"
 AdamW(model.parameters(), layout="round")  # E: arg-type "Literal['round']"
 AdamW(model.parameters(), learning_rate=0.1)  # E: call-arg "learning_rate"
 AdamW(model.parameters(), betas=0.9)  # E: arg-type "tuple"

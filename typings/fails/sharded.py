@@ -11,7 +11,7 @@ model = nn.Linear(2, 2)
 FlatStepper(model, eb.adamw(1e-3), strategy="zero3")  # E: arg-type "Literal['zero3']"
 FlatStepper(model, eb.adamw(1e-3), outer="all")  # E: arg-type "Literal['no_shard', 'optim']"
 FlatStepper(model, eb.adamw(1e-3), nan="always")  # E: arg-type "Literal['off', 'step', 'param']"
-FlatStepper(model, eb.adamw(1e-3), policy="bf16")  # E: arg-type "Policy | ByLabel | MixedPrecision | None"
+FlatStepper(model, eb.adamw(1e-3), policy="bf16")  # E: arg-type "expected Policy | ByLabel | Literal['FP64'"
 FlatStepper(model, eb.adamw)  # E: arg-type "def adamw"
 FlatStepper(model, eb.adamw(1e-3), units=["Block"])  # E: list-item "type[Module] | Module"
 MixedPrecision(main_params="bf16")  # E: arg-type "Literal['float64', 'float32', 'bfloat16', 'float16'] | None"

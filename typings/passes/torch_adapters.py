@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer
+from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer, weight_decay_groups
 
 model = torch.nn.Linear(2, 2)
 optimizer: torch.optim.Optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16, compile=True)
@@ -24,3 +24,9 @@ def clipped(learning_rate: float, weight_decay: float) -> eb.Transform[Any]:
 
 composed = TorchOptimizer(model.parameters(), clipped, lr=1e-3, weight_decay=0.1)
 loss: float = composed.step(lambda: 1.0)
+
+AdamW(weight_decay_groups(model, 0.1, no_decay=["*embedding*"]), lr=3e-4, policy="LEAN_BF16")
+assert_type(AdamW.from_torch(torch.optim.AdamW(model.parameters()), policy="LEAN_BF16", compile=False), AdamW)
+assert_type(grouped.metrics().asdict(), dict[str, float])
+chosen: eb.PolicyName = "EXACT_BF16"
+assert_type(eb.with_policy(eb.adamw(mask=eb.not_norm_or_bias), chosen).policy, eb.Policy | eb.ByLabel)

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_OPTION
     name = "everybit"
     try:
-        options, command = _parsed(arguments or ["--help"])
+        options, command = parse(arguments or ["--help"])
         name = f"everybit {arguments[0]}"
         results = command.run(options, _console(options), shlex.join(["everybit", *arguments]))
     except OptionError as error:
@@ -94,7 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return results.exit_code
 
 
-def _parsed(arguments: Sequence[str]) -> tuple[Output, Command[Any]]:
+def parse(arguments: Sequence[str]) -> tuple[Output, Command[Any]]:
+    """Parse a command line, and do nothing yet.
+
+    Returns:
+        The options, and the command that takes them.
+
+    Raises:
+        SystemExit: After ``--help``, or where it cannot be parsed (code 2).
+    """
     import tyro
 
     commands = _commands()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ def _hugging_face(path: Path) -> nn.Module:
 
 def _imported(name: str) -> nn.Module:
     where, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # as for `python -m`; the installed command has its own folder there
+        sys.path.insert(0, here)
     try:
         function: Callable[[], object] = getattr(importlib.import_module(where), attribute)
     except Exception as error:  # importing a module runs it

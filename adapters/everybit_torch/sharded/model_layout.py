@@ -12,7 +12,8 @@ import everybit as eb
 from everybit.dtypes import dtype_name
 from everybit.parts import needs_whole_tensors
 from everybit.policies import native
-from everybit.policy import LOW, AnyPolicy, ByLabel, Policy, for_dtype, resolve
+from everybit.policy import LOW, ByLabel, Policy, for_dtype, resolve
+from everybit.policy_names import PolicyOrName, with_name_resolved
 from everybit.transform import any_per_tensor, require_transform
 from everybit_torch.choosing import choices, chosen
 from everybit_torch.dtensors import local, mesh_of
@@ -50,7 +51,7 @@ class ModelLayout:
     labelled: Mapping[str, LabelledTransform]
 
 
-AnyPrecision = AnyPolicy | MixedPrecision | None
+AnyPrecision = PolicyOrName | MixedPrecision | None
 
 
 def describe(
@@ -254,6 +255,7 @@ def _label(
 
 
 def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPrecision) -> dict[str, tuple[str, Policy]]:
+    policy = with_name_resolved(policy)
     if policy is None or isinstance(policy, MixedPrecision):
         by_dtype: dict[str, tuple[str, Policy]] = {}
         for name, parameter in trained.items():
@@ -264,7 +266,7 @@ def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPrecision) ->
         return dict.fromkeys(trained, ("", policy))
     if not isinstance(policy, ByLabel):
         raise TypeError(
-            f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16,"
+            f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16, its name,"
             " by_label(...), MixedPrecision(...), or None."
         )
     labelled: dict[str, tuple[str, Policy]] = {}

@@ -61,7 +61,7 @@ class FlatStepper(Control, ModelAccess):
     Args:
         model: On one device; or on the meta device, with ``values``. Parameters may be tied, frozen, of several dtypes.
         transform: What computes updates; or one for each label, with ``labels``.
-        policy: How weights, state and gradients are stored and sent: a policy, several by :func:`everybit.by_label`, a
+        policy: How weights, state and gradients are stored and sent: a policy or its name, several by :func:`everybit.by_label`, a
             :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
         mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
             process alone if ``torch.distributed`` is not initialised.

@@ -44,6 +44,19 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """List the methods by which hooks were registered on this optimizer that are still there, such as ``register_step_post_hook``."""
+    kinds = (
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    )
+    return [f"register_{kind}_hook" for kind in kinds if getattr(optimizer, f"_optimizer_{kind}_hooks", None)]
+
+
 def unmarked(method: F) -> F:
     """``method`` without the mark that keeps Dynamo from tracing it; itself, if Dynamo is imported or it has none."""
     marked = getattr(method, "__globals__", {}).get("__name__") == _MARKS

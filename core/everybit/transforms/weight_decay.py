@@ -106,5 +106,24 @@ def _decay(weight_decay: Scalar, p: Tensor, nothing: float) -> Tensor:
     return torch.where(weight_decay == 0, nothing, decay) if isinstance(weight_decay, Tensor) else decay
 
 
+def not_norm_or_bias(path: str, parameter: Tensor) -> bool:
+    """Whether a parameter is decayed under the usual recipe "no weight decay on norms and biases"; a mask for weight decay.
+
+    The weights of normalization layers and biases are vectors, so a parameter is decayed if it has two dimensions or more and is not called
+    a bias. For a ``torch.nn.Module`` see also :func:`everybit_torch.weight_decay_groups`, which knows the classes of its layers.
+
+    Args:
+        path: As :func:`everybit.tree.paths` writes it. The last name decides: one of its words, separated by underscores, is ``bias``.
+        parameter: Of any shape; its values are not looked at.
+
+    Examples:
+        >>> import everybit as eb
+        >>> optimizer = eb.adamw(3e-4, weight_decay=0.1, mask=eb.not_norm_or_bias)
+        >>> decay = eb.masked(eb.add_decayed_weights(0.1), where=eb.not_norm_or_bias)
+    """
+    name = path.rstrip("]'\"").replace("'", ".").replace('"', ".").replace("[", ".").rsplit(".", 1)[-1]
+    return parameter.ndim >= 2 and "bias" not in name.split("_")
+
+
 add_decayed_weights = AddDecayedWeights
 subtract_decayed_weights = SubtractDecayedWeights

@@ -16,7 +16,7 @@ from everybit_torch.cli.machine import versions
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
-from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject
+from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject, unit_of
 from everybit_torch.sharded.plan import Plan
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 
@@ -166,18 +166,25 @@ def _enough_ranks(
 
 
 def _sheet(choices: list[Planned], best: Planned | None, budget: int) -> Sheet:
+    unit, size = unit_of(max(one.plan.peak_bytes for one in choices))
     caption = (
-        f"GiB of one rank at the step's peak. The budget is {budget / GIB:.1f}; what is in brackets exceeds it."
+        f"{unit} of one rank at the step's peak. The budget is {_sized(budget)}; what is in brackets exceeds it."
         + (" The arrow points to what is advised." if best else "")
     )
     sheet = Sheet(("", *(name.replace("_params", "_\nparams") for name in STRATEGIES)), caption=caption)
     for policy in dict.fromkeys(choice.policy for choice in choices):
         cells = []
         for one in (one for one in choices if one.policy == policy):
-            size = f"{one.plan.peak_bytes / GIB:.1f}"
-            cells.append(("> " if one is best else "") + (size if one.plan.peak_bytes <= budget else f"({size})"))
+            peak = f"{one.plan.peak_bytes / size:.1f}"
+            cells.append(("> " if one is best else "") + (peak if one.plan.peak_bytes <= budget else f"({peak})"))
         sheet.rows.append((policy, *cells))
     return sheet
+
+
+def _sized(nbytes: int) -> str:
+    """Bytes in the largest unit of which there is one at least: ``46.6 GiB``."""
+    unit, size = unit_of(nbytes)
+    return f"{nbytes / size:.1f} {unit}"
 
 
 def _reasons(
@@ -185,16 +192,16 @@ def _reasons(
 ) -> list[str]:
     plan = best.plan
     said = [
-        f"{best.policy} under {best.strategy}: {plan.peak_bytes / GIB:.1f} GiB at the peak, {(budget - plan.peak_bytes) / GIB:.1f} of the"
-        f" budget are left; {plan.wire_bytes / GIB:.2f} GiB are sent in a step."
+        f"{best.policy} under {best.strategy}: {_sized(plan.peak_bytes)} at the peak, {_sized(budget - plan.peak_bytes)} of"
+        f" the budget are left; {_sized(plan.wire_bytes)} are sent in a step."
     ]
     if best.policy in KEEPS:
         said.append(f"{best.policy} keeps {KEEPS[best.policy]}.")
     for policy in list(policies)[: list(policies).index(best.policy)]:
         least = min((one for one in choices if one.policy == policy), key=lambda one: one.plan.peak_bytes)
-        said.append(f"{policy} does not fit: {least.plan.peak_bytes / GIB:.1f} GiB at least, under {least.strategy}.")
+        said.append(f"{policy} does not fit: {_sized(least.plan.peak_bytes)} at least, under {least.strategy}.")
     said += [
-        f"{one.strategy} would send less, and takes {one.plan.peak_bytes / GIB:.1f} GiB."
+        f"{one.strategy} would send less, and takes {_sized(one.plan.peak_bytes)}."
         for one in choices
         if one.policy == best.policy and one.plan.wire_bytes < plan.wire_bytes
     ]
@@ -211,7 +218,8 @@ def _reasons(
 def _too_small(choices: list[Planned], enough: dict[str, int | None], budget: int) -> list[str]:
     least = min(choices, key=lambda one: one.plan.peak_bytes)
     said = [
-        f"Nothing fits into {budget / GIB:.1f} GiB: the least is {least.plan.peak_bytes / GIB:.1f}, {least.policy} under {least.strategy}."
+        f"Nothing fits into {_sized(budget)}: the least is {_sized(least.plan.peak_bytes)}, {least.policy} under"
+        f" {least.strategy}."
     ]
     for policy, ranks in enough.items():
         if ranks is None:

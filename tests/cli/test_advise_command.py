@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,15 @@ def test_sizes_are_read_as_they_are_written(number: int, unit: str) -> None:
     for wrong in (f"-{number}{unit}", f"{number}{unit}x", unit or "GB"):
         with pytest.raises(OptionError, match="--memory: got"):
             parsed_size("--memory", wrong)
+
+
+def test_sizes_are_shown_in_units_of_which_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, said = advised(capsys, "--ranks", "1", "--memory", "2MB", "--policies", "LEAN_BF16")
+    assert code == 0
+    assert "1 ranks of 1.9 MiB, 0 bytes of it reserved" in said
+    assert "KiB of one rank at the step's peak. The budget is 1.9 MiB;" in said
+    peak = re.search(
+        r"LEAN_BF16 under no_shard: ([\d.]+) KiB at the peak, [\d.]+ KiB of the budget are left; 0 bytes are sent", said
+    )
+    assert peak is not None, said
+    assert float(peak[1]) > 2 * 28_768 / 1024  # more than the weights of the model

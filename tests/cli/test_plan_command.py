@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from everybit_torch import cli
 from everybit_torch.cli.errors import BAD_OPTION
+from everybit_torch.cli.models import build
 
 
 def small_model() -> nn.Module:
@@ -196,3 +198,15 @@ def test_the_device_is_planned_for(tmp_path: Path) -> None:
         (one,) = json.loads((tmp_path / device / "plan.json").read_text())["plans"]
         steps[device] = one["transient"]["step"]
     assert steps["cuda"] > 2 * steps["cpu"]
+
+
+def test_a_model_is_found_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed command has its own folder in the path of modules, and not the one that it is run in."""
+    (tmp_path / "model_of_this_folder.py").write_text(
+        "from torch import nn\n\ndef make():\n    return nn.Linear(3, 5)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    model, blocks = build("model_of_this_folder:make", None)
+    assert [tuple(p.shape) for p in model.parameters()] == [(5, 3), (5,)]
+    assert blocks == []

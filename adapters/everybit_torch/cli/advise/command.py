@@ -21,7 +21,6 @@ from everybit_torch.sharded.plan import Plan
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 
 FORMAT = 1
-GIB = 1 << 30
 MOST_RANKS = 1 << 14
 """How far ranks are doubled when nothing fits."""
 
@@ -89,7 +88,7 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
     enough = {} if best else _enough_ranks(options, chosen, policies, budget)
     title = (
         f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {options.optimizer}, {options.ranks} ranks of"
-        f" {memory / GIB:.1f} GiB, {reserve / GIB:.1f} of it reserved; units: {chosen.unit_names}."
+        f" {_sized(memory)}, {_sized(reserve)} of it reserved; units: {chosen.unit_names}."
     )
     console.print(title, highlight=False)
     show(_sheet(choices, best, budget), console)
@@ -184,7 +183,7 @@ def _sheet(choices: list[Planned], best: Planned | None, budget: int) -> Sheet:
 def _sized(nbytes: int) -> str:
     """Bytes in the largest unit of which there is one at least: ``46.6 GiB``."""
     unit, size = unit_of(nbytes)
-    return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} {unit}" if size == 1 else f"{nbytes / size:.1f} {unit}"
 
 
 def _reasons(

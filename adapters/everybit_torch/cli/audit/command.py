@@ -26,7 +26,7 @@ FROZEN = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditOptions(Output):
-    """Show where a training run loses precision, layer by layer, and which policy would mend it.
+    """Show where a training run loses precision, layer by layer, and which policy would keep it.
 
     The file is written by the script that trains: audit = everybit_torch.Audit(model, optimizer) after the optimizer is made, and
     audit.save("audit.json") at the end. Writes audit.json (the verdict and all numbers) and audit.png (layers by steps) to --out, if it is
@@ -34,13 +34,13 @@ class AuditOptions(Output):
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    """What Audit.save wrote."""
+    """The file that Audit.save wrote."""
 
     rows: int = 20
-    """How many layers the table shows, those with the greatest loss first; 0: all."""
+    """The number of layers in the table, those with the greatest loss first; 0: all."""
 
     out: Path | None = None
-    """Folder for audit.json and audit.png; made if need be."""
+    """Folder for audit.json and audit.png; created if it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)

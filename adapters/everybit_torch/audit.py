@@ -57,7 +57,7 @@ class LayerAudit:
 
 
 class Audit:
-    """Audits an optimizer's steps from now on, by its hooks; the run's numbers are not changed.
+    """Audit an optimizer's steps from now on, through its hooks; the numbers of the training run are not changed.
 
     An audited step takes more than two steps' time and, until it is over, memory for another copy of weights and 16-bit state, and for both
     in float64. Of an optimizer of everybit everything is decoded before the step and after it, too.

@@ -90,7 +90,7 @@ class GradientRelease:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes within it only accumulate; the first one after it steps."""
+        """Accumulate gradients in the backward passes inside this context; the first pass after it steps."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -108,7 +108,7 @@ class GradientRelease:
         self._undo()
 
     def abandon(self) -> None:
-        """Begin a new step with the next backward pass, after one that ended in an exception. Parameters that were stepped stay stepped."""
+        """Drop a backward pass that ended in an exception; the next one begins a new step. Parameters that were stepped stay stepped."""
         if self._open:
             self._home.begin_everywhere()  # after an error autograd does not see to that
             self._end()

@@ -39,7 +39,7 @@ Layout = Literal["auto", "flat", "tree"]
 
 
 class TorchOptimizer(torch_optimizers.Optimizer):
-    """Run the transform that ``factory`` makes on a model's parameters, stored as ``policy`` says.
+    """Optimize a model's parameters by the transform that ``factory`` makes, stored as ``policy`` says.
 
     Everything written for ``torch.optim`` works on it: param groups, learning-rate schedulers, closures, hooks, ``state_dict``.
     Hyperparameters go by torch's names: ``lr`` is the factory's ``learning_rate``, ``betas`` its ``b1`` and ``b2``; all others keep
@@ -121,7 +121,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     # -- groups ---------------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; it may have a ``policy`` of its own. Possible at any time.
+        """Add a param group at any time; it may have a ``policy`` of its own.
 
         Raises:
             TypeError: A parameter that is not a real floating-point tensor.
@@ -213,7 +213,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return loss
 
     def prepare(self) -> None:
-        """Bring everything in its place for a step, and the present hyperparameters to where it reads them; for who steps by parts.
+        """Prepare a step: place parameters and state, and copy changed hyperparameters to the device. For CUDA graphs and partial steps.
 
         Raises:
             RuntimeError: A parameter that was moved since the first step, or ``state`` was given another object; a CUDA graph is being
@@ -229,7 +229,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self._place_and_follow()
 
     def place(self) -> None:
-        """Give every parameter that has none its unit, as the first step does."""
+        """Place the parameters and create their state, as the first step does."""
         self.places.place(self.param_groups)
 
     def _place_and_follow(self) -> None:
@@ -295,7 +295,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @outside_inference
     def bytes_table(self) -> dict[str, int]:
-        """Bytes of the tensors that are allocated now, by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
+        """Return the bytes of the tensors that are allocated now, by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
 
         ``unused`` is what the present hyperparameters do not need and is kept for when they do. Gradients that are not there at the moment
         are counted as they will be. What others keep in ``state`` is not counted.
@@ -306,14 +306,14 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @outside_inference
     def export_fp32(self) -> list[list[Tensor]]:
-        """Every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
+        """Return every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
         self._place_and_follow()
         return full_weights.export(self)
 
     @outside_inference
     @torch.no_grad()
     def eval_params(self) -> list[list[Tensor]]:
-        """The weights for evaluation, in float32, of a transform that has others than those it trains; as :meth:`export_fp32`."""
+        """Return the weights for evaluation, in float32, if the transform has such weights; in the form of :meth:`export_fp32`."""
         self._place_and_follow()
         return full_weights.export(self, eb.Optimizer.eval_params)
 
@@ -441,7 +441,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @outside_inference
     def full_state_dict(self) -> dict[str, Any]:
-        """A ``state_dict`` in full precision: what the stored bits stand for, in float32, whatever the policy.
+        """Return a ``state_dict`` in full precision: decoded weights and state in float32, whatever the policy.
 
         Beside the slots each parameter's state has its weights, as ``"param"``. :meth:`load_full_state_dict` of an optimizer with
         another policy takes it, so that a run goes on in another format.
@@ -453,7 +453,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @outside_inference
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
-        """Go on from a :meth:`full_state_dict`, stored under this optimizer's policy; weights of the model included, if it has them.
+        """Continue from a :meth:`full_state_dict`, stored under this optimizer's policy; the model's weights are loaded, if it has them.
 
         Returns:
             For the weights (``"param"``) and each slot: what rounding to this policy's formats lost.
@@ -465,7 +465,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return loading.restore_in_full(self, self._judge(state_dict, full=True))
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state as the ``torch.optim`` optimizer of the same name saves it, in float32; it loads there.
+        """Return the state in the form of the ``torch.optim`` optimizer of the same name, in float32, which can load it.
 
         Raises:
             TypeError: There is no such optimizer in torch.
@@ -476,7 +476,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @outside_inference
     @torch.no_grad()
     def load_torch_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
-        """Go on from what the ``torch.optim`` optimizer of the same name saved, under this optimizer's policy.
+        """Continue from the ``state_dict`` of the ``torch.optim`` optimizer of the same name, under this optimizer's policy.
 
         The weights are the model's: load them there, or by :meth:`import_fp32`, before.
 

@@ -83,7 +83,7 @@ class Context:
         return replace(self, members=_chosen(self.members, chosen), numbering=_chosen(self.numbering, chosen))
 
     def keys(self, name: str, like: P) -> P:
-        """Name random bits for each element of a tree: ``key.bits(leaf)`` and ``key.bits16(leaf)`` draw them.
+        """Return keys that name the random bits of each leaf of a tree: ``key.bits(leaf)`` and ``key.bits16(leaf)`` draw them.
 
         The bits of an element depend on the optimizer's seed, the number of the update, ``name``, the transform's position in its chain and
         the element's index in the model, and on nothing else: not on layout, sharding or resumption. They are independent of those by which

@@ -39,7 +39,7 @@ class Metrics:
 
     @property
     def lost_share(self) -> Tensor:
-        """Share of the non-zero updates that had no effect, in [0, 1]; 0 if nothing was to move.
+        """Share of the non-zero updates that had no effect, in [0, 1]; 0 if no update was to change anything.
 
         Under stochastic rounding most small updates have none in a given step, and the right one on average: see :attr:`edq`.
         """
@@ -149,7 +149,7 @@ class Measured(Generic[S]):
 
 
 def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
-    """Measure each step: the share of lost updates, the effective descent quality, and norms; no look from the host.
+    """Measure each step: the share of lost updates, the effective descent quality, and norms; without host synchronization.
 
     Raises:
         TypeError: ``optimizer`` was not made by ``with_policy``: what is lost depends on how it is stored.

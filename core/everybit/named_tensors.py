@@ -19,7 +19,7 @@ _SHOWN = 5
 
 
 def state_dict(state: object) -> dict[str, Tensor]:
-    """The tensors of a state, or of any tree, by name; they are the state's own and not copies.
+    """Return the tensors of a state, or of any tree, by name; they are not copied.
 
     Examples:
         >>> import torch, everybit as eb
@@ -32,7 +32,7 @@ def state_dict(state: object) -> dict[str, Tensor]:
 
 
 def load_state_dict(state: P, saved: Mapping[str, Tensor]) -> P:
-    """``saved`` in the structure of ``state``: the state that continues bit for bit where :func:`state_dict` was taken.
+    """Return ``saved`` in the structure of ``state``: the run continues bit for bit from where :func:`state_dict` was called.
 
     Args:
         state: As ``init`` makes it for the same transform, policy and parameters; its values do not matter, and it is not changed.

@@ -185,7 +185,7 @@ class Optimizer(Generic[S]):
     def step(
         self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None
     ) -> tuple[P, OptimizerState[S]]:
-        """One update.
+        """Compute one update of all parameters.
 
         Args:
             params: The model's tensors, as stored.
@@ -268,7 +268,7 @@ class Optimizer(Generic[S]):
         )
 
     def export_fp32(self, params: P, state: OptimizerState[S]) -> P:
-        """The weights with all the precision that parameters and state hold together, in the compute dtype (float32).
+        """Return the weights with all the precision that parameters and state hold together, in the compute dtype (float32).
 
         Raises:
             ValueError: ``state`` does not belong to ``params`` under this policy.
@@ -351,7 +351,7 @@ class Optimizer(Generic[S]):
         return tree.replace(params, [p[0] for p in parts]), stored
 
     def bytes_table(self, params: object) -> dict[str, int]:
-        """Bytes that persist between steps for these parameters, by use; nothing is allocated.
+        """Return the bytes that persist between steps for these parameters, by use, without allocating them.
 
         Keys: ``parameter``, ``compensation`` (parts of parameters beside the model's tensor), ``gradient``, each slot by name, and
         ``counters``.
@@ -376,7 +376,7 @@ def with_policy(
     seed: int | Tensor = 0,
     unsafe: Unsafe = "refuse",
 ) -> Optimizer[S]:
-    """Put ``transform`` under ``policy``.
+    """Make an optimizer of a transform, whose parameters and state are stored as ``policy`` says.
 
     Args:
         transform: What computes updates.

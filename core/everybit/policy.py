@@ -93,7 +93,7 @@ class FrozenMapping(Mapping[K, V]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The formats of everything an optimizer stores.
+    """The formats of an optimizer's parameters, state and gradients.
 
     Args:
         compute: What updates are computed in, whatever they are stored in.
@@ -210,7 +210,7 @@ class Policy:
 
     @property
     def draws_bits(self) -> bool:
-        """Whether anything is rounded at random."""
+        """Whether any format rounds stochastically."""
         return self.params.draws_bits or any(format.draws_bits for _, format in self._state_formats())
 
 
@@ -298,7 +298,7 @@ class ByLabel:
         object.__setattr__(self, "policies", FrozenMapping(self.policies))
 
     def policy_for(self, label: object) -> Policy:
-        """The policy of what is labelled so.
+        """Return the policy for a label.
 
         Raises:
             ValueError: There is none; the message names the labels that have one.
@@ -373,7 +373,7 @@ def policies_of(policy: AnyPolicy) -> list[Policy]:
 
 
 def draws_bits(policy: AnyPolicy) -> bool:
-    """Whether anything is rounded at random."""
+    """Whether any format rounds stochastically."""
     return any(one.draws_bits for one in policies_of(policy))
 
 

@@ -1,4 +1,4 @@
-"""Random bits that depend on where and when, and on nothing else.
+"""Random bits that depend on the seed, the step and the element's place, and on nothing else.
 
 A generator is a hidden state: another order of calls, another number of processes or a resume, and the numbers differ. Here the
 bits of an element are a hash of (seed, step, stream, global index of the element), so they are the same on one process and on
@@ -82,7 +82,7 @@ class Key:
     lane: Lane | None = None
 
     def bits(self, like: Tensor) -> Tensor:
-        """32 random bits per element: int32 of the shape of ``like``; every bit is a fair coin."""
+        """Return 32 random bits per element, as int32 of the shape of ``like``."""
         return self._draw(like, self.stream)
 
     def bits16(self, like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ PARTS = ("cut", "reduces", "init", "update")
 
 
 class Transform(Protocol[S]):
-    """A pure map from gradients to updates that threads its own state.
+    """A pure function from gradients to updates, with explicit state.
 
     ``init`` and ``update`` mutate nothing, draw no hidden random numbers and never wait for the device: ``torch.func`` differentiates
     and batches them, ``torch.compile(fullgraph=True)`` traces them. Mathematics happens in the dtype that comes in; a policy sees to
@@ -48,16 +48,16 @@ class Transform(Protocol[S]):
         ...
 
     def init(self, params: P) -> S:
-        """The state before the first update, for parameters of these shapes, dtypes and devices."""
+        """Return the state before the first update, for parameters of these shapes, dtypes and devices."""
         ...
 
     def update(self, updates: P, state: S, params: P, ctx: Context = ALONE) -> tuple[P, S]:
-        """New updates and new state. Trees in and out have one structure."""
+        """Return new updates and new state; updates have the structure of the gradients."""
         ...
 
 
 class Elementwise:
-    """The promises of a transform that works element by element and reduces nothing; a base of such transforms.
+    """Base class of transforms that work element by element and reduce nothing.
 
     One that reduces overrides :attr:`reduces`.
     """
@@ -66,12 +66,12 @@ class Elementwise:
 
     @property
     def cut(self) -> Cut:
-        """Any slice of memory will do."""
+        """``"element"``: parameters may be cut anywhere."""
         return "element"
 
     @property
     def reduces(self) -> bool:
-        """It asks for nothing."""
+        """False: the update needs no sum over parameters."""
         return False
 
 

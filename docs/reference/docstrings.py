@@ -20,12 +20,19 @@ INLINE_FORMULA = re.compile(r":math:`([^`]+)`")
 FORMULA = re.compile(r"^([ \t]*)\.\. math::[ \t]*\n((?:\1[ \t]+\S.*\n?|[ \t]*\n)+)", re.MULTILINE)
 
 
-def rendered_names() -> list[str]:
-    """The names that the pages of the reference show, in order."""
-    pages = sorted(Path(__file__).parent.glob("*.md"))
-    return [
-        name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    ]
+ENTRY = re.compile(r"^::: (?P<name>[\w.]+)$(?P<options>(?:\n    .*)*)", re.MULTILINE)
+MEMBERS = re.compile(r"^ +members: (?:\[(?P<some>.*)\]|(?P<all>true)|false)$", re.MULTILINE)
+
+
+def rendered() -> dict[str, set[str] | None]:
+    """The names that the pages of the reference show, in order, and of each the members that it shows; None: all with a docstring."""
+    found: dict[str, set[str] | None] = {}
+    for page in sorted(Path(__file__).parent.glob("*.md")):
+        for entry in ENTRY.finditer(page.read_text(encoding="utf-8")):
+            members = MEMBERS.search(entry["options"])
+            shown = None if members is None or members["all"] else set(re.findall(r"\w+", members["some"] or ""))
+            found[entry["name"]] = shown
+    return found
 
 
 class Docstrings(griffe.Extension):
@@ -47,14 +54,15 @@ def _names_by_path() -> dict[str, str]:
     for package, folder in (("everybit", "core"), ("everybit_torch", "adapters")):
         griffe.load(package, search_paths=[ROOT / folder], modules_collection=collection, resolve_aliases=True)
     names = {}
-    for name in rendered_names():
+    for name, shown in rendered().items():
         found: Any = collection[name]
         target = found.final_target if found.is_alias else found
         path = _class_named(target) or target.path
         names[path] = name
         if target.kind is griffe.Kind.CLASS:
             for member, value in target.all_members.items():
-                if not value.is_alias and value.has_docstring and not member.startswith("_"):
+                documented = not value.is_alias and value.has_docstring and not member.startswith("_")
+                if documented and (shown is None or member in shown):
                     names[value.path] = f"{name}.{member}"
     return names
 

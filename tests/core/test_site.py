@@ -41,6 +41,17 @@ def test_an_entry_of_the_reference_names_something_that_is_there(name: str) -> N
     assert resolved(name) is not None
 
 
+def test_the_members_that_an_entry_lists_are_there() -> None:
+    pages = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    listed = re.findall(
+        r"^::: ([\w.]+)\n    options:\n(?:      (?!members).*\n)*      members: \[(.*)\]$", pages, re.MULTILINE
+    )
+    assert len(listed) >= 10
+    for name, members in listed:
+        missing = [member for member in members.split(", ") if not hasattr(resolved(name), member)]
+        assert missing == [], name
+
+
 def test_no_docstring_has_a_section_that_the_site_shows_as_quotes() -> None:
     """``Example:`` is an admonition to the site's parser, which flattens its lines into nested quotes; ``Examples:`` is code."""
     sources = [*ROOT.glob("core/**/*.py"), *ROOT.glob("adapters/**/*.py")]

@@ -24,7 +24,7 @@ class Output:
     """Print the results as JSON on standard output; the table and the progress then go to standard error."""
 
     quiet: bool = False
-    """Print neither table nor progress. Errors are printed, and so is what --json asks for."""
+    """Print neither table nor progress. Errors, and the results of --json, are still printed."""
 
 
 @dataclass(frozen=True, slots=True)

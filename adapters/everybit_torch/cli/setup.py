@@ -41,7 +41,7 @@ class Setup(Output):
     config.json of a Hugging Face model (needs transformers), or module:function, which is called and returns a torch.nn.Module."""
 
     dtype: Literal["bf16", "fp16", "fp32", "fp64", "model"] = "bf16"
-    """Of the model's own weights; model: as it is built."""
+    """Dtype of the model's weights; model: the dtype with which it is built."""
 
     ranks: int = 8
     """The number of ranks that buffers are sharded over."""
@@ -50,18 +50,18 @@ class Setup(Output):
     """The optimizer whose state is counted."""
 
     units: tuple[str, ...] = ()
-    """Names of module classes that are gathered and reduced together, such as LlamaDecoderLayer. Not given: the blocks of a known or a
-    Hugging Face model, else the whole model."""
+    """Names of module classes whose parameters are gathered and reduced together, such as LlamaDecoderLayer. Default: the blocks of a
+    known or Hugging Face model, otherwise the whole model."""
 
     microbatches: int = 1
     """Backward passes in a step."""
 
     device: Literal["cuda", "cpu"] = "cuda"
-    """Where it will run; a CPU is given smaller pieces to work on at a time."""
+    """Device of the training run; a step on a CPU works on smaller pieces at a time."""
 
     values: Literal["files", "initializers", "model"] = "files"
-    """Where the model that steppers are made of gets its values from: files and initializers give each rank what it keeps, of a model on
-    the meta device; model: each rank has all of it before."""
+    """Source of the first weights: files and initializers fill each rank's part of a model on the meta device; model: each rank has the
+    whole model first."""
 
 
 @dataclass(frozen=True, slots=True)

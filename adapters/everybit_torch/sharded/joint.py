@@ -15,7 +15,7 @@ from everybit_torch.sharded.stepper import FlatStepper
 
 
 class JointStepper:
-    """Step several parts of one model at once: with one norm of all gradients, and one decision whether to step.
+    """Step several steppers of one model together, with one norm of all gradients and one decision whether to step.
 
     The bits that a part draws are those of its stepper alone, so each has a seed of its own where policies draw some.
 
@@ -81,11 +81,11 @@ class JointStepper:
         return self._inside(lambda stepper: stepper.microbatch(last=last))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in here are not the last of their step; see :meth:`FlatStepper.no_sync`."""
+        """Context of backward passes that are not the last before a step; see :meth:`FlatStepper.no_sync`."""
         return self._inside(FlatStepper.no_sync)
 
     def sync(self) -> AbstractContextManager[None]:
-        """The one backward pass in here is the last of its step; see :meth:`FlatStepper.sync`."""
+        """Context of the last backward pass before a step; see :meth:`FlatStepper.sync`."""
         return self._inside(FlatStepper.sync)
 
     @contextmanager
@@ -127,12 +127,12 @@ class JointStepper:
         }
 
     def zero_grad(self) -> None:
-        """Forget the gradients of this cycle, in every part."""
+        """Discard the gradients of this cycle, in every stepper."""
         for stepper in self.steppers.values():
             stepper.zero_grad()
 
     def close(self) -> None:
-        """Give the parts of the model back. Every rank has to call it."""
+        """Close every stepper; see :meth:`FlatStepper.close`. Every rank has to call it."""
         for stepper in self.steppers.values():
             stepper.close()
 

@@ -24,7 +24,7 @@ from everybit.dtypes import FLOAT_DTYPES, FloatDType, dtype_name, require_member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """The dtypes of main weights, main gradients and gradients on the wire.
+    """The dtypes of main weights, of main gradients, and in which gradients are sent.
 
     Args:
         main_params: Of the weights that the optimizer works on. None: the model's own.

@@ -25,7 +25,7 @@ BUCKET = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Which of a rank's shards lie in the host's memory, pinned where the device has streams.
+    """Which of a rank's shards are kept in the host's memory (pinned, where the device has streams).
 
     Attributes:
         state: The optimizer's state, residuals and main weights.

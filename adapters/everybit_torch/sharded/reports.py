@@ -35,7 +35,7 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
         grad_norm: Euclidean norm of the gradient over all parameters and ranks, after dividing and before any clipping; 0-d, on the

@@ -313,7 +313,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature; there is one way here
-        """Forget the gradients of this cycle."""
+        """Discard the gradients of this cycle."""
         self._clear()
 
     def attach_gradients(self, of: Callable[[Slice], bool] = lambda _: True) -> None:

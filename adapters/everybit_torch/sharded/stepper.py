@@ -53,7 +53,7 @@ from everybit_torch.torch_internals.optimizers import note_step
 
 
 class FlatStepper(Control, ModelAccess):
-    """Step a model on flat buffers, alone or with other ranks, each dtype where the policy says.
+    """Train a model on flat buffers, on one process or sharded over many ranks, with the dtypes of a policy.
 
     Parameters become pieces of flat buffers. In the backward pass every gradient is added (or copied) to its place in a buffer and freed;
     there never is a second full-size gradient. What is summed over the ranks is summed once, by one rule, and divided once.
@@ -243,7 +243,7 @@ class FlatStepper(Control, ModelAccess):
             )
 
     def require_equal_passes(self, name: str) -> None:
-        """Refuse to go on from a step for which ranks had different numbers of backward passes. Every rank has to call it.
+        """Raise an error if the ranks had different numbers of backward passes before the last step. Every rank has to call it.
 
         Args:
             name: Of what is refused.
@@ -256,7 +256,7 @@ class FlatStepper(Control, ModelAccess):
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
-        """Finish the sums over the ranks, step, and hand the weights to the ranks that keep a copy. The next cycle begins.
+        """Finish the sums over the ranks, step, and send the new weights to ranks that keep a copy. A new cycle begins.
 
         Args:
             loss_scale: What the loss was multiplied by; gradients are divided by it.
@@ -270,7 +270,7 @@ class FlatStepper(Control, ModelAccess):
 
     @torch.no_grad()
     def agree_on_step(self, *, loss_scale: float = 1.0) -> StepAgreement:
-        """Return what :meth:`step` finds out before it steps, to be given to :meth:`carry_out`. Every rank has to call it.
+        """Compute what :meth:`step` needs to know from all ranks, to be passed to :meth:`carry_out`. Every rank has to call it.
 
         Args:
             loss_scale: As :meth:`step`'s.
@@ -299,7 +299,7 @@ class FlatStepper(Control, ModelAccess):
 
     @torch.no_grad()
     def carry_out(self, agreed: StepAgreement) -> StepReport:
-        """Step, as :meth:`step` does, with what was found out before.
+        """Step as :meth:`step` does, with the result of :meth:`agree_on_step`.
 
         Args:
             agreed: By :meth:`agree_on_step`; with the norm of more than this model, say.
@@ -328,7 +328,7 @@ class FlatStepper(Control, ModelAccess):
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Sum over the ranks what was not yet, and divide: the main gradients are final then. ``step`` does it by itself.
+        """Complete the sums over the ranks, and divide: the main gradients are final then. :meth:`step` does this by itself.
 
         They are the gradients of this rank's parameters in ``as_optimizer()`` until then, and may be scaled.
         """
@@ -382,14 +382,14 @@ class FlatStepper(Control, ModelAccess):
     # -- what one sees ---------------------------------------------------------------------------------------------------------------
 
     def as_optimizer(self) -> ShardOptimizer:
-        """The same, as a ``torch.optim.Optimizer``: for learning-rate schedulers and training frameworks.
+        """Return this stepper as a ``torch.optim.Optimizer``, for learning-rate schedulers and training frameworks.
 
         It has a param group for each label, with this rank's parts of the parameters; its ``step`` is this stepper's.
         """
         return self._optimizer
 
     def plan(self, *, microbatches: int = 1, second_order: bool = False) -> Plan:
-        """Where this rank's memory goes, and what it sends in a step.
+        """Return this rank's memory by use, and what it sends in a step.
 
         Args:
             microbatches: In a step.
@@ -406,7 +406,7 @@ class FlatStepper(Control, ModelAccess):
         )  # fmt: skip
 
     def set_grad_comm(self, dtype: FloatDType | None, reduce: Literal["native", "fp32"] | None = None) -> None:
-        """Send gradients in another dtype from now on. What they are accumulated in stays: buffers are laid out.
+        """Send gradients in another dtype from now on. The dtype in which they are accumulated cannot change.
 
         Args:
             dtype: Of what is sent; None: as accumulated.
@@ -433,7 +433,7 @@ class FlatStepper(Control, ModelAccess):
         return self._wires.labelled
 
     def close(self) -> None:
-        """Give the model back, with all of its weights: no hooks, no sharding. Every rank has to call it; nothing steps any more.
+        """Gather all weights and remove every hook; the stepper cannot step afterwards. Every rank has to call it.
 
         Process groups that the stepper made are used by the next stepper of these ranks.
         """

@@ -40,7 +40,7 @@ class AccumulateState(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    r"""Collect gradients, and let the inner transform see their mean every ``every`` steps; in between, updates are zero.
+    r"""Accumulate gradients, and give their mean to the inner transform every ``every`` steps; in between, updates are zero.
 
     The mean is kept as a running one, :math:`a \leftarrow a + (g - a) / k`, which neither overflows nor loses the small gradients as a
     sum does. Whether an update is made is decided on the device: the inner update is computed each time, and kept when it counts.

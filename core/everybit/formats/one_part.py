@@ -128,5 +128,5 @@ class Stochastic(StateFormat, ParamFormat):
         return rounding.widen(parts[0]).to(torch_dtype(compute))
 
     def resolution(self, compute: ComputeDType) -> float:
-        """0: what is undone at one step is made up for at another."""
+        """0: stochastic rounding loses nothing on average."""
         return 0.0

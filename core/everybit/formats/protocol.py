@@ -55,7 +55,7 @@ class PartSpec:
             raise ValueError(f"PartSpec.block: got {self.block!r}; accepted is a number of elements, 1 or more.")
 
     def count(self, elements: int) -> int:
-        """Return how many numbers of the part cover so many elements of the value."""
+        """Return how many numbers of the part cover a number of elements of the value."""
         return -(-elements // self.block)
 
     def shape(self, value: Sequence[int]) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class PartSpec:
 
 
 class Format(Protocol):
-    """A pair of pure functions between the computed value and what is stored of it, and what a policy needs to know of them.
+    """Two pure functions, from a computed value to the tensors that are stored and back, and what a policy needs to know about them.
 
     Formats are values: frozen dataclasses, which can be compared and hashed. A format that can store a slot of the state is a
     :class:`StateFormat` too, one that can store parameters a :class:`ParamFormat`. Classes that subclass them have the defaults that are
@@ -126,7 +126,7 @@ class Format(Protocol):
 
 
 class StateFormat(Format, Protocol):
-    """A format that can store a slot of an optimizer's state: all of its parts lie there."""
+    """A format that can store a slot of an optimizer's state; all of its parts belong to the state."""
 
     __slots__ = ()
 
@@ -139,7 +139,7 @@ class StateFormat(Format, Protocol):
 
 
 class ParamFormat(Format, Protocol):
-    """A format that can store parameters: its first part is the model's own tensor, the others lie in the optimizer's state."""
+    """A format that can store parameters: its first part is the model's own tensor, the others belong to the optimizer's state."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The promises that every transform makes, as checks to hold your own to.
+"""Checks for transforms and formats of your own: the promises that the built-in ones keep.
 
 A check takes a *build*: a function from a learning rate (a float, a 0-d tensor or a schedule) to a transform, such as ``eb.adamw``
 or ``lambda lr: eb.chain(MyTransform(), eb.scale_by_learning_rate(lr))``. It returns nothing, or raises ``AssertionError`` with what

@@ -38,7 +38,7 @@ class Identity(Elementwise):
 
 @dataclass(frozen=True, slots=True)
 class SetToZero(Elementwise):
-    """Replace updates by zero: what is frozen does not move, nor decay."""
+    """Replace updates by zero, for frozen parameters, which are not decayed either."""
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""

@@ -49,9 +49,9 @@ KEEPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviseOptions(Setup):
-    """Say which policy and strategy fit into a memory budget: the most precise policy, and of its strategies the one that sends least.
+    """Find the most precise policy that fits into a memory budget, and of its strategies the one that sends the fewest bytes.
 
-    Activations, buffers and what the device's own libraries take are not counted: leave room for them with --reserve. Nothing is
+    Activations, buffers and the memory of the device's libraries are not counted: keep memory free for them with --reserve. Nothing is
     allocated. Writes advise.json and advise.png to --out, if it is given. The exit code is 1 if nothing fits.
     """
 
@@ -59,14 +59,14 @@ class AdviseOptions(Setup):
     """Memory of one rank's device: a number with GB (1000**3 bytes) or GiB (1024**3)."""
 
     reserve: str = "0GB"
-    """What is kept free of it, for activations and the rest."""
+    """Memory to keep free, for activations and everything else that is not counted."""
 
     policies: tuple[str, ...] = ()
-    """Presets of everybit.policies and .toml or .json files, the one that you want most first. Not given: from EXACT_BF16 to FLOOR_BF16, or
-    FP32 for a float32 model."""
+    """Presets of everybit.policies and .toml or .json files, in order of preference. Default: from EXACT_BF16 to FLOOR_BF16, or FP32 for
+    a float32 model."""
 
     out: Path | None = None
-    """Folder for advise.json and advise.png; made if need be."""
+    """Folder for advise.json and advise.png; created if it does not exist."""
 
 
 def advise(options: AdviseOptions, console: Console, command: str) -> Results:

@@ -29,7 +29,7 @@ FROZEN = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditOptions(Output):
-    """Show where a training run loses precision, layer by layer, and which policy would mend it.
+    """Show where a training run loses precision, layer by layer, and which policy would keep it.
 
     An audit is written by the script that trains: audit = everybit_torch.Audit(model, optimizer) after the optimizer is made, and
     audit.save("audit.json") at the end. Of a checkpoint the next step is audited, with the momentum in the place of the gradient. Writes
@@ -38,7 +38,7 @@ class AuditOptions(Output):
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    """What Audit.save wrote; or a checkpoint: a file of torch.save with the state dicts of model and optimizer."""
+    """The file that Audit.save wrote; or a checkpoint: a file of torch.save with the state dicts of model and optimizer."""
 
     optimizer: str | None = None
     """Class of a checkpoint's optimizer, of torch.optim or everybit; by default AdamW or SGD, by the state."""
@@ -53,10 +53,10 @@ class AuditOptions(Output):
     """Under which a checkpoint has the optimizer's state dict, if there are several."""
 
     rows: int = 20
-    """How many layers the table shows, those with the greatest loss first; 0: all."""
+    """The number of layers in the table, those with the greatest loss first; 0: all."""
 
     out: Path | None = None
-    """Folder for audit.json and audit.png; made if need be."""
+    """Folder for audit.json and audit.png; created if it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)

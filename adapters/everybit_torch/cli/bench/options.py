@@ -12,7 +12,7 @@ DEFAULT_POLICIES = ("FP32", "EXACT_BF16", "LEAN_BF16", "FLOOR_BF16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions(Output):
-    """Time the optimizer's step here, for your model: torch's fused and foreach AdamW, and AdamW under several policies, with their bytes.
+    """Time the optimizer's step here, for your model: torch's fused and foreach AdamW, and AdamW under several policies, with bytes.
 
     Only the parameters' shapes are taken from the model; weights and gradients are random numbers. Each optimizer steps in turn with torch
     fused in float32, in one process. Steps of everybit are compiled, with gradients in one flat buffer. Writes bench.json and bench.png to
@@ -24,19 +24,19 @@ class BenchOptions(Output):
     Hugging Face model (needs transformers), or module:function, which is called and returns a torch.nn.Module."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    """Presets of everybit.policies by name, .toml and .json files."""
+    """Names of presets of everybit.policies, .toml and .json files."""
 
     device: str = "cpu"
     """Where to step: cpu, cuda or cuda:N."""
 
     seconds: float = 60.0
-    """How long to time in all, compilation not counted."""
+    """Seconds of timing in all, without compilation."""
 
     threads: int = 0
-    """CPU threads; 0: as torch chooses."""
+    """CPU threads; 0: torch's default."""
 
     compile: bool = True
     """Whether everybit's steps are compiled."""
 
     out: Path | None = None
-    """Folder for bench.json and bench.png; made if need be."""
+    """Folder for bench.json and bench.png; created if it does not exist."""

@@ -22,7 +22,7 @@ DEFAULT_POLICIES = ("FP32", "MIXED_BF16", "PURE_BF16", "KAHAN_BF16", "LEAN_BF16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions(Output):
-    """Train one small language model under several policies, side by side, and show what each saves and what it costs.
+    """Train one small language model under several policies, side by side, and compare loss, lost updates, bytes and time.
 
     The text is the Python standard library's own source. Every policy starts from the same weights, rounded to its model's dtype,
     and sees the same batches. Writes compare.json (all raw numbers) and compare.png to --out.
@@ -35,39 +35,39 @@ class CompareOptions(Output):
     """Width and blocks: tiny 32 x 1, mini 128 x 2, small 256 x 4, medium 512 x 8, large 768 x 12 (OPT-125m's blocks)."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    """Presets of everybit.policies by name, AMP (FP32 under torch.autocast), or .toml and .json files. Compared with FP32; without it,
-    with the first."""
+    """Names of presets of everybit.policies, AMP (FP32 under torch.autocast), .toml and .json files. The reference is FP32, or the first
+    one if FP32 is not among them."""
 
     seeds: int = 1
-    """How many seeds each policy is trained from: 0, 1, and so on."""
+    """The number of seeds to train each policy with: 0, 1, and so on."""
 
     seed_list: tuple[int, ...] = ()
-    """These seeds, and not --seeds."""
+    """The seeds to train with, instead of --seeds."""
 
     device: str = "cpu"
     """Where to train: cpu, cuda or cuda:N."""
 
     out: Path = Path("runs/compare")
-    """Folder for the results; made if need be."""
+    """Folder for the results; created if it does not exist."""
 
     # Usual for models this small. At the lower rates of large models and long runs, rounding loses more of the updates.
     lr: float = 1e-3
-    """Highest learning rate, reached after a tenth of the steps; then a cosine down to a tenth of it."""
+    """Highest learning rate, reached after a tenth of the steps; it then falls along a cosine to a tenth."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
 
     eps: float = 1e-8
-    """AdamW's, added outside the root."""
+    """AdamW's eps, added outside the root."""
 
     weight_decay: float = 0.1
-    """Decoupled; on matrices only, not on the gains of norms."""
+    """Decoupled weight decay, of matrices only, not of norms."""
 
     batch: int = 8
     """Windows of text per step."""
 
     context: int = 128
-    """Bytes a window shows the model."""
+    """Bytes in a window."""
 
     clip: float = 1.0
     """Largest norm of the gradient; 0: not clipped."""
@@ -76,7 +76,7 @@ class CompareOptions(Output):
     """Whether the optimizer's step is compiled."""
 
     threads: int = 1
-    """CPU threads; 0: as torch chooses. A second one helps mini by a third on an idle machine, and stalls it on a busy one."""
+    """CPU threads; 0: torch's default. A second thread makes mini a third faster on an idle machine, and much slower on a busy one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ ModuleFunction = Callable[[nn.Module], object]
 
 @dataclass(frozen=True, slots=True)
 class FromInitializers:
-    """The model's own initializers, or a function, on every rank alike.
+    """Weights from the model's own initializers, or from a function, the same on every rank.
 
     They are called for one module after the other, children before their parent, as ``model.apply`` does, while torch's generators begin at
     ``seed``. A model whose modules are initialized as they are constructed (``nn.Linear`` and all of torch's) gets the bits that

@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is allocated at any moment."""
+        """The peak of all allocated bytes."""
         return self.persistent_bytes + max(self.transient.values())
 
     @property

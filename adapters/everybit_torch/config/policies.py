@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 import everybit as eb
 from everybit.formats import BUILT_IN, ParamFormat, StateFormat
 from everybit_torch.config.structure import Choice, Kinds, Named, Reader
+
+PolicyName = Literal[
+    "FP64", "FP32", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "PURE_BF16", "ANYPRECISION"
+]  # fmt: skip
+"""The names of the presets in :mod:`everybit.policies`."""
 
 _OWN = (
     f"a format of your own, which a file cannot name; accepted are {', '.join(one.__name__ for one in BUILT_IN)}. Keep a policy with"
@@ -30,7 +35,7 @@ class PolicyRule:
     """
 
     pattern: str
-    policy: eb.Policy
+    policy: eb.Policy | PolicyName
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", preset_or(self.policy))
@@ -45,8 +50,8 @@ class PolicyByName:
         otherwise: The policy of the parameters that no pattern matches, or a preset's name.
     """
 
-    rules: tuple[PolicyRule, ...]
-    otherwise: eb.Policy
+    rules: Sequence[PolicyRule]
+    otherwise: eb.Policy | PolicyName
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
@@ -54,9 +59,9 @@ class PolicyByName:
 
     def build(self) -> eb.ByLabel:
         """Return the policy, for a model whose parameters are given with their names."""
-        policies = {str(number): rule.policy for number, rule in enumerate(self.rules)}
+        policies = {str(number): preset_or(rule.policy) for number, rule in enumerate(self.rules)}
         return eb.by_label(
-            FirstMatch(tuple(rule.pattern for rule in self.rules)), {**policies, OTHERWISE: self.otherwise}
+            FirstMatch(tuple(rule.pattern for rule in self.rules)), {**policies, OTHERWISE: preset_or(self.otherwise)}
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -38,7 +38,7 @@ def schema_of(kind: type[Any], reader: Reader) -> dict[str, Any]:
             return found[0] if len(found) == 1 else {"anyOf": found}
         if origin is Literal:
             return {"enum": list(inner)}
-        if origin is tuple and inner[-1] is Ellipsis:
+        if origin is Sequence or (origin is tuple and inner[-1] is Ellipsis):
             return {"type": "array", "items": one(inner[0])}
         if origin is tuple:
             return {

@@ -1,7 +1,7 @@
 """Frozen dataclasses from plain data and back, by their annotations: one description for reading, writing and JSON Schema.
 
-What an annotation may be: bool, int, float, str, a ``Literal``, a dataclass, a tuple, a mapping from names, a union of these with None,
-and what ``KINDS`` names: unions of dataclasses that a key of the table chooses among, and classes with a short form.
+What an annotation may be: bool, int, float, str, a ``Literal``, a dataclass, a tuple, a sequence, a mapping from names, a union of these with
+None, and what ``kinds`` names: unions of dataclasses that a key of the table chooses among, and classes whose values have names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -113,6 +113,8 @@ class Reader:
             return _member(get_args(hint), data, path)
         if origin is tuple:
             return self._tuple(get_args(hint), data, path)
+        if origin is Sequence:
+            return self._tuple((*get_args(hint), Ellipsis), data, path)
         if origin is not None and issubclass(origin, Mapping):
             if not isinstance(data, Mapping):
                 raise _refusal(path, data, "a table of names")
@@ -259,7 +261,7 @@ def accepted_of(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-    return names.get(hint, "a list" if get_origin(hint) is tuple else "a table")
+    return names.get(hint, "a list" if get_origin(hint) in (tuple, Sequence) else "a table")
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch import nn
 import everybit as eb
 from everybit.optimizer import Unsafe
 from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
-from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, preset_or, require_matches
+from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, PolicyName, preset_or, require_matches
 from everybit_torch.config.structure import Kinds, Reader
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.sharded.reports import NanCheck
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from everybit_torch.collectives.meshes import Mesh
     from everybit_torch.sharded.construction.sources import Values
     from everybit_torch.sharded.stepper import FlatStepper
+
+
+AnyPolicyConfig = eb.Policy | PolicyByName | PolicyName | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,8 @@ class OptimizerConfig:
     """
 
     algorithm: Algorithm = AdamWConfig()
-    policy: eb.Policy | PolicyByName | None = None
-    no_decay: tuple[str, ...] = ()
+    policy: eb.Policy | PolicyByName | PolicyName | None = None
+    no_decay: Sequence[str] = ()
     layout: Layout = "auto"
     flat_gradients: bool = False
     compile: Compile = "auto"
@@ -116,11 +119,11 @@ class StepperConfig:
     """
 
     algorithm: Algorithm = AdamWConfig()
-    policy: eb.Policy | PolicyByName | None = None
-    no_decay: tuple[str, ...] = ()
+    policy: eb.Policy | PolicyByName | PolicyName | None = None
+    no_decay: Sequence[str] = ()
     strategy: Strategy = "optim"
     outer: OuterStrategy = "no_shard"
-    units: tuple[str, ...] = ()
+    units: Sequence[str] = ()
     divisor: float | None = None
     nan: NanCheck = "off"
     reshard_after_forward: bool = True
@@ -133,7 +136,7 @@ class StepperConfig:
     keep_gradients: bool = True
     defer_reduction: bool = False
     overlap_param_gather: bool = False
-    ignored: tuple[str, ...] = ()
+    ignored: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", preset_or(self.policy))
@@ -169,7 +172,7 @@ class StepperConfig:
             transform = {"decay": transform, "no_decay": replace(self.algorithm, weight_decay=0.0).transform()}
         return FlatStepper(
             model, transform, policy=_policy(self.policy), mesh=mesh, strategy=self.strategy, outer=self.outer,
-            units=_units(self.units, model) or None, labels=DecayLabels(self.no_decay) if self.no_decay else None,
+            units=_units(self.units, model) or None, labels=DecayLabels(tuple(self.no_decay)) if self.no_decay else None,
             divisor=self.divisor, nan=self.nan, reshard_after_forward=self.reshard_after_forward, compile=self.compile,
             metrics=self.metrics, seed=self.seed, unsafe=self.unsafe, synchronize=self.synchronize, offload=self.offload,
             keep_gradients=self.keep_gradients, defer_reduction=self.defer_reduction, ignored=self.ignored or None,
@@ -188,22 +191,25 @@ class DecayLabels:
         return "no_decay" if _matches(self.patterns, name) else "decay"
 
 
-def _matches(patterns: tuple[str, ...], name: str) -> bool:
+def _matches(patterns: Sequence[str], name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _policy(policy: eb.Policy | PolicyByName | None) -> eb.Policy | eb.ByLabel | None:
-    return policy.build() if isinstance(policy, PolicyByName) else policy
+def _policy(policy: AnyPolicyConfig) -> eb.Policy | eb.ByLabel | None:
+    if isinstance(policy, PolicyByName):
+        return policy.build()
+    found: eb.Policy | None = preset_or(policy)
+    return found
 
 
-def _require_patterns(policy: eb.Policy | PolicyByName | None, no_decay: tuple[str, ...], model: nn.Module) -> None:
+def _require_patterns(policy: AnyPolicyConfig, no_decay: Sequence[str], model: nn.Module) -> None:
     patterns = {f"no_decay[{number}]": pattern for number, pattern in enumerate(no_decay)}
     if isinstance(policy, PolicyByName):
         patterns |= {f"policy.rules[{number}].pattern": rule.pattern for number, rule in enumerate(policy.rules)}
     require_matches(patterns, [name for name, _ in model.named_parameters()])
 
 
-def _units(names: tuple[str, ...], model: nn.Module) -> list[type[nn.Module] | nn.Module]:
+def _units(names: Sequence[str], model: nn.Module) -> list[type[nn.Module] | nn.Module]:
     classes: Mapping[str, type[nn.Module]] = {type(module).__name__: type(module) for module in model.modules()}
     modules = dict(model.named_modules())
     found: list[type[nn.Module] | nn.Module] = []

@@ -203,6 +203,7 @@ def run_page(page: str, how: Page, folder: Path, *, slow: bool = False) -> dict[
     sys.path.insert(0, str(folder))
     try:
         with torch.random.fork_rng():
+            torch.manual_seed(0)
             for block in blocks(how.first) if how.first else []:
                 _do(block, how, folder, module, run=block.mark is None)
             number = 0

@@ -60,7 +60,7 @@ def config_from_dict(kind: type[C], data: Mapping[str, Any]) -> C:
     Raises:
         ValueError: A field that there is not, or a value that is not accepted; the message begins with its dotted path.
 
-    Example:
+    Examples:
         >>> from everybit_torch.config import OptimizerConfig, config_from_dict
         >>> config = config_from_dict(OptimizerConfig, {"algorithm": {"name": "lion", "lr": 1e-4}, "policy": "LEAN_BF16"})
         >>> config.algorithm.lr
@@ -108,7 +108,7 @@ def save_config(config: object, path: str | Path) -> None:
 def json_schema(kind: type[Any]) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of such configurations, by which editors complete and check files.
 
-    Example:
+    Examples:
         >>> import json
         >>> from everybit_torch.config import StepperConfig, json_schema
         >>> text = json.dumps(json_schema(StepperConfig), indent=2)

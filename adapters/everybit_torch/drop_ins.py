@@ -129,6 +129,8 @@ def _require_class(cls: type[DropIn], optimizer: object) -> None:
 class AdamW(DropIn):
     """Adam with decoupled weight decay, as ``torch.optim.AdamW``; see :func:`everybit.adamw` and :class:`TorchOptimizer`.
 
+    ``AdamW.from_torch(optimizer)`` takes over from an optimizer of torch's: :meth:`DropIn.from_torch`.
+
     Args:
         params: Parameters, or param groups.
         lr: Learning rate, at least zero; a float or a 0-d tensor.

@@ -30,17 +30,17 @@ class LayerAudit:
 
     Attributes:
         step: Number of the optimizer's step, counted from 1 since the audit began.
-        name: Of the parameter, as in ``model.named_parameters()``.
-        dtype: Of its weights.
-        elements: How many it has.
+        name: The parameter's name, as in ``model.named_parameters()``.
+        dtype: dtype of its weights.
+        elements: Its number of elements.
         lost_share: Share of its non-zero updates that left the weight as it was, in [0, 1].
         edq: Effective descent quality: the share of the intended update that reached the weights; 1 if all of it did.
             ``<change of the weights, intended update> / |intended update|**2`` (Collage, Yu et al. 2024, https://arxiv.org/abs/2405.03637).
         mended_lost_share: The lost share of the same updates if the weights were float32, which ``LEAN_BF16`` and ``EXACT_BF16`` keep in
             4 bytes.
-        frozen: For each entry of the state that is stored in 16 bits: the share of its elements that were to change and did not.
-        nonfinite: How many elements are infinite or NaN: of the gradient, of the weights after the step, of each entry of the state. Only
-            what has some.
+        frozen: For each entry of the state that is stored in 16 bits: the share of its elements that should have changed and did not.
+        nonfinite: The number of infinite or NaN elements of the gradient, of the weights after the step, and of each entry of the state,
+            where there are any.
     """
 
     step: int

@@ -100,7 +100,7 @@ class JointStepper:
         """Finish the sums over the ranks, find the norm of all gradients, and step every part, or none.
 
         Args:
-            loss_scale: What the loss was multiplied by; gradients are divided by it.
+            loss_scale: The factor by which the loss was multiplied; gradients are divided by it.
 
         Returns:
             The report of each part, with the norm of all of them.

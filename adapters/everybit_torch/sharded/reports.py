@@ -40,8 +40,8 @@ class StepReport:
     Attributes:
         grad_norm: Euclidean norm of the gradient over all parameters and ranks, after dividing and before any clipping; 0-d, on the
             device; the host waits for it only when it is read (``float(report.grad_norm)``).
-        skipped: Nothing was stepped, because a gradient was not finite; all ranks agree.
-        nonfinite: With ``nan="param"``, whose gradients were not.
+        skipped: Whether the step was skipped, on all ranks, because a gradient was not finite.
+        nonfinite: With ``nan="param"``: the parameters whose gradients were not finite.
         untouched: Parameters that received no gradient on any rank in this cycle: they were neither decayed nor moved.
     """
 

@@ -67,4 +67,4 @@ docs: $(STAMP)  ## build the site into site/ (REPO_URL=https://... links to the 
 	$(BIN)/python docs/reference/built.py site
 
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) runs site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -46,7 +46,7 @@ def import_weights(
 ) -> dict[str, RoundingLoss]:
     """Store full-precision weights: the model's tensors are rounded, residuals in the optimizer hold the rest.
 
-    Moments and counts stay. A name that is missing is filled in where the model ties it to one that is given.
+    Moments and counts stay. A missing name is filled in if the model ties it to one that is given.
 
     Args:
         model: The model whose parameters the optimizer has.

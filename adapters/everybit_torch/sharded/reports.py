@@ -16,11 +16,11 @@ class NonFinite:
     """A parameter whose gradient had elements that are infinite or NaN.
 
     Attributes:
-        name: Of the parameter.
-        rank: On which they were found, in the process group of the whole mesh.
-        count: Of elements.
-        stage: ``"backward"``: in what this rank's backward passes gave; ``"reduction"``: in the sum over the ranks, while every rank's own
-            gradient was finite. Then the wire overflowed.
+        name: The parameter's name.
+        rank: The rank on which they were found, in the process group of the whole mesh.
+        count: The number of such elements.
+        stage: ``"backward"``: in the gradients of this rank's backward passes; ``"reduction"``: in the sum over the ranks only, which
+            overflowed in the dtype in which gradients are sent.
     """
 
     name: str

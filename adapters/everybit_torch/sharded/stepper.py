@@ -302,7 +302,7 @@ class FlatStepper(Control, ModelAccess):
         """Step as :meth:`step` does, with the result of :meth:`agree_on_step`.
 
         Args:
-            agreed: By :meth:`agree_on_step`; with the norm of more than this model, say.
+            agreed: The result of :meth:`agree_on_step`; its norm may be replaced, by that of several models for example.
 
         Raises:
             RuntimeError: As :meth:`step`.
@@ -330,7 +330,7 @@ class FlatStepper(Control, ModelAccess):
     def finish_gradients(self) -> None:
         """Complete the sums over the ranks, and divide: the main gradients are final then. :meth:`step` does this by itself.
 
-        They are the gradients of this rank's parameters in ``as_optimizer()`` until then, and may be scaled.
+        Until the step, they are the gradients of the parameters of ``as_optimizer()``, and may be scaled.
         """
         self._require_ready("finish_gradients")
         self._passes.failed = True
@@ -340,9 +340,9 @@ class FlatStepper(Control, ModelAccess):
 
     @torch.no_grad()
     def zero_grad(self) -> None:
-        """Forget the gradients of this cycle.
+        """Discard the gradients of this cycle.
 
-        After an error, on every rank: whatever it interrupted, the next cycle begins as if there had been none.
+        Call it on every rank after an error: it discards the interrupted cycle, and the next one begins normally.
         """
         if self._passes.interrupted:
             if self._late is not None:
@@ -392,7 +392,7 @@ class FlatStepper(Control, ModelAccess):
         """Return this rank's memory by use, and what it sends in a step.
 
         Args:
-            microbatches: In a step.
+            microbatches: The number of microbatches in a step.
             second_order: See :func:`everybit_torch.plan`.
         """
         given, weights = self._given, self._schedule.weights
@@ -409,8 +409,8 @@ class FlatStepper(Control, ModelAccess):
         """Send gradients in another dtype from now on. The dtype in which they are accumulated cannot change.
 
         Args:
-            dtype: Of what is sent; None: as accumulated.
-            reduce: How it is summed; None: as before.
+            dtype: dtype in which gradients are sent; None: that in which they are accumulated.
+            reduce: How they are summed; None: as before.
 
         Raises:
             ValueError: No dtype.
@@ -435,7 +435,7 @@ class FlatStepper(Control, ModelAccess):
     def close(self) -> None:
         """Gather all weights and remove every hook; the stepper cannot step afterwards. Every rank has to call it.
 
-        Process groups that the stepper made are used by the next stepper of these ranks.
+        The next stepper of these ranks reuses the process groups that this one made.
         """
         if self.closed:
             return

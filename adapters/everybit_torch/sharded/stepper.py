@@ -256,7 +256,7 @@ class FlatStepper(Control, ModelAccess):
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
-        """Finish the sums over the ranks, step, and send the new weights to ranks that keep a copy. A new cycle begins.
+        """Finish the sums over the ranks, step, and send new weights to ranks that keep a copy; return a report. A new cycle begins.
 
         Args:
             loss_scale: The factor by which the loss was multiplied; gradients are divided by it.

@@ -97,4 +97,4 @@ lock: $(STAMP)  ## resolve requirements.lock anew (Python 3.11 and newer, all pl
 	  --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --quiet $(CPU_TORCH) --output-file requirements.lock
 
 clean:  ## remove what the other commands made
-	rm -rf $(VENV) runs site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) runs site dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -42,7 +42,7 @@ class AnyPrecisionAdamW(TorchOptimizer):
         flat_gradients: See there.
         compile: Compile the step.
         metrics: Measure each step.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         fully_decoupled: As :class:`~everybit_torch.AdamW`'s, and not torchdistX's.
         max_learning_rate: See there.
         torch_arguments: See there.

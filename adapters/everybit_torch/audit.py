@@ -28,20 +28,20 @@ class LayerAudit:
 
     Attributes:
         step: Number of the optimizer's step, counted from 1 since the audit began.
-        name: Of the parameter, as in ``model.named_parameters()``.
+        name: The parameter's name, as in ``model.named_parameters()``.
         stored: How its weights are stored: a dtype, or a format such as ``Kahan()``.
-        stochastic: Whether they are rounded stochastically: of many small updates most then have no effect in one step, and all of them
-            together have the right one on average.
-        elements: How many it has.
+        stochastic: Whether they are rounded stochastically. Most small updates then have no effect in one step, and all of them together
+            have the right one on average.
+        elements: Its number of elements.
         lost_share: Share of its non-zero updates that left the weight as it was, in [0, 1].
         edq: Effective descent quality: the share of the intended update that reached the weights; 1 if all of it did.
             ``<change of the weights, intended update> / |intended update|**2`` (Collage, Yu et al. 2024, https://arxiv.org/abs/2405.03637).
         mended_lost_share: The lost share of the same updates if the weights were float32, which ``LEAN_BF16`` and ``EXACT_BF16`` keep in
             4 bytes.
-        frozen: For each entry of the state that is rounded to nearest, coarser than float32: the share of its elements that were to change
-            and did not.
-        nonfinite: How many elements are infinite or NaN: of the gradient, of the weights after the step, of each entry of the state. Only
-            what has some.
+        frozen: For each entry of the state that is rounded to nearest, coarser than float32: the share of its elements that should have
+            changed and did not.
+        nonfinite: The number of infinite or NaN elements of the gradient, of the weights after the step, and of each entry of the state,
+            where there are any.
     """
 
     step: int

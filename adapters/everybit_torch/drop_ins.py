@@ -148,7 +148,7 @@ class AdamW(DropIn):
         flat_gradients: See there.
         compile: Compile the step.
         metrics: Measure each step.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         torch_arguments: ``foreach``, ``fused``, ``differentiable``, ``decoupled_weight_decay``, at the values by which torch leaves the
             choice open, and ``capturable`` at either, since every step can be captured. The other arguments of
             :func:`everybit.adamw` are taken, too.

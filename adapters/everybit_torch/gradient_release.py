@@ -42,7 +42,7 @@ class GradientRelease:
     """The handle of a gradient release, which :func:`enable_gradient_release` returns.
 
     ``optimizer.step()`` is still called once after each backward pass: it ends the step, for parameters that received no gradient in it
-    and for the norm. Learning-rate schedulers go on as they did.
+    and for the norm. Learning-rate schedulers work as before.
     """
 
     def __init__(self, model: nn.Module, optimizer: TorchOptimizer, bucket: int, max_norm: float | None) -> None:
@@ -257,12 +257,12 @@ def enable_gradient_release(
 ) -> GradientRelease:
     """Step ``optimizer`` while ``model`` runs backward, and free each gradient at once.
 
-    Without ``max_norm`` the results are those of the plain run, bit for bit. Gradients that are to be unscaled (``GradScaler``) or
-    clipped by their own norm must all be there before the first is used; both cannot work with this.
+    Without ``max_norm`` the results are those of the plain run, bit for bit. Gradients cannot be unscaled (``GradScaler``) or clipped by
+    their own norm, because both need all gradients before the first one is used.
 
     Args:
-        model: Whose parameters the optimizer holds.
-        optimizer: Of a transform that works element by element or tensor by tensor.
+        model: The model whose parameters the optimizer has.
+        optimizer: An optimizer of everybit_torch whose transform does not reduce over all parameters.
         bucket: Elements that are stepped together; a longer parameter is a bucket of its own.
         max_norm: Clip by the global norm of the *previous* step's gradients; the first step is not clipped. None: do not clip.
 
@@ -270,7 +270,7 @@ def enable_gradient_release(
         A handle: ``accumulate()``, ``norm``, ``remove()``.
 
     Raises:
-        TypeError: ``optimizer`` is not one of ours.
+        TypeError: ``optimizer`` is not one of everybit_torch's.
         ValueError: A parameter, transform, option or wrapper that this cannot work with; the message names it.
 
     Examples:

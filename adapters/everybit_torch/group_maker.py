@@ -28,7 +28,7 @@ class GroupMaker:
         factory: From hyperparameters to a transform.
         hyperparameters: Names, as the user gave them.
         policy: Of groups that have none of their own.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
         compile: See :class:`~everybit_torch.TorchOptimizer`.
         only_flat: Whether all parameters have to be pieces of buffers.

@@ -45,7 +45,7 @@ class Group:
         policies: By dtype of the parameters.
         names: By the user's name of a hyperparameter, the factory's arguments that it stands for; for messages.
         owner: What messages call the optimizer.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
         compile: Whether steps are compiled; see :class:`~everybit_torch.TorchOptimizer`.
         only_flat: Whether all units have to be flat.

@@ -43,11 +43,11 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     Everything written for ``torch.optim`` works on it: param groups, learning-rate schedulers, closures, hooks, ``state_dict``.
     Hyperparameters go by torch's names: ``lr`` is the factory's ``learning_rate``, ``betas`` its ``b1`` and ``b2``; all others keep
-    theirs. They live in ``param_groups``, may be changed there at any time, and changing one never recompiles.
+    theirs. They are in ``param_groups`` and may be changed there at any time, without recompiling.
 
     Args:
         params: Parameters, named parameters, or dicts of a param group. A group may have a ``policy`` of its own.
-        factory: From hyperparameters to a transform, such as ``everybit.adamw``, or any function that composes one.
+        factory: A function from hyperparameters to a transform, such as ``everybit.adamw``.
         policy: How everything is stored; a preset's name will do. None: as the model is, for float32 and float64 models alone.
         layout: ``"flat"``: parameters become views of one buffer per group, dtype and device, which is fast. ``"tree"``: parameters
             stay where they are. ``"auto"``: flat where the transform works element by element.
@@ -57,7 +57,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ``everybit_torch.stepping.WORTH_COMPILING`` elements of one dtype, where there is a compiler; the first step then takes some
             seconds longer, and says so.
         metrics: Measure every step; see :meth:`metrics`. ``metrics_enabled`` may be switched between steps.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
         hyperparameters: Defaults for the param groups.
 

@@ -119,7 +119,7 @@ class Variants:
     Args:
         number: The group's.
         factory: Makes its transform.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         body: The step: of an optimizer, and what :class:`Inputs` holds.
         announce: Log the first compilation as a warning, which is printed where no logging is set up; for steps that nobody asked to
             be compiled.

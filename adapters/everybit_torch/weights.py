@@ -46,10 +46,10 @@ def import_weights(
 ) -> dict[str, RoundingLoss]:
     """Store full-precision weights: the model's tensors are rounded, residuals in the optimizer hold the rest.
 
-    Moments and counts stay. A name that is missing is filled in where the model ties it to one that is given.
+    Moments and counts stay. A missing name is filled in if the model ties it to one that is given.
 
     Args:
-        model: Whose parameters the optimizer holds.
+        model: The model whose parameters the optimizer has.
         optimizer: Of that model.
         weights: As :func:`export_weights` gives them, or any ``state_dict`` of the model in another precision.
 
@@ -100,7 +100,7 @@ def save_safetensors(
 
     Args:
         path: The file; its directory has to exist.
-        model: Whose parameters the optimizer holds.
+        model: The model whose parameters the optimizer has.
         optimizer: Of that model.
         metadata: Strings to keep in the file's header.
 

@@ -23,12 +23,12 @@ class Context:
     """The inputs of a step beyond gradients, state and parameters.
 
     Attributes:
-        axis: Reductions over all that shares this step.
-        value: The loss, 0-d, for transforms that look at it.
-        step: Number of this update, 1 at the first; int64, 0-d. Filled in by whoever counts: ``chain``, ``accumulate``,
+        axis: Reductions over all parameters and shards of this step.
+        value: The loss, 0-d, for transforms that use it.
+        step: Number of this update, 1 at the first; int64, 0-d. Filled in by what counts steps: ``chain``, ``accumulate``,
             ``apply_if_finite``, the optimizer.
         first_element: Global index of the first element of the tree, for shards and flat buffers: random bits are drawn by global index,
-            so that a shard draws those that the whole would.
+            so that a shard draws the same bits as the whole model.
         members: The parameters that the elements of each leaf belong to, for shards and flat buffers; None: every leaf is one whole
             parameter. See :attr:`per_tensor`.
         seed: Of random draws. An optimizer fills in its own.

@@ -24,9 +24,9 @@ class Metrics:
     """The effect of one step's updates on what is stored: sums, 0-d float64, so that those of several buffers or shards can be added.
 
     Attributes:
-        lost: Elements whose update was not zero and left parameter and compensation as they were.
+        lost: Elements whose update was not zero but changed neither parameter nor compensation.
         moved: Elements whose update was not zero.
-        effective: Inner product of what the parameters did with what they were meant to do.
+        effective: Inner product of the parameters' change and the intended update.
         intended: Sum of squares of the updates.
         gradient: Sum of squares of the gradients.
     """

@@ -48,9 +48,9 @@ class Grads:
     """The dtypes in which gradients are kept and sent.
 
     Args:
-        main: What gradients are accumulated in and handed to the optimizer in. None: the model's own dtype.
-        comm: What they are sent in between processes. None: as ``main``.
-        reduce: How what was sent is summed: by the communication library (``"native"``), or received and summed in float32.
+        main: dtype in which gradients are accumulated and passed to the optimizer. None: the model's own dtype.
+        comm: dtype in which they are sent between processes. None: as ``main``.
+        reduce: How gradients are summed: by the communication library (``"native"``), or at the receiver, rounded once (``"fp32"``).
     """
 
     main: FloatDType | None = None
@@ -96,16 +96,16 @@ class Policy:
     """The formats of an optimizer's parameters, state and gradients.
 
     Args:
-        compute: What updates are computed in, whatever they are stored in.
+        compute: dtype in which updates are computed, whatever they are stored in.
         params: Format of the parameters.
         momentum: Format of first moments.
         variance: Format of second moments, the running means of squares.
         state: Format of every other slot.
-        slots: Formats by slot name; they come before the three above.
-        grads: dtypes of the gradients.
+        slots: Formats by slot name, which take precedence over the three above.
+        grads: The dtypes of gradients.
 
     Raises:
-        TypeError: A field holds something that is not what its annotation says.
+        TypeError: A field has a value of another type than its annotation.
         ValueError: Fields that contradict each other.
     """
 

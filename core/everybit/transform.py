@@ -24,13 +24,13 @@ class Transform(Protocol[S]):
     """A pure function from gradients to updates, with explicit state.
 
     ``init`` and ``update`` mutate nothing, draw no hidden random numbers and never wait for the device: ``torch.func`` differentiates
-    and batches them, ``torch.compile(fullgraph=True)`` traces them. Mathematics happens in the dtype that comes in; a policy sees to
-    it that this is float32 or better. Updates are *added* to the parameters.
+    and batches them, ``torch.compile(fullgraph=True)`` traces them. They compute in the dtype of their inputs, which a policy makes
+    float32 or better. Updates are *added* to the parameters.
 
-    Two promises say what an engine may do, independently of each other. ``cut``: ``"element"``, any flat slice of memory will do, because
-    what becomes of an element depends on nothing but that element and on what was reduced; or ``"tensor"``, whole tensors with their
-    shapes. ``reduces``: whether ``update`` asks ``ctx.axis`` for sums or maxima over everything that shares the step, or
-    ``ctx.per_tensor`` for those over each parameter.
+    Two declarations say how an engine may run it. ``cut``: ``"element"`` if parameters may be cut into any flat slices, because the
+    update of an element depends only on that element and on reduced totals; ``"tensor"`` if it needs whole tensors with their shapes.
+    ``reduces``: whether ``update`` asks ``ctx.axis`` for sums or maxima over all parameters of the step, or ``ctx.per_tensor`` for those
+    over each parameter.
 
     A transform may have more: ``per_tensor``, True if ``update`` asks ``ctx.per_tensor`` (it has to say that it reduces, too);
     ``draws``, True if ``update`` asks ``ctx.keys`` for random bits; ``decays()``, see :class:`SlotDecay`;
@@ -79,13 +79,13 @@ class Elementwise:
 class SlotDecay:
     """How slowly a slot of a transform's state moves.
 
-    A step keeps ``rate`` of what the slot holds. What it changes is then about ``1 - rate`` of it, and a format that rounds to nearest
-    undoes changes below half a unit in the last place, at every step: the slot stops moving. So a policy asks, and refuses what cannot
-    work.
+    A step multiplies the slot by ``rate``, and changes it by about ``1 - rate`` of itself. A format that rounds to nearest undoes changes
+    below half a unit in the last place, at every step, so that a slow slot would stop moving. A policy uses this declaration to refuse
+    such formats.
 
     Attributes:
         slot: Name of the state's field.
-        rate: The share that is kept, in [0, 1]: ``beta`` of a running mean, 1 for a sum. 0 for what is replaced at each step.
+        rate: The share that is kept, in [0, 1]: ``beta`` of a running mean, 1 for a sum, 0 for a value that is replaced at each step.
         squares: Whether the slot holds squares of gradients, by whose root a step divides: a format must not lose small ones to zero.
     """
 

@@ -35,7 +35,7 @@ def bytes_allocated(policy: eb.Policy, model: FloatDType) -> float:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_documented_bytes_are_those_computed_and_those_allocated(name: str) -> None:
-    documented = re.search(rf"``{name}``\s+(\d+) ", str(eb.policies.__doc__))
+    documented = re.search(rf"``{name}`` +\| +(\d+) ", str(eb.policies.__doc__))
     assert documented is not None
     policy = PRESETS[name]
     assert policy.bytes_per_param() == int(documented[1]) == bytes_allocated(policy, policy.model_dtype)

@@ -16,17 +16,17 @@ from everybit_torch.sharded.module_hooks import no_hook
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Casts:
-    """The dtypes of a module's floating-point inputs and outputs; other tensors stay as they are, and so does what is no tensor.
+    """The dtypes of a module's floating-point inputs and outputs; everything else is left as it is.
 
     Tensors are found in positional and named arguments and in what is returned, in tuples, lists, dicts and registered pytrees. A cast is
     recorded by autograd: gradients are cast back.
 
     Args:
-        inputs: Of what goes into ``forward``. None: as it comes.
-        outputs: Of what ``forward`` returns. None: as it is.
+        inputs: dtype of the inputs of ``forward``. None: they are not cast.
+        outputs: dtype of the results of ``forward``. None: they are not cast.
 
     Raises:
-        ValueError: A dtype that is not one; the message names the field.
+        ValueError: Not the name of a dtype; the message names the field.
     """
 
     inputs: FloatDType | None = None

@@ -102,15 +102,15 @@ def save_sharded(
 
     Args:
         stepper: Outside a backward pass; gradients are not saved.
-        path: A directory, the same on every rank, which all of them see; made if need be.
+        path: A directory that all ranks can access, the same on every rank; created if it does not exist.
         asynchronous: Copy to the host's memory, and write in the background. Training goes on at once: its next step waits for the copies,
             on the device. The memory is kept for the next asynchronous save; ``stepper.staging.free()`` and ``stepper.close()`` give it
             back. The next save waits for this one, and raises what went wrong with it unless somebody has asked for its ``result()``.
-        keep: How many earlier checkpoints stay.
+        keep: The number of earlier checkpoints to keep.
 
     Returns:
-        Done when every rank has written, with the directory of this checkpoint; if ``asynchronous`` is False, it is done. Its
-        ``result()`` raises what went wrong: the previous checkpoint is in place then, and nothing of this one is left.
+        A handle that is done when every rank has written, and has the directory of this checkpoint; without ``asynchronous`` it is done.
+        Its ``result()`` raises the error if the save failed: the previous checkpoint is then in place, and nothing of this one is left.
 
     Raises:
         OSError: Some rank cannot write (the disk is full), or could not in the background; the message names the rank and the file, and
@@ -173,15 +173,15 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     The number of tensor-parallel ranks may be another, too: a checkpoint holds whole tensors, of which each rank reads its part. The number
     of other model-parallel parts (stages of a pipeline, experts) is the same.
 
-    Weights, residuals, state, counts of steps, and the hyperparameters of each parameter. Everything is read and compared with its
-    checksums before anything is changed, on any rank; this takes room for one more copy of this rank's part, in the host's memory.
+    It loads weights, residuals, state, counts of steps, and the hyperparameters of each parameter. Everything is read and verified by its
+    checksums before anything is changed, on any rank; this needs memory for one more copy of this rank's part on the host.
 
     Args:
         stepper: For the same model, transform and policy.
-        path: What :func:`save_sharded` was given; or a directory that ``dcp.save`` wrote with the same names, of which nothing can be
-            verified, which is said by a warning.
-        hyperparameters: Take over those that were saved under a param group's label, or for its parameters where that label is not there.
-            False: the stepper's stay.
+        path: The directory of :func:`save_sharded`; or one that ``dcp.save`` wrote with the same names, which cannot be verified, as a
+            warning says.
+        hyperparameters: Load those that were saved under a param group's label, or for its parameters if there is no such label. False:
+            keep the stepper's.
 
     Raises:
         FileNotFoundError: There is no checkpoint, or a file of it is missing.

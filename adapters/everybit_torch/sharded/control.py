@@ -41,10 +41,10 @@ class Control:
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """One microbatch: its backward pass, and on the ``last`` one of a step the sum over the ranks.
+        """Context of one microbatch's backward pass; in the ``last`` one of a step gradients are summed over the ranks.
 
-        A rank whose loss reaches no parameter takes part with zeros. Without this context gradients are summed over the ranks by
-        :meth:`step` (``no_shard``, ``optim``, and where that is deferred), or in every backward pass; then every rank needs one each time.
+        A rank whose loss reaches no parameter contributes zeros. Without this context gradients are summed over the ranks by :meth:`step`
+        (under ``no_shard`` and ``optim``, and if deferred), or in every backward pass, which every rank then has to run.
 
         Raises:
             RuntimeError: Inside another, or after the last one without a step.
@@ -65,7 +65,7 @@ class Control:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here are not the last of their step. Sharded gradients are summed over the ranks unless that is deferred.
+        """Context of backward passes that are not the last before a step; sharded gradients are summed unless that is deferred.
 
         Raises:
             RuntimeError: Inside a microbatch.
@@ -75,7 +75,7 @@ class Control:
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """The one backward pass in here is the last of its step: gradients are summed over the ranks while it goes on.
+        """Context of the last backward pass before a step: gradients are summed over the ranks while it runs.
 
         Raises:
             RuntimeError: Inside a microbatch.
@@ -84,7 +84,7 @@ class Control:
             yield
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Sum the gradients of each backward pass over the ranks from here on, or only those of a cycle's last; under FSDP2's name.
+        """From now on, sum gradients over the ranks in each backward pass, or only in the last one of a cycle; FSDP2's name.
 
         Under ``optim_grads`` and ``optim_grads_params``. While it is False, gradients of backward passes add up whole on each rank, in the
         main gradient's dtype. They are summed over the ranks, once, by the next pass for which it is True, by a pass inside
@@ -110,20 +110,21 @@ class Control:
     # -- when weights are gathered ---------------------------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Give a unit's weights back after its forward pass from here on, or keep them for its backward pass; under FSDP2's name.
+        """From now on, free a unit's weights after its forward pass (True), or keep them for its backward pass (False); FSDP2's name.
 
-        Every rank has to call it: they compare what they say. The model's own weights stay in any case. The memory is in :meth:`plan`.
+        Every rank has to call it, with the same arguments. Weights outside of all units stay in any case. :meth:`plan` includes the
+        memory.
 
         Args:
             module: A unit, or the model.
             reshard_after_forward: False: a unit is gathered once in a microbatch, and stays in memory between its two passes. At first it
-                is as the stepper was told when it was made.
-            recurse: Of the units that lie in it, too.
+                is the stepper's ``reshard_after_forward``.
+            recurse: Whether units inside it are changed, too.
 
         Raises:
             TypeError: Not a bool.
             ValueError: The module is no unit.
-            RuntimeError: Inside a forward or a backward pass, or between the two; or another rank does something else. Nothing is changed.
+            RuntimeError: Inside a forward or a backward pass, or between the two; or ranks call something else. Nothing is changed.
         """
         name = "set_reshard_after_forward"
         units = self._units_with(name, "reshard_after_forward", module, reshard_after_forward, recurse)
@@ -140,15 +141,15 @@ class Control:
     def set_reshard_after_backward(
         self, module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Give a unit's weights back after a backward pass from here on, or keep them for the next forward pass; under FSDP2's name.
+        """From now on, free a unit's weights after a backward pass (True), or keep them for the next forward pass (False); FSDP2's name.
 
         While it is False, a microbatch after the first need not gather them for its forward pass. A step frees them, because it changes
-        them. All ranks have to say the same before the same backward pass, which compares it. The memory is in :meth:`plan`.
+        them. All ranks have to call it before the same backward pass, which checks that. :meth:`plan` includes the memory.
 
         Args:
             module: A unit, or the model.
             reshard_after_backward: At first True.
-            recurse: Of the units that lie in it, too.
+            recurse: Whether units inside it are changed, too.
 
         Raises:
             TypeError: Not a bool.
@@ -172,18 +173,18 @@ class Control:
         return [first, *(n for n, unit in enumerate(self._gathering.units) if n != first and id(unit.module) in inside)]
 
     def unshard(self, module: nn.Module, *, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the weights of a unit before the forward pass that comes next, under FSDP2's name.
+        """Gather the weights of a unit before the next forward pass; FSDP2's name.
 
-        Weights are gathered in the layout's order, so those of units that come before it are gathered too. The forward pass finds them
-        there, and gathers the rest. Another rank need not call this, but its forward pass has to come next. Under strategies that do not
-        shard weights nothing happens.
+        Weights are gathered in the layout's order, so those of units that come before it are gathered too. The forward pass uses them,
+        and gathers the rest. Other ranks need not call this, but their next pass has to be a forward pass. Under strategies that do not
+        shard weights it has no effect.
 
         Args:
             module: A unit, or the model, whose own parameters come first.
             async_op: Return at once; the forward pass waits by itself.
 
         Returns:
-            What to :meth:`~UnshardHandle.wait` for, if ``async_op``.
+            A handle with :meth:`~UnshardHandle.wait`, if ``async_op``.
 
         Raises:
             ValueError: The module is no unit.
@@ -200,9 +201,9 @@ class Control:
         return None
 
     def reshard(self, module: nn.Module) -> None:
-        """Give back the weights that :meth:`unshard` has gathered, from this unit on, if no forward pass came after all.
+        """Free the weights that :meth:`unshard` has gathered, from this unit on, if no forward pass followed.
 
-        Every rank that has called :meth:`unshard` has to call it, and all have to have called that.
+        All ranks have to have called :meth:`unshard`, and have to call this.
 
         Args:
             module: A unit, or the model: then all weights.
@@ -217,13 +218,13 @@ class Control:
             self._gathering.reshard(number)
 
     def set_modules_to_forward_prefetch(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Ask for the weights of other units as the forward pass of one begins; without it, for those of the next unit.
+        """Request the weights of other units when the forward pass of one begins; the default is the next unit.
 
-        Weights are gathered in the layout's order: those of units in between are asked for, too. It is in :meth:`plan`.
+        Weights are gathered in the layout's order: those of units in between are requested, too. :meth:`plan` includes the memory.
 
         Args:
             module: A unit, or the model.
-            modules: Units that come after it in the model. None of them: weights are gathered when they are needed.
+            modules: Units that come after it in the model. An empty list: weights are gathered when they are needed.
 
         Raises:
             ValueError: A module is no unit, or does not come after.

@@ -17,12 +17,12 @@ from everybit_torch.torch_internals.fsdp import ReduceScatter
 class ExactReduceScatter(ReduceScatter):
     """Sends gradients in 16 bits, and adds up what was received in float64: for ``FSDPModule.set_custom_reduce_scatter``.
 
-    Half the bytes of a float32 reduce-scatter, and an error that does not grow with the number of ranks. FSDP2 has to hand over
-    float32, so set ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``; the parameters that are sharded should be float32, since FSDP2
-    gives gradients their dtype.
+    Half the bytes of a float32 reduce-scatter, and an error that does not grow with the number of ranks. FSDP2 has to pass float32
+    gradients, so set ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``. The sharded parameters should be float32, since FSDP2 casts
+    gradients to their dtype.
 
     Args:
-        wire: What is sent.
+        wire: The 16-bit dtype in which gradients are sent.
 
     Attributes:
         sent: Bytes that this rank has sent.

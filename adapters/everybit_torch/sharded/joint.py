@@ -17,20 +17,20 @@ from everybit_torch.sharded.stepper import FlatStepper
 class JointStepper:
     """Step several steppers of one model together, with one norm of all gradients and one decision whether to step.
 
-    The bits that a part draws are those of its stepper alone, so each has a seed of its own where policies draw some.
+    Each stepper draws the random bits that it would draw alone, so that each needs a seed of its own under stochastic formats.
 
     Each part has a stepper of its own, with its own ranks, divisor, transform, policy and strategy. Experts are such a part: they are
     reduced over the ranks that hold the same experts, and everything else is reduced over all ranks. Where a rank holds several stages of a
     pipeline, each of them is such a part. Every rank has to have parts of the same names, in the same order.
 
     Args:
-        steppers: By name of the part. Their models have no parameter in common.
+        steppers: A stepper by the name of its part. Their models must not share parameters.
 
     Attributes:
         steppers: The same.
 
     Raises:
-        TypeError: Something else than a stepper.
+        TypeError: A value that is not a stepper.
         ValueError: No stepper, one that is closed, a parameter in two of them, two that draw random bits with one seed, or a transform that
             reduces over all parameters in another way than by clipping to the global norm first, whose result would be about one part.
 
@@ -100,7 +100,7 @@ class JointStepper:
         """Finish the sums over the ranks, find the norm of all gradients, and step every part, or none.
 
         Args:
-            loss_scale: What the loss was multiplied by; gradients are divided by it.
+            loss_scale: The factor by which the loss was multiplied; gradients are divided by it.
 
         Returns:
             The report of each part, with the norm of all of them.

@@ -84,7 +84,7 @@ class LateWeights:
         """Wait for the weights of these units; None: for all.
 
         Raises:
-            RuntimeError: A rank is gone.
+            RuntimeError: Another rank died.
         """
         if not self._schedule.late:
             return

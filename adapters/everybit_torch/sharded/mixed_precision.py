@@ -27,13 +27,13 @@ class MixedPrecision:
     """The dtypes of main weights, of main gradients, and in which gradients are sent.
 
     Args:
-        main_params: Of the weights that the optimizer works on. None: the model's own.
-        main_grads: Of the sums of gradients. None: the model's.
-        grad_comm: Of what is sent. None: ``main_grads``.
-        reduce: ``"fp32"`` sums what was sent in a lower precision at the receiver, in full precision.
+        main_params: dtype of the weights that the optimizer works on. None: the model's own.
+        main_grads: dtype in which gradients are summed. None: the model's.
+        grad_comm: dtype in which gradients are sent. None: ``main_grads``.
+        reduce: ``"fp32"``: gradients that are sent in 16 bits are summed at the receiver, in full precision.
 
     Raises:
-        ValueError: A dtype that is not one; the message names the field.
+        ValueError: Not the name of a dtype; the message names the field.
     """
 
     main_params: FloatDType | None = "float32"

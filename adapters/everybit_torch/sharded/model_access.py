@@ -68,16 +68,16 @@ class ModelAccess:
         raise NotImplementedError
 
     def wait_for_weights(self) -> None:
-        """Wait until the weights of the last step are on this rank. Only with ``overlap_param_gather=True`` is there anything to wait for.
+        """Wait until the weights of the last step are on this rank; needed with ``overlap_param_gather=True`` only.
 
-        Weights that are under way have the values from before the step, or those after it, one group after the other. These wait by
-        themselves: modules that are called, for the weights of the unit that they lie in; ``state_dict()`` and ``load_state_dict()`` of the
-        model and of its modules; everything that the stepper offers, such as :meth:`step`, :meth:`model_state_dict` and checkpoints.
+        Until they have arrived, weights hold the values from before the step, or a mixture. These wait by themselves: modules that
+        are called, for the weights of their unit; ``state_dict()`` and ``load_state_dict()`` of the model and of its modules; and all
+        methods of the stepper, such as :meth:`step`, :meth:`model_state_dict` and checkpoints.
         Copying or pickling the model is refused. Code that reads or writes parameters in other ways calls this first: averages of
         weights, constraints on them, and a module that computes with the weights of another unit without calling it.
 
         Raises:
-            RuntimeError: A rank is gone.
+            RuntimeError: Another rank died.
         """
         if self._late is not None:
             self._late.wait()
@@ -116,9 +116,9 @@ class ModelAccess:
     ) -> IncompatibleKeys:
         """Load the model's weights while they are sharded, one parameter after the other. Every rank has to call it.
 
-        Everything is looked at first, on all ranks: names that are missing or that the model has not, shapes, dtypes, shards of another
-        cut, tied names whose values differ, and ranks whose tensors differ. All of it is in one error, which is the same on all ranks,
-        and nothing is changed then. Nothing is cast. A name that is missing is filled in where the model ties it to one that is given.
+        Everything is checked first, on all ranks: missing and unknown names, shapes, dtypes, shards that were cut differently, tied names
+        with different values, and ranks with different tensors. All problems are in one error, which is the same on all ranks, and nothing
+        is changed then. Nothing is cast. A missing name is filled in if the model ties it to one that is given.
 
         Tensors are whole ones, of which each rank takes its part; or shards of :meth:`model_state_dict`; or, for a DTensor, one that is
         cut alike.
@@ -130,12 +130,12 @@ class ModelAccess:
         Args:
             state_dict: Whole tensors, the same on every rank; or what ``model_state_dict("sharded")`` gave, with values that
                 ``torch.distributed.checkpoint`` loaded into it.
-            strict: Refuse names that do not match. False: they are returned, and what they would have been stays. Shapes and dtypes are
-                refused in any case.
+            strict: Refuse names that do not match. False: they are returned, and those parameters keep their values. Shapes and dtypes
+                have to match in any case.
             broadcast_from_rank0: The first rank has whole tensors, and the others None or an empty dict.
 
         Returns:
-            The names that are missing and those that the model has not.
+            The missing and the unknown names, as torch returns them.
 
         Raises:
             RuntimeError: Inside a pass, a microbatch or ``full_parameters``, or with gradients of a cycle that is not over; or weights
@@ -227,10 +227,10 @@ class ModelAccess:
                 written as it is. One group of parameters at a time is in memory in that dtype.
 
         Raises:
-            OSError: The first rank cannot write; every rank says so, and why.
+            OSError: The first rank cannot write; every rank raises it, with the reason.
             RuntimeError: Inside a forward or backward pass; or ranks call something else.
             TypeError: The model's state has something that the format does not store; the message names it.
-            ValueError: ``max_shard_size`` or ``dtype`` is none.
+            ValueError: ``max_shard_size`` is not a size, or ``dtype`` not a floating-point dtype.
         """
         self._require_between_passes("export_safetensors", f"{max_shard_size!r}, {dtype}, main={main}")
         values = None
@@ -248,10 +248,10 @@ class ModelAccess:
         )
 
     def copy_model(self, form: StateForm = "rank0") -> nn.Module | None:
-        """A plain copy of the model, with all of its weights, in the host's memory. Every rank has to call it.
+        """Return a plain copy of the model, with all its weights, in the host's memory. Every rank has to call it.
 
-        It belongs to no stepper: it has no hooks of one, and may be trained, averaged or pickled. DTensors are plain tensors in it, and it
-        has no hooks of ``parallelize_module``. Memory is as for :meth:`model_state_dict`.
+        The copy has no hooks of the stepper, and may be trained, averaged or pickled. DTensors are plain tensors in it, and it has no
+        hooks of ``parallelize_module``. Memory is as for :meth:`model_state_dict`.
 
         Args:
             form: ``"rank0"``: on the first rank, and None on the others. ``"full"``: on every rank.
@@ -273,19 +273,19 @@ class ModelAccess:
 
     @contextmanager
     def full_parameters(self, modules: Modules | None = None, *, writeback: bool = True) -> Iterator[nn.Module]:
-        """The model with its weights on every rank, to look at, evaluate or save. What is written to them in here is kept.
+        """Context in which the model has all weights on every rank, to inspect, evaluate or save. What is written to them is kept.
 
-        Every rank has to do it. DTensors are shown as what they are: with this rank's part of them, and ``full_tensor()`` is the whole.
+        Every rank has to enter it. DTensors stay DTensors: they hold this rank's part, and ``full_tensor()`` returns the whole.
 
         Args:
-            modules: Modules of the model, or their names: those units are shown in which their parameters lie. None: all.
-            writeback: Keep what is written. False, for reading only: nothing is copied back, and weights that were written to or stepped
-                inside are an error at the end.
+            modules: Modules of the model, or their names: the units that contain their parameters are gathered. None: all.
+            writeback: Keep what is written. False, for reading only: nothing is copied back, and writing to weights, or stepping, raises
+                an error at the end.
 
         Raises:
             RuntimeError: Inside a backward pass.
             TypeError: ``modules`` has something that is neither a module nor a name.
-            ValueError: It has what is not the model's.
+            ValueError: ``modules`` has something that is not in the model.
         """
         if self._passes.in_pass:
             raise RuntimeError("full_parameters: inside a backward pass; accepted is outside.")
@@ -307,14 +307,14 @@ class ModelAccess:
     def register_method(self, module: nn.Module, name: str) -> None:
         """Gather weights while a method of a module runs, as they are while ``forward`` does: ``register_method(model, "generate")``.
 
-        The weights that the module itself computes with are there while the method runs; units that lie in it gather themselves
-        when it calls them. What it returns may go into a loss. Every rank has to call the method, equally often.
+        The weights that the module itself computes with are gathered while the method runs; units inside it are gathered when it calls
+        them. A loss may be computed from the result. Every rank has to call the method, equally often.
 
-        Under the other strategies weights are always there, and nothing is changed.
+        Under strategies that do not shard weights it has no effect.
 
         Args:
             module: The model or one of its modules.
-            name: Of a method that is done when it returns. On copies of the model it is a plain method.
+            name: The name of a method; no generator, and not asynchronous. On copies of the model it is a plain method.
 
         Raises:
             ValueError: Not a module of the model, or not such a method of it.

@@ -29,7 +29,7 @@ class Offload:
 
     Attributes:
         state: The optimizer's state, residuals and main weights.
-        weights: With ``optim_grads_params``: this rank's part of the weights, which is brought to the device when its unit is gathered.
+        weights: With ``optim_grads_params``: this rank's part of the weights, which is copied to the device when its unit is gathered.
         gradients: With ``optim_grads_params``: this rank's part of the main gradients; together with ``weights`` and ``state``.
     """
 

@@ -115,16 +115,16 @@ def plan(
         metrics: Whether steps are measured; metrics persist from the first step on.
         second_order: Whether each microbatch has ``torch.autograd.grad(create_graph=True)`` of its input before its backward pass, as a
             gradient penalty does; weights of ``optim_grads_params`` then stay gathered in between.
-        device: Where it will run: accelerators are given larger pieces to work on than a CPU.
-        rank: Whose bytes: a number, counted as in the mesh, or (outer, inner).
+        device: The device of the training run; a step works on larger pieces on an accelerator than on a CPU.
+        rank: The rank to plan: a number, counted as in the mesh, or (outer, inner).
         values: Where the stepper's model is to get its values from when it is constructed, or the class of that, such as
             ``FromSafetensors``: nothing is read. None: it has them, so that the phase "construction" begins with the whole model.
-        ignored: What the stepper leaves alone, and is not counted.
+        ignored: Parameters that the stepper does not manage; they are not counted.
         model_parallel: The number of ranks with other parts of the model, by dimension: stages of a pipeline, or experts. Those over which
             DTensors lie are found. What is sent to them counts; of parameters that they have and this rank has not ``FlatStepper.plan``
             alone knows, which a transform that reduces over each parameter has numbers for.
-        nan: As the stepper's, which has more to tell other parts of the model.
-        offload: What lies in the host's memory, as for the stepper; for a ``device`` that is not the host.
+        nan: As the stepper's; ``"param"`` sends more to ranks with other parts of the model.
+        offload: What is kept in the host's memory, as for the stepper; for a ``device`` that is not the host.
 
     Raises:
         TypeError: As the stepper.

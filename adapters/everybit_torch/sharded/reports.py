@@ -16,11 +16,11 @@ class NonFinite:
     """A parameter whose gradient had elements that are infinite or NaN.
 
     Attributes:
-        name: Of the parameter.
-        rank: On which they were found, in the process group of the whole mesh.
-        count: Of elements.
-        stage: ``"backward"``: in what this rank's backward passes gave; ``"reduction"``: in the sum over the ranks, while every rank's own
-            gradient was finite. Then the wire overflowed.
+        name: The parameter's name.
+        rank: The rank on which they were found, in the process group of the whole mesh.
+        count: The number of such elements.
+        stage: ``"backward"``: in the gradients of this rank's backward passes; ``"reduction"``: in the sum over the ranks only, which
+            overflowed in the dtype in which gradients are sent.
     """
 
     name: str
@@ -40,8 +40,8 @@ class StepReport:
     Attributes:
         grad_norm: Euclidean norm of the gradient over all parameters and ranks, after dividing and before any clipping; 0-d, on the
             device; the host waits for it only when it is read (``float(report.grad_norm)``).
-        skipped: Nothing was stepped, because a gradient was not finite; all ranks agree.
-        nonfinite: With ``nan="param"``, whose gradients were not.
+        skipped: Whether the step was skipped, on all ranks, because a gradient was not finite.
+        nonfinite: With ``nan="param"``: the parameters whose gradients were not finite.
         untouched: Parameters that received no gradient on any rank in this cycle: they were neither decayed nor moved.
     """
 

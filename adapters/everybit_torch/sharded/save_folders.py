@@ -21,7 +21,7 @@ MARK = ".everybit"
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The directory of the last whole checkpoint under ``path``, for DCP's own functions.
+    """Return the directory of the newest complete checkpoint under ``path``, for DCP's own functions.
 
     Raises:
         FileNotFoundError: There is none.

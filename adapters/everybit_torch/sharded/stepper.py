@@ -60,42 +60,42 @@ class FlatStepper(Control, ModelAccess):
 
     Args:
         model: On one device; or on the meta device, with ``values``. Parameters may be tied, frozen, of several dtypes.
-        transform: What computes updates; or one for each label, with ``labels``.
+        transform: The transform that computes updates; or a dict with one for each label, with ``labels``.
         policy: How weights, state and gradients are stored and sent: a policy or its name, several by :func:`everybit.by_label`, a
             :class:`~everybit_torch.MixedPrecision`, or None for a float32 or float64 model stored as it is.
         mesh: The ranks: a process group, a ``DeviceMesh`` of one dimension, or one of two, (outer, inner). None: all ranks, or this
             process alone if ``torch.distributed`` is not initialised.
-        strategy: What the (inner) ranks shard; see :class:`~everybit_torch.sharded.strategies.Sharding`. A number is the ZeRO stage.
-        outer: What the outer ranks do; see there.
-        units: Modules, or classes of modules, whose parameters are gathered and reduced together, such as ``[Block]``. What is in none
-            belongs to the model's own unit. Without units the whole model is one, and a sharded strategy needs room for all of it at once.
+        strategy: What the (inner) ranks shard: ``"no_shard"``, ``"optim"``, ``"optim_grads"``, ``"optim_grads_params"``, or a ZeRO stage.
+        outer: What is sharded over the outer ranks as well: ``"no_shard"`` or ``"optim"``.
+        units: Modules, or classes of modules, whose parameters are gathered and reduced together, such as ``[Block]``. Parameters in none
+            form a unit of their own. Without units the whole model is one, and a sharded strategy needs memory for all of it at once.
         labels: From (name, parameter) to the key of its transform.
         divisor: What the sum of gradients is divided by. None: the number of ranks, which makes the mean of the ranks' gradients;
             1 for losses that are sums, or divided by the number of tokens already.
-        nan: ``"off"``; ``"step"``: skip a step, on all ranks, if any gradient is not finite; ``"param"``: and tell which, where and since
-            when, which takes a look at every gradient.
-        reshard_after_forward: With ``optim_grads_params``: give a unit's weights back after its forward pass, and gather them again for its
+        nan: ``"off"``; ``"step"``: skip a step, on all ranks, if any gradient is not finite; ``"param"``: also report which, on which
+            rank and in which phase, by counting in every gradient.
+        reshard_after_forward: With ``optim_grads_params``: free a unit's weights after its forward pass, and gather them again for its
             backward pass.
         compile: Compile the step; the results are the same bits.
         metrics: Measure every step: ``as_optimizer().metrics()``.
         seed: Of stochastic rounding; the same on every rank.
         unsafe: See :func:`everybit.with_policy`.
-        synchronize: Begin with the first rank's parameters and buffers, on every rank. False: they are equal already.
-        offload: Keep the optimizer's state, residuals and main weights in the host's pinned memory, and bring them to the device a bucket
-            at a time for a step; with ``Offload(weights=True, gradients=True)`` this rank's weights and main gradients too, under
+        synchronize: Begin with the first rank's parameters and buffers, on every rank. False: they are the same already.
+        offload: Keep the optimizer's state, residuals and main weights in the host's pinned memory, and copy them to the device for a
+            step, a bucket at a time; with ``Offload(weights=True, gradients=True)`` this rank's weights and main gradients too, under
             ``optim_grads_params``. For models on another device than the host.
-        keep_gradients: Keep the memory of main gradients from one step to the next. False: give it back, and take it again.
+        keep_gradients: Keep the memory of main gradients from one step to the next. False: free it, and allocate it again.
         defer_reduction: With sharded gradients: sum them over the ranks in the last backward pass of a cycle, and not in each. Until then a
             rank keeps whole gradients. See :meth:`set_requires_gradient_sync`.
-        ignored: Parameters, modules with all of theirs, and names of either, that are left alone: not sharded, gathered, stepped or made
-            the same on all ranks; their gradients stay in their ``.grad``. They are in state dicts and checkpoints.
-        overlap_param_gather: With ``optim`` and ``optim_grads``: return from a step while its weights are still handed out. Each unit waits
-            for its own when its forward pass begins; code that reads parameters elsewhere calls :meth:`wait_for_weights` first.
+        ignored: Parameters, modules with all their parameters, and names of either, that are not managed: not sharded, gathered, stepped
+            or synchronized; their gradients stay in ``.grad``. State dicts and checkpoints include them.
+        overlap_param_gather: With ``optim`` and ``optim_grads``: return from a step while its weights are still being sent. Each unit
+            waits for its weights when its forward pass begins; code that reads parameters elsewhere calls :meth:`wait_for_weights` first.
         casts: The dtypes of inputs and outputs of ``forward``: :class:`~everybit_torch.Casts`, whose inputs are those of every unit and of
             the model, and whose outputs the model's; or a dict of them by unit, or class of units.
         values: Where the values of a model on the meta device come from: ``FromInitializers``, ``FromSafetensors``, ``FromCheckpoint`` or
             ``FromStateDict``; each rank is given what it keeps. None: the model has values.
-        device: Where a model on the meta device is to be. None: torch's default device.
+        device: The device for a model on the meta device. None: torch's default device.
         model_parallel: The ranks that hold other parameters of the same model: stages of a pipeline, or experts. A process group, or a
             ``DeviceMesh`` of any number of dimensions. Ranks of tensor parallelism, over which DTensors lie, are found without it. Random
             bits are those of one process that has the parameters of all these ranks, one rank's after the other's.
@@ -256,10 +256,10 @@ class FlatStepper(Control, ModelAccess):
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
-        """Finish the sums over the ranks, step, and send the new weights to ranks that keep a copy. A new cycle begins.
+        """Finish the sums over the ranks, step, and send new weights to ranks that keep a copy; return a report. A new cycle begins.
 
         Args:
-            loss_scale: What the loss was multiplied by; gradients are divided by it.
+            loss_scale: The factor by which the loss was multiplied; gradients are divided by it.
 
         Raises:
             RuntimeError: Inside a microbatch, or a rank is gone. An error before anything was stepped leaves weights and state as they
@@ -302,7 +302,7 @@ class FlatStepper(Control, ModelAccess):
         """Step as :meth:`step` does, with the result of :meth:`agree_on_step`.
 
         Args:
-            agreed: By :meth:`agree_on_step`; with the norm of more than this model, say.
+            agreed: The result of :meth:`agree_on_step`; its norm may be replaced, by that of several models for example.
 
         Raises:
             RuntimeError: As :meth:`step`.
@@ -330,7 +330,7 @@ class FlatStepper(Control, ModelAccess):
     def finish_gradients(self) -> None:
         """Complete the sums over the ranks, and divide: the main gradients are final then. :meth:`step` does this by itself.
 
-        They are the gradients of this rank's parameters in ``as_optimizer()`` until then, and may be scaled.
+        Until the step, they are the gradients of the parameters of ``as_optimizer()``, and may be scaled.
         """
         self._require_ready("finish_gradients")
         self._passes.failed = True
@@ -340,9 +340,9 @@ class FlatStepper(Control, ModelAccess):
 
     @torch.no_grad()
     def zero_grad(self) -> None:
-        """Forget the gradients of this cycle.
+        """Discard the gradients of this cycle.
 
-        After an error, on every rank: whatever it interrupted, the next cycle begins as if there had been none.
+        Call it on every rank after an error: it discards the interrupted cycle, and the next one begins normally.
         """
         if self._passes.interrupted:
             if self._late is not None:
@@ -392,7 +392,7 @@ class FlatStepper(Control, ModelAccess):
         """Return this rank's memory by use, and what it sends in a step.
 
         Args:
-            microbatches: In a step.
+            microbatches: The number of microbatches in a step.
             second_order: See :func:`everybit_torch.plan`.
         """
         given, weights = self._given, self._schedule.weights
@@ -409,8 +409,8 @@ class FlatStepper(Control, ModelAccess):
         """Send gradients in another dtype from now on. The dtype in which they are accumulated cannot change.
 
         Args:
-            dtype: Of what is sent; None: as accumulated.
-            reduce: How it is summed; None: as before.
+            dtype: dtype in which gradients are sent; None: that in which they are accumulated.
+            reduce: How they are summed; None: as before.
 
         Raises:
             ValueError: No dtype.
@@ -435,7 +435,7 @@ class FlatStepper(Control, ModelAccess):
     def close(self) -> None:
         """Gather all weights and remove every hook; the stepper cannot step afterwards. Every rank has to call it.
 
-        Process groups that the stepper made are used by the next stepper of these ranks.
+        The next stepper of these ranks reuses the process groups that this one made.
         """
         if self.closed:
             return

@@ -42,7 +42,7 @@ def _require_beside(name: str, parameter: Tensor, ranks: Collection[int]) -> Non
     """Refuse a DTensor over the ranks that a stepper shards over, or placed in another way than a part can be laid out.
 
     Args:
-        name: Of the parameter.
+        name: The parameter's name.
         parameter: Any tensor.
         ranks: Those that the stepper shards over, numbered as in the world; none if that is not known.
 
@@ -155,7 +155,7 @@ def first_element_of_part(name: str, parameter: nn.Parameter, block: int, *, dra
     """The place in the whole of this rank's first element, where a step depends on it; else 0.
 
     Args:
-        name: Of the parameter.
+        name: The parameter's name.
         parameter: Any.
         block: How many elements share a number in its state.
         draws_bits: Whether a step draws bits by the places of elements.

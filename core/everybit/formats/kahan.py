@@ -32,13 +32,13 @@ class Kahan(StateFormat, ParamFormat):
     """A 16-bit value and the residual it could not hold (Kahan 1965, https://doi.org/10.1145/363707.363723).
 
     ``value`` is ``x`` rounded to nearest, ``residual`` is ``x - value`` rounded to its own dtype. A bfloat16 residual keeps about 16
-    significant bits: updates smaller than about ``2**-17 |x|`` stop the number, unless the residual is rounded stochastically.
+    significant bits: updates smaller than about ``2**-17 |x|`` are lost, unless the residual is rounded stochastically.
     A float16 residual keeps three bits more while ``|x|`` is above 2**-5, and fewer below 2**-8, where its step of 2**-24 is the
     coarser one; below 2**-16 (of a float16 value 2**-13) it keeps nothing.
 
     Args:
         residual: dtype of the residual.
-        rounding: How the residual is rounded: ``"stochastic"`` has no smallest update but float32's, and a little noise.
+        rounding: How the residual is rounded: ``"stochastic"`` loses no update on average that float32 keeps, and adds a little noise.
         value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
     """
 

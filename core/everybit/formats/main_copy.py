@@ -26,11 +26,11 @@ from everybit.straight_through import straight_through
 class Master(ParamFormat):
     """A parameter's own tensor in its own dtype, and a main copy that the optimizer works on.
 
-    The main copy is followed as long as it rounds to the model's tensor; if it does not, somebody wrote to the model since, and what
-    was written counts.
+    The main copy is used as long as it rounds to the model's tensor. If it does not, the model was written to since, and the new value is
+    used.
 
     Args:
-        dtype: Of the main copy; ``"float64"`` with ``Policy(compute="float64")`` only.
+        dtype: dtype of the main copy; ``"float64"`` with ``Policy(compute="float64")`` only.
         value: dtype of the model's tensor, of fewer bits than the main copy. None: whatever it is.
     """
 

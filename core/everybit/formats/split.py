@@ -35,8 +35,8 @@ class Split(StateFormat, ParamFormat):
     ties to even would need one remainder more than an int16 has. ``Split(8)`` first rounds float32 to 24 bits, in 3 bytes.
 
     Args:
-        bits: Of the remainder, 16 or 8.
-        rounding: How ``Split(8)`` drops what does not fit: ``"stochastic"`` has no smallest update but float32's.
+        bits: The number of bits of the remainder, 16 or 8.
+        rounding: How ``Split(8)`` rounds to 24 bits; ``"stochastic"`` loses no update on average that float32 keeps.
         value: dtype of the value. None: the model's own for parameters, bfloat16 for state.
     """
 

@@ -21,8 +21,8 @@ class FromInitializers:
     ``torch.manual_seed(seed)`` and constructing it whole give on a device of the same type. Ranks compare what they initialized.
 
     Args:
-        function: Called for each module, in the place of its own ``reset_parameters``, ``_reset_parameters`` or ``init_weights``.
-        seed: Of torch's generators, the same on every rank. They are set back afterwards.
+        function: Called for each module, instead of its own ``reset_parameters``, ``_reset_parameters`` or ``init_weights``.
+        seed: The seed for torch's generators, the same on every rank. The generators are restored afterwards.
         whole_units: The function uses tensors of modules below the one it is called for, too: all of a unit stay in memory until its last
             call.
 

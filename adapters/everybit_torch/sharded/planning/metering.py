@@ -279,7 +279,7 @@ def meter(
         stages: Of a cycle. If they have fewer microbatches than ``microbatches``, the second stands for all that are left out.
         groups: Of the layout, on one rank.
         step: Bytes of a step.
-        microbatches: In a step.
+        microbatches: The number of microbatches in a step.
     """
     peaks: dict[str, int] = dict.fromkeys(("forward", "backward", "step"), 0)
     sent: Counter[str] = Counter()

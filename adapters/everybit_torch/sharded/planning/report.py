@@ -27,13 +27,14 @@ class Plan:
         sharding: What is sharded.
         ranks: The ranks over which it is sharded.
         parameters: Elements of the whole model.
-        padding: Elements of all buffers that are no parameter's.
-        persistent: Bytes between steps, by use; of a model on a device with offload, those of the device.
+        padding: Elements of all buffers that belong to no parameter.
+        persistent: Bytes between steps, by use: ``parameters``, ``compensation`` or ``main parameters``, ``gradients``, each slot
+            (``momentum``, ``variance``), ``counters``, ``bookkeeping``. With offload, those of the device.
         host: Bytes between steps, by use, that offload keeps in the host's memory.
         transient: Peak bytes on top of the persistent ones, by phase: ``construction`` (once), ``forward``, ``backward``, ``step``.
-        wire: Bytes sent in one step, by collective.
+        wire: Bytes sent in one step, by collective: ``reduce_scatter``, ``all_gather``, ``all_reduce``, ``all_to_all``.
         microbatches: Backward passes in one step.
-        weights: Elements of the whole model by the format of their weights, as one would write it; ``"frozen"`` those of frozen ones.
+        weights: Elements of the whole model by the format of their weights, as code; ``"frozen"`` for frozen parameters.
         access: Peak bytes of what is done between passes if one asks for it, by call, on top of the persistent ones, and not in
             :attr:`peak_bytes`. They are the device's; of a model in the host's memory with the copies, which else are beside them under
             names that end in ``", host"``. Those of an asynchronous save stay from one save to the next. Buffers and ignored parameters are

@@ -67,7 +67,7 @@ def check_compiled_equals_eager(
         inlined: Compile a training step that takes loss and gradients itself, as a user's would. Its loss has gradients that are
             exact in every dtype, so that what differs is the optimizer's doing.
         steps: How many.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         options: Of ``torch.compile``, in the place of the default ones, under which code for a GPU rounds otherwise than eager code.
     """
     optimizer = with_policy(build(warmup_cosine_decay_schedule(LEARNING_RATE, 1, 8)), policy, seed=seed)

@@ -1,7 +1,7 @@
 """Frozen dataclasses from plain data and back, by their annotations: one description for reading, writing and JSON Schema.
 
-What an annotation may be: bool, int, float, str, a ``Literal``, a dataclass, a tuple, a sequence, a mapping from names, a union of these with
-None, and what ``kinds`` names: unions of dataclasses that a key of the table chooses among, and classes whose values have names.
+What an annotation may be: bool, int, float, str, a ``Literal``, a dataclass, a tuple, a sequence, a mapping from names, a union of these
+with None, and what ``kinds`` names: unions of dataclasses that a key of the table chooses among, and classes whose values have names.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 AnyPolicyConfig = eb.Policy | PolicyByName | PolicyName | None
+"""What a configuration may say of how parameters and state are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

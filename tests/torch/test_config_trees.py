@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -21,6 +22,7 @@ from everybit_torch import FlatStepper
 from everybit_torch.config import (
     AdamConfig,
     AdamWConfig,
+    Algorithm,
     LionConfig,
     OptimizerConfig,
     PolicyByName,
@@ -33,8 +35,10 @@ from everybit_torch.config import (
     config_to_dict,
     json_schema,
     load_config,
+    register_algorithm,
     save_config,
 )
+from everybit_torch.config.algorithms import ALGORITHMS as NAMES_OF_ALGORITHMS
 from tests.support.block_formats import Int8Residual
 
 NUMBERS = st.floats(0.0, 1.0)
@@ -242,6 +246,33 @@ def test_a_stepper_does_what_the_optimizer_of_the_same_file_does() -> None:
             torch.testing.assert_close(other.get_parameter(name), parameter, rtol=0.02, atol=0.02)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig(Algorithm):
+    factory = staticmethod(eb.adam)
+    betas: tuple[float, float] = (0.5, 0.75)
+
+
+def test_an_optimizer_of_ones_own_gets_a_name() -> None:
+    config = OptimizerConfig(algorithm=OwnConfig(lr=0.25))
+    with pytest.raises(ValueError, match=r"^algorithm: got OwnConfig.*hyperparameters of your own"):
+        config_to_dict(config)
+    with pytest.raises(
+        ValueError, match="name: got 'adamw', which is AdamWConfig; accepted is a name that is not taken"
+    ):
+        register_algorithm("adamw", OwnConfig)
+    try:
+        register_algorithm("own", OwnConfig)
+        register_algorithm("own", OwnConfig)
+        assert config_from_dict(OptimizerConfig, config_to_dict(config)) == config
+        optimizer = config.build(Model())
+    finally:
+        NAMES_OF_ALGORITHMS.pop("own")
+    assert type(optimizer) is everybit_torch.TorchOptimizer
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+    with pytest.raises(ValueError, match=r"^betas\[1\]: got 1.5"):
+        OwnConfig(betas=(0.5, 1.5))
+
+
 def test_what_matches_nothing_in_a_model_is_refused() -> None:
     model = Model()
     with pytest.raises(ValueError, match=r"^no_decay\[1\]: got '\*.bais', which matches .*nearest name is 'norm.bias'"):
@@ -280,8 +311,11 @@ def test_the_page_about_configuration_does_what_it_says(tmp_path: Path, monkeypa
     page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL), 1):
-        exec(compile(block, f"docs/configuration.md, block {number}", "exec", dont_inherit=True), names)
+    try:
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL), 1):
+            exec(compile(block, f"docs/configuration.md, block {number}", "exec", dont_inherit=True), names)
+    finally:
+        NAMES_OF_ALGORITHMS.pop("sign", None)
     assert len(names["optimizer"].param_groups) == 2
     for number, text in enumerate(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)):
         (tmp_path / f"{number}.toml").write_text(text)

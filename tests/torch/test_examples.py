@@ -62,3 +62,10 @@ def test_a_program_is_listed_and_fits_on_one_page(path: Path) -> None:
     assert len(source.splitlines()) <= 120
     assert "argparse" in source
     assert 'if __name__ == "__main__":' in source
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "lora", "reinforcement", "sharded_fsdp2", "sharded_stepper"])
+def test_a_program_explains_its_options(name: str, example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        example(name).main(["--help"])
+    assert f"docs/examples/{name}.py" in capsys.readouterr().out

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import everybit as eb
-from everybit_torch.config.algorithms import AdamConfig, AdamWConfig, Algorithm, LionConfig, RMSpropConfig, SGDConfig
+from everybit_torch.config.algorithms import (
+    AdamConfig,
+    AdamWConfig,
+    Algorithm,
+    LionConfig,
+    RMSpropConfig,
+    SGDConfig,
+    register_algorithm,
+)
 from everybit_torch.config.files import parsed, written
 from everybit_torch.config.flags import config_from_flags
 from everybit_torch.config.policies import PolicyByName, PolicyRule
@@ -45,6 +53,7 @@ __all__ = [
     "load_policy",
     "policy_from_dict",
     "policy_to_dict",
+    "register_algorithm",
     "save_config",
     "save_policy",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar
 
 import everybit as eb
@@ -12,11 +13,16 @@ from everybit_torch.arguments import by_given_name
 from everybit_torch.config.structure import Choice
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.param_groups import Params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """An optimizer's hyperparameters. A subclass names its class and its function, and has their hyperparameters as fields.
+    """An optimizer's hyperparameters. A subclass names its function, and has the hyperparameters as fields, by torch's names.
+
+    Attributes:
+        factory: From hyperparameters to a transform; in a subclass ``factory = staticmethod(my_optimizer)``.
+        optimizer: The torch optimizer with these arguments; None: a :class:`everybit_torch.TorchOptimizer` of the function.
 
     Args:
         lr: Learning rate, at least zero.
@@ -24,7 +30,7 @@ class Algorithm:
         maximize: Ascend instead.
     """
 
-    optimizer: ClassVar[type[TorchOptimizer]]
+    optimizer: ClassVar[type[TorchOptimizer] | None] = None
     factory: ClassVar[Callable[..., eb.Transform[Any]]]
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -36,6 +42,17 @@ class Algorithm:
     def hyperparameters(self) -> dict[str, Any]:
         """The arguments of the torch optimizer, by torch's names."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def build(self, params: Params, **options: Any) -> TorchOptimizer:
+        """Return the torch optimizer with these hyperparameters.
+
+        Args:
+            params: Parameters, or param groups.
+            options: Other arguments of :class:`everybit_torch.TorchOptimizer`, such as ``policy``.
+        """
+        kind: Any = type(self).optimizer or partial(TorchOptimizer, factory=type(self).factory)
+        made: TorchOptimizer = kind(params, **options, **self.hyperparameters())
+        return made
 
     def transform(self) -> eb.Transform[Any]:
         """What a stepper computes updates with.
@@ -156,6 +173,26 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 """By the name that a file has for each."""
 
+
+def register_algorithm(name: str, kind: type[Algorithm]) -> None:
+    """Let files and flags name an optimizer of your own; call it before they are read.
+
+    Args:
+        name: What ``algorithm.name`` is for it.
+        kind: A frozen dataclass that subclasses :class:`Algorithm`, with a ``factory``.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if ALGORITHMS.get(name, kind) is not kind:
+        raise ValueError(
+            f"register_algorithm: name: got {name!r}, which is {ALGORITHMS[name].__name__}; accepted is a name that is not taken."
+        )
+    ALGORITHMS[name] = kind
+
+
 ALGORITHM = Choice(
-    "name", ALGORITHMS, f"hyperparameters of your own, which a file cannot name; accepted are {', '.join(ALGORITHMS)}."
+    "name",
+    ALGORITHMS,
+    f"hyperparameters of your own, which a file cannot name; accepted are {', '.join(ALGORITHMS)}, and what register_algorithm was given.",
 )

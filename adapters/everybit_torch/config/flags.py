@@ -14,9 +14,7 @@ from everybit.policies import describe
 from everybit_torch.config.algorithms import ALGORITHMS, Algorithm
 from everybit_torch.config.files import SUFFIXES, parsed
 from everybit_torch.config.policies import PolicyByName
-from everybit_torch.config.trees import READER
-
-POLICY = eb.Policy | PolicyByName | None
+from everybit_torch.config.trees import READER, AnyPolicyConfig
 
 T = TypeVar("T")
 
@@ -76,8 +74,8 @@ def _policy_rule(tyro: Any) -> Any:
         if given[0] == "None":
             return None
         if Path(given[0]).suffix in SUFFIXES:
-            return parsed(given[0], lambda data: READER.read_as(POLICY, data, "policy"))
-        return READER.read_as(POLICY, given[0], "policy")
+            return parsed(given[0], lambda data: READER.read_as(AnyPolicyConfig, data, "policy"))
+        return READER.read_as(AnyPolicyConfig, given[0], "policy")
 
     def rule(info: Any) -> Any:
         if eb.Policy not in (info.type, *get_args(info.type)):

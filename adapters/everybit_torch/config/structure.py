@@ -36,11 +36,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Values that have names, such as presets; everything else is a table.
+    """Values of which some have names, such as presets; the others are written as tables.
 
     Attributes:
         values: By name.
-        tables: Dataclasses that a table may be, told apart by their first fields that have no default, or the last.
+        tables: The dataclasses that a table may be. It is the first of which it has a required field, and the last if it has none.
     """
 
     values: Mapping[str, Any]

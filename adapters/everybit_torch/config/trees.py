@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 AnyPolicyConfig = eb.Policy | PolicyByName | PolicyName | None
+"""What a configuration may say of how parameters and state are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +81,10 @@ class OptimizerConfig:
         exempt = {name for name, _ in named if _matches(self.no_decay, name)}
         groups: list[dict[str, Any]] = [{"params": [one for one in named if one[0] not in exempt]}]
         groups.append({"params": [one for one in named if one[0] in exempt], "weight_decay": 0.0})
-        return type(self.algorithm).optimizer(
+        return self.algorithm.build(
             [group for group in groups if group["params"]],
             policy=_policy(self.policy), layout=self.layout, flat_gradients=self.flat_gradients, compile=self.compile,
-            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe, **self.algorithm.hyperparameters(),
+            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe,
         )  # fmt: skip
 
 

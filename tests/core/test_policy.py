@@ -68,7 +68,7 @@ def test_wider_gradients_and_other_slots_are_counted() -> None:
         (lambda: loose.Policy(grads="float32"), r"Policy.grads: got 'float32'; accepted is a Grads"),
         (lambda: loose.Policy(momentumm=eb.Nearest()), r"momentumm"),
         (lambda: loose.by_label(lambda path, p: "x", {"x": "FP32"}), r"by_label: policies: got"),
-        (lambda: loose.with_policy(eb.adamw(1e-3), "FP32"), r"policy: got 'FP32'; accepted are a Policy"),
+        (lambda: loose.with_policy(eb.adamw(1e-3), 32), r"policy: got 32; accepted are a Policy"),
         (
             lambda: loose.chain(eb.scale_by_adam),
             r"chain, argument 0: got the class ScaleByAdam; accepted are transforms: call",

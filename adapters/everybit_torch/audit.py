@@ -56,7 +56,7 @@ class LayerAudit:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What was there before an audited step, and what was intended."""
+    """The tensors before an audited step, and the intended ones after it."""
 
     weights: Tensor
     intended: Tensor
@@ -172,7 +172,7 @@ def load_audit(path: str | Path) -> list[LayerAudit]:
 
 
 def _intended(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> _Before:
-    """What the optimizer would do to a parameter if everything of it were in float64, by a step of a copy that has nothing else."""
+    """Compute the step that the optimizer would make for a parameter if all its tensors were float64, with a copy that has only them."""
     assert parameter.grad is not None
     wide = nn.Parameter(parameter.detach().double())
     wide.grad = parameter.grad.detach().double()

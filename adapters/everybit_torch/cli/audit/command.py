@@ -45,7 +45,7 @@ class AuditOptions(Output):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong, in words, and what would mend it.
+    """Describe in words what is lost, and which policy would keep it.
 
     Attributes:
         findings: Sentences; none if nothing is lost.
@@ -94,7 +94,7 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
 
 
 def judge(layers: Sequence[LayerAudit]) -> Verdict:
-    """What the audits show over all layers and steps, weighted by elements."""
+    """Totals of the audits over all layers and steps, weighted by elements."""
     elements = sum(layer.elements for layer in layers)
     findings = []
     losing = [layer for layer in layers if layer.edq < ARRIVED]

@@ -109,7 +109,7 @@ def _main_itemsize(one: GroupPlan) -> int:
 
 
 def _showing(*, copies: bool, keeps: bool, on_host: bool) -> Callable[..., Iterator[tuple[int, int]]]:
-    """What is taken to show a group's parameters.
+    """The memory needed to show a group's parameters.
 
     Args:
         copies: Whether this rank is shown them.
@@ -153,14 +153,14 @@ def _exported_by_run(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) 
 
 
 def _exported(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
-    """What is allocated while the weights of a run are computed from all that is stored of them, a piece at a time."""
+    """The bytes allocated while the weights of a run are decoded, a piece at a time."""
     optimizer, tensor, state = _run_of(one, label, min(numel, pieces_of(label.policy.block)))
     into = torch.empty(tensor.shape, dtype=torch_dtype(label.policy.compute), device="meta")
     return _peak_of(lambda: export_piece(optimizer, tensor, state, into))
 
 
 def _followed(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> int:
-    """What is allocated while main weights become those that were loaded: a run at a time."""
+    """The bytes allocated while main weights are set to loaded weights, a run at a time."""
     if one.resolved is None:
         return 0
     label = labelled[one.group.label]

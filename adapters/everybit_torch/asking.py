@@ -1,4 +1,4 @@
-"""What a transform asks of its axis: which reductions, and what it computes each of them from.
+"""Records which reductions a transform asks of its axis, and from which inputs it computes each of them.
 
 It is found by running the transform on tensors without elements. Of transforms of this library it is known after their first step, since
 it never changes: they are run no more for reductions that need no run, such as the norm of the gradients, nor to hear that they ask for
@@ -34,7 +34,7 @@ WEIGHTS = "params"
 
 
 class Source(NamedTuple):
-    """What a transform computes a reduction from.
+    """The inputs from which a transform computes a reduction.
 
     Attributes:
         names: Of slots, and maybe :data:`WEIGHTS`.
@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
 
 class _Promises(NamedTuple):
-    """What a transform asks for at every step.
+    """The reductions that a transform asks for at every step.
 
     Attributes:
         fixed: Whether its reductions are always the same ones.
@@ -73,7 +73,7 @@ class _Known(NamedTuple):
 
 
 class Reads:
-    """What transforms compute their reductions from; found once for each reduction, and each answer to which work is due.
+    """The inputs of transforms' reductions, found once for each reduction and for each set of due periodic work.
 
     It is found by running the transform on tensors without elements, and recording which tensors are computed from which.
     """

@@ -76,7 +76,7 @@ class DirectCalls:
 
 
 def _kind(inputs: Sequence[Tensor]) -> _Kind | None:
-    """What code for these inputs depends on; None if they are not plain vectors of one length, in the usual order, and 0-d tensors."""
+    """Return a key for the compiled code of these inputs; None unless they are contiguous vectors of one length, and 0-d tensors."""
     length = inputs[0].numel()
     # Of other lengths than these the code may be another.
     if not 2 <= length < 1 << 31 or torch.compiler.is_compiling():

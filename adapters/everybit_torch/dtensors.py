@@ -70,7 +70,7 @@ def first_element(parameter: Tensor) -> int:
 
 
 class Over(NamedTuple):
-    """What is reduced over.
+    """The ranks over which something is reduced.
 
     Attributes:
         axis: The processes that have parts.
@@ -82,7 +82,7 @@ class Over(NamedTuple):
 
 
 def over_mesh(parameters: Sequence[Tensor]) -> Over | None:
-    """What a reduction over parameters goes over: the mesh that they are sharded over; None: this process alone.
+    """Return the mesh over which parameters are sharded, for reductions over all of them; None: this process alone.
 
     Raises:
         ValueError: Several meshes, or values that are still to be summed (``Partial``).

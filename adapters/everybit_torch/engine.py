@@ -79,7 +79,7 @@ class Engine:
         self.groups: list[Group] = []
         self.units: list[Unit] = []
         self.states = States(torch_names=torch_names)
-        """What is kept for each parameter, as views, and what others keep beside it."""
+        """Return the state of each parameter, as views, and the entries that other code keeps beside it."""
         self.metrics: Metrics | None = None
         """Of the last step that was measured."""
         self.had_gradients = False
@@ -441,7 +441,7 @@ class Engine:
                         own[name].copy_(local(value))
 
     def encode(self, given: Given) -> dict[str, RoundingLoss]:
-        """As :meth:`load`, for entries and weights (``"param"``) in full precision.
+        """Load entries and weights (``"param"``) in full precision, as :meth:`load` does.
 
         Returns:
             By name, what rounding lost.

@@ -1,4 +1,4 @@
-"""What an entry of a state dict has to be: its dtype, shape and layout, and for a count of steps its range."""
+"""The requirements on entries of a state dict: dtype, shape and layout, and for a count of steps its range."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _COUNT = count(1)
 
 
 class _Kind(NamedTuple):
-    """What the code of a sum depends on beside dtypes.
+    """The properties of a sum, besides dtypes, on which its code depends.
 
     Attributes:
         ranks: How many parts it adds up.

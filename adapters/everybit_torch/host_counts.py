@@ -16,7 +16,7 @@ Due = tuple[tuple[int, bool], ...]
 
 
 class HostCount:
-    """What the host knows of a count on the device: its value, as long as nobody else writes to the tensor.
+    """A host-side copy of a count on the device, which is valid as long as no other code writes to the tensor.
 
     Whoever counts a step notes it here as well. A tensor that something else wrote to (a loader, an import, code of the user's) has another
     version than was noted, and is read again. A step that is captured in a CUDA graph, or in code that a user compiles, is repeated

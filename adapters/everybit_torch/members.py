@@ -62,5 +62,5 @@ def members_of(unit: Unit) -> tuple[eb.Members, ...] | None:
 
 
 def no_members_of(unit: Unit) -> tuple[eb.Members, ...] | None:
-    """As :func:`members_of`, of no elements."""
+    """Return members that have no elements, in the form of :func:`members_of`."""
     return None if unit.whole is None else (unit.whole.cut(0, 0),)

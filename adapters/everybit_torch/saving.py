@@ -32,7 +32,7 @@ def packed(front: Front) -> dict[str, Any]:
 
 
 def packed_in_full(front: Front) -> dict[str, Any]:
-    """What the stored bits stand for, per parameter, with the weights; and what others keep, copied.
+    """Return the decoded state of each parameter with its weights, and copies of the entries that other code keeps.
 
     Raises:
         ValueError: As :func:`packed`.

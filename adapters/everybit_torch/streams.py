@@ -46,7 +46,7 @@ def make(device: torch.device) -> Stream:
 
 
 def working_on(stream: Stream) -> AbstractContextManager[Any]:
-    """What this thread queues inside is queued on the stream."""
+    """Make ``stream`` the one on which this thread queues work inside the context."""
     return torch.cuda.stream(stream)
 
 

@@ -1,4 +1,4 @@
-"""What is stored, and the values it stands for: a tree's leaves with their formats and random bits, decoded and encoded together."""
+"""Encodes and decodes the leaves of a tree together, each with its format and its random bits."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Optimizer(Generic[S]):
         return trace.params, trace.state
 
     def step_traced(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> StepTrace:
-        """As :meth:`step`, and return the intermediate results too."""
+        """Compute a step as :meth:`step` does, and return its intermediate results too."""
         _warn_of_growing_graphs(params)
         formats = self.formats(params)
         step = state.step + 1

@@ -47,7 +47,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class PerTensor:
-    """What a transform may ask of each whole parameter; it is ``ctx.per_tensor``.
+    """Reductions over each whole parameter, for transforms: ``ctx.per_tensor``.
 
     Sums are taken in float64, so that those of pieces add up to that of the whole but for a float64's last bits. All processes that share
     the step have to ask for the same, in the same order, as for reductions over everything.

@@ -1,4 +1,4 @@
-"""What optree 0.20 brings that the compiler of torch 2.11 and 2.12 cannot trace, said in terms that it can."""
+"""Replaces parts of optree 0.20 that the compiler of torch 2.11 and 2.12 cannot trace by code that it can."""
 
 from __future__ import annotations
 

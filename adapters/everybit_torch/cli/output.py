@@ -1,4 +1,4 @@
-"""What all commands have in common in what they print: their options for it, their results, and tables for terminals of any width."""
+"""Output of all commands: their options for it, their results, and tables for terminals of any width."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a command found.
+    """The results of a command.
 
     Args:
         data: For ``--json``.

@@ -1,4 +1,4 @@
-"""What is planned: the options that say which model, optimizer and ranks are meant, and what they stand for."""
+"""Options that choose a model, an optimizer and ranks to plan for, and the objects that they stand for."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def _install_one(
 
 
 def _by(divisor: float | None, wide: torch.dtype, device: torch.device) -> Tensor | None:
-    """What to divide by: a tensor of one element, for dividing by a number, torch multiplies by its reciprocal on some devices."""
+    """Return the divisor as a tensor of one element: by a number, torch multiplies with its reciprocal on some devices."""
     return None if divisor is None or divisor == 1 else torch.full((1,), divisor, dtype=wide, device=device)
 
 

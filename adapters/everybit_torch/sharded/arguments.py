@@ -35,7 +35,7 @@ from everybit_torch.sharded.tensor_parallel import require_in_parts
 
 
 class Owner(Protocol):
-    """What a model's parameters lie in the buffers of."""
+    """The object in whose buffers a model's parameters are."""
 
     closed: bool
 

@@ -39,7 +39,7 @@ class Casts:
 
 
 CastsOfUnits = Casts | Mapping[type[nn.Module] | nn.Module, Casts]
-"""What is cast in every unit and in the model; or in units by class or module, a module before its class."""
+"""The casts of every unit and of the model; or a dict of them by class or module, where a module takes precedence over its class."""
 
 
 def casts_of(units: Sequence[tuple[str, nn.Module]], given: CastsOfUnits | None) -> list[tuple[str, nn.Module, Casts]]:

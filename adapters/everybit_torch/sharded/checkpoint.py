@@ -361,7 +361,7 @@ def _group(stepper: FlatStepper, purpose: str, *, whole: bool = True) -> dist.Pr
 
 
 def _everyone(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
-    """As :func:`_group`, of all ranks that hold something of the model, where some of them are not in that group."""
+    """Return the group of all ranks that hold parts of the model, where some are not in the group of :func:`_group`."""
     if stepper.beside.part is None:
         return None
     return _all_parts(stepper, purpose)

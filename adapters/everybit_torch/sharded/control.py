@@ -1,4 +1,4 @@
-"""What a user tells a stepper about a cycle: which backward passes are summed over the ranks, and when weights are gathered."""
+"""Control over a cycle: which backward passes are summed over the ranks, and when weights are gathered."""
 
 from __future__ import annotations
 

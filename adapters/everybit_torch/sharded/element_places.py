@@ -59,7 +59,7 @@ def number_elements(layout: Layout, beside: ModelParallel, copies: Collection[st
 
 
 def _described(spec: ParameterSpec) -> list[object]:
-    """What is known of a parameter elsewhere: its dtype, its shape, and the place of its first element."""
+    """A parameter on another rank: its dtype, its shape, and the place of its first element."""
     return [str(spec.dtype), list(spec.whole_shape), spec.index - _within(spec)]
 
 

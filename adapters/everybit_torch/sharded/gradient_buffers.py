@@ -161,7 +161,7 @@ class GradientBuffer:
 
     @property
     def _partial(self) -> Tensor:
-        """What gradients are accumulated in."""
+        """The buffer in which gradients are accumulated."""
         if not self.sharding.grads:
             return self.main
         found = self._bucket if self._unreduced is None else self._unreduced

@@ -56,7 +56,7 @@ def reduces_otherwise(labelled: Mapping[str, LabelledTransform]) -> bool:
 
 
 def _parts(transform: eb.Transform[Any]) -> list[eb.Transform[Any]]:
-    """What a transform is made of, as far as it is known."""
+    """Return the transforms that a transform is made of, as far as they are known."""
     if isinstance(transform, Chain):
         return list(transform.transforms)
     if isinstance(transform, NamedChain):

@@ -22,7 +22,7 @@ def main_dtype(group: Group, labelled: Mapping[str, LabelledTransform]) -> torch
 
 
 class MainValues:
-    """What ``TorchOptimizer.export_fp32`` gives, of a stepper.
+    """The weights in full precision of a stepper, as ``TorchOptimizer.export_fp32`` returns them.
 
     Args:
         optimizer: Of the stepper, with the state.

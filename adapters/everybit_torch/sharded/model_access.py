@@ -1,4 +1,4 @@
-"""What one sees of a stepper's model while it trains: state dicts, files, copies, weights as a whole, and methods that use them."""
+"""Access to a stepper's model during training: state dicts, files, copies, full weights, and methods that use them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def on_host(x: Tensor) -> Tensor:
 
 
 class ModelState:
-    """What a stepper's model consists of, whole or sharded.
+    """The parameters, buffers and extra state of a stepper's model, whole or sharded.
 
     Args:
         model: The model.

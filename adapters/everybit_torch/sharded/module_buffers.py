@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from everybit_torch.collectives.communicator import Communicator
 
 BufferValues = Literal["first", "mean"]
-"""What buffers become: those of the first rank, or the mean over all ranks."""
+"""The values that buffers are set to: those of the first rank, or the mean over all ranks."""
 
 
 def synchronize_buffers(model: nn.Module, communicators: Sequence[Communicator], values: BufferValues) -> None:

@@ -16,7 +16,7 @@ from everybit_torch.sharded.reports import NonFinite
 
 
 class Shard(Protocol):
-    """What is asked of this rank's part of a group.
+    """The check of this rank's part of a group.
 
     Attributes:
         gradients: Of the group.

@@ -39,7 +39,7 @@ class Offload:
 
     @classmethod
     def of(cls, given: bool | Offload) -> Offload:
-        """What a stepper's argument stands for: True is the state alone.
+        """Return the offload that a stepper's argument stands for; True is the state alone.
 
         Raises:
             TypeError: It is neither a bool nor an ``Offload`` of bools.
@@ -63,7 +63,7 @@ def is_host(device: torch.device) -> bool:
 
 
 class HostCopies:
-    """What lies on the host, and its copies on a device: made in order on one stream of their own, while the device computes on another.
+    """Tensors on the host and their copies on a device, which are made in order on a stream of their own, beside the computation.
 
     Where a device has no streams copies are made at once. What is on the host is as it should be only after :meth:`synchronize`.
 
@@ -87,7 +87,7 @@ class HostCopies:
         return x.to(x.device if self._device is None else self._device, copy=True)
 
     def stepping(self, unit: Unit, grad: Gathered) -> tuple[Gathered | Fetched, Iterator[tuple[slice, Unit]]]:
-        """As :meth:`pieces`; and the unit's gradient, whose part for a piece is on the device when that is."""
+        """Yield pieces as :meth:`pieces` does, with the part of the unit's gradient, which is on the device when the piece is."""
         if not self.offload.gradients:
             return grad, self.pieces(unit)
         fetched = Fetched()
@@ -166,7 +166,7 @@ class HostCopies:
         return self._made[dtype][:numel]
 
     def begin_in_room(self) -> None:
-        """What is queued next on the present stream may write to the room."""
+        """Let the operations that are queued next on the current stream write to the room."""
         assert self._device is not None
         self.end(self._device)
 

@@ -1,4 +1,4 @@
-"""What offload goes with, which is judged before anything is changed."""
+"""The options with which offload works, checked before anything is changed."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class PassCounts:
 
     @staticmethod
     def of(passes: int) -> tuple[int, int]:
-        """What this rank adds to the sums."""
+        """Return this rank's contribution to the sums."""
         return passes, passes**2
 
     def require_equal(self, sums: list[float], passes: int) -> None:
@@ -85,7 +85,7 @@ class PassCounts:
             )
 
     def forget(self) -> None:
-        """Nothing is compared: what was stepped is not there any more."""
+        """Drop the counts without comparing them, because the stepped weights were replaced."""
         self._passes = None
 
     def _are_equal(self, sums: list[float]) -> bool:

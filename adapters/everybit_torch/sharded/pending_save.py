@@ -25,7 +25,7 @@ class PendingSave(Future[Path]):
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What went wrong, or None; the next save does not raise it then."""
+        """Return the error, or None; once it was returned, the next save does not raise it."""
         error = super().exception(timeout)
         self._asked = True
         return error

@@ -1,4 +1,4 @@
-"""What a step tells of itself."""
+"""The reports of steps."""
 
 from __future__ import annotations
 

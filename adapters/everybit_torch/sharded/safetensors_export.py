@@ -70,7 +70,7 @@ def export(
 def _described(
     state: ModelState, dtype: torch.dtype | None, main: Mapping[str, torch.dtype]
 ) -> tuple[list[Stored], dict[str, Tensor], dict[str, str]]:
-    """What is stored, unit after unit; the model's tensors by the same names; and further names of theirs.
+    """The tensors to store, unit after unit; the model's tensors by the same names; and further names of them.
 
     Args:
         state: Of the model.

@@ -54,7 +54,7 @@ INSTEAD = {
     "load_torch_state_dict": LOADING,
     "import_fp32": WEIGHTS,
 }
-"""What as_optimizer() cannot do rightly, and what is accepted in its place."""
+"""The methods that as_optimizer() does not support, and what is accepted instead."""
 
 
 def _refusal(name: str) -> RuntimeError:

@@ -43,7 +43,7 @@ def _of_one(gradient: Tensor | FromHost, scratch: Tensor, size: int) -> Tensor:
 
 
 def scratch_bytes(numel: int, dtype: torch.dtype, device: torch.device) -> int:
-    """What :func:`sums_of_squares` allocates for a gradient of so many elements of a dtype; for several, the most of them."""
+    """Return the bytes that :func:`sums_of_squares` allocates for a gradient of ``numel`` elements; of several, pass the largest."""
     return 0 if dtype is torch.float64 else min(numel, _piece_size(device)) * torch.float64.itemsize
 
 

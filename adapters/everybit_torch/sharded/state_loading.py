@@ -274,7 +274,7 @@ def _place(given: Tensor) -> str:
 
 
 def _of_first_rank(judged: _Judged, ranks: Everyone) -> _Judged:
-    """What the first rank has found. The values of ``get_extra_state`` may be anything, and are pickled, as torch pickles them."""
+    """Send the first rank's result. The values of ``get_extra_state`` may be any objects, and are pickled, as torch does."""
     extra = base64.b64encode(pickle.dumps(judged.extra)).decode()
     (missing, unexpected), given, pickled = ranks.gather(
         (judged.keys, judged.given, extra) if ranks.is_first else None

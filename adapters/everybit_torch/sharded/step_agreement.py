@@ -1,4 +1,4 @@
-"""What all ranks have to know alike before a step: who has gradients, how large they are, whether to step. One sum over the ranks.
+"""Ranks agree before a step on which parameters have gradients, the norm, and whether to step, by one sum over the ranks.
 
 The host waits for that sum, and for all that the device was told to do before it, only where it has to know something of it: see
 :func:`agree`.

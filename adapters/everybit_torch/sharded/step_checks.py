@@ -1,4 +1,4 @@
-"""What a stepper refuses to go on from."""
+"""Checks before a step, which refuse states from which a stepper cannot continue."""
 
 from __future__ import annotations
 

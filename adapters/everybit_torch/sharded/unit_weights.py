@@ -105,7 +105,7 @@ class UnitWeights:
 
     @property
     def handlers(self) -> dict[Kind, Callable[[Event], None]]:
-        """What carries out each kind of event."""
+        """The method that carries out each kind of event."""
         return {
             "gather": self._gather,
             "wait": self._wait,

@@ -35,7 +35,7 @@ class Room:
         self._taken = 0
 
     def begin(self) -> None:
-        """What was taken is not needed any more."""
+        """Make the memory that was taken available again."""
         self._taken = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:

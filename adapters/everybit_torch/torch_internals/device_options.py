@@ -1,4 +1,4 @@
-"""What Inductor is told when it writes code for an accelerator: to round as eager code does, and to write few kernels."""
+"""Inductor's options for code on accelerators: it rounds as eager code does, and generates few kernels."""
 
 from __future__ import annotations
 

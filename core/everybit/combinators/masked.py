@@ -55,7 +55,7 @@ class Masked:
 
     @property
     def cut(self) -> Cut:
-        """Whole tensors: an element does not know its leaf. Who asks the mask before cutting may cut as the inner transform may be."""
+        """``"tensor"``: an element does not know its leaf. Code that evaluates the mask first may cut as the inner transform allows."""
         return "tensor"
 
     @property
@@ -113,7 +113,7 @@ class Partition:
 
     @property
     def cut(self) -> Cut:
-        """Whole tensors: an element does not know its label. Who asks for labels before cutting may cut as the parts may be."""
+        """``"tensor"``, since an element does not know its label. Code that evaluates the labels first may cut as the parts allow."""
         return "tensor"
 
     @property

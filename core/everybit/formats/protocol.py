@@ -1,4 +1,4 @@
-"""What a format is: its protocol, what it says of its parts, and what formats of 16-bit values have in common."""
+"""The protocol of formats, the description of their parts, and functions that formats of 16-bit values share."""
 
 from __future__ import annotations
 

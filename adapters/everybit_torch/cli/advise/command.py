@@ -44,7 +44,7 @@ KEEPS = {
     "TIGHT_BF16": "weights of 24 bits and bfloat16 moments, rounded stochastically",
     "FLOOR_BF16": "bfloat16 throughout, rounded stochastically: right on average, with more noise",
 }
-"""What a policy keeps, in words."""
+"""A description of each policy, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

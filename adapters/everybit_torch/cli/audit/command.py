@@ -61,7 +61,7 @@ class AuditOptions(Output):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong, in words, and what would mend it.
+    """Describe in words what is lost, and which policy would keep it.
 
     Attributes:
         findings: Sentences; none if nothing is lost.
@@ -105,7 +105,7 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
 
 
 def judge(layers: Sequence[LayerAudit]) -> Verdict:
-    """What the audits show over all layers and steps, weighted by elements."""
+    """Totals of the audits over all layers and steps, weighted by elements."""
     findings, notes = [], []
     rounded = [layer for layer in layers if not layer.stochastic]
     losing = [layer for layer in rounded if layer.edq < ARRIVED]

@@ -39,7 +39,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What was found about one of them.
+    """The measurements of one optimizer.
 
     Attributes:
         name: Of the contestant.

@@ -1,4 +1,4 @@
-"""What a source of values offers a stepper: a table of its tensors, and any range of their elements."""
+"""The interface of sources of values: a table of their tensors, and reading any range of elements."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Source(Protocol):
 
     @property
     def where(self) -> str:
-        """What it is, as the beginning of a message."""
+        """Name of the source, as the beginning of a message."""
         ...
 
     @property

@@ -148,7 +148,7 @@ class Memory:
         self._given = []
 
     def keep(self) -> None:
-        """Nothing is taken back any more."""
+        """Make the changes final: nothing can be undone any more."""
         self._given = []
 
 

@@ -109,7 +109,7 @@ def _main_itemsize(one: GroupPlan) -> int:
 
 
 def _showing(*, copies: bool, keeps: bool, on_host: bool) -> Callable[..., Iterator[tuple[int, int]]]:
-    """What is taken to show a group's parameters.
+    """The memory needed to show a group's parameters.
 
     Args:
         copies: Whether this rank is shown them.
@@ -153,7 +153,7 @@ def _exported_by_run(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) 
 
 
 def _exported(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
-    """What is allocated while the weights of a run are computed from all that is stored of them, a piece at a time."""
+    """The bytes allocated while the weights of a run are decoded, a piece at a time."""
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     return _exported_piece(optimizer, one.group.dtype, min(numel, pieces_of(label.policy.block)), label.policy.compute)
 
@@ -166,7 +166,7 @@ def _exported_piece(optimizer: eb.Optimizer[Any], dtype: torch.dtype, numel: int
 
 
 def _followed(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> int:
-    """What is allocated while main weights become those that were loaded: a run at a time."""
+    """The bytes allocated while main weights are set to loaded weights, a run at a time."""
     if one.resolved is None:
         return 0
     label = labelled[one.group.label]

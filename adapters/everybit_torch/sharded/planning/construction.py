@@ -87,7 +87,7 @@ def _sent(one: GroupPlan, itemsize: int, chunk: int) -> int:
 
 
 class _Weights:
-    """What is allocated of the model's weights, after each event."""
+    """The bytes allocated for the model's weights, after each event."""
 
     def __init__(
         self, tensors: Tensors, groups: Sequence[GroupPlan], *, given: bool, chunk: int, on_host: bool
@@ -169,7 +169,7 @@ def _state_bytes(one: GroupPlan, label: LabelledTransform, numel: int, offload: 
 
 
 def _stored_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
-    """What is allocated while main weights are made of values with more bits, a piece at a time."""
+    """The bytes allocated while main weights are made from values with more bits, a piece at a time."""
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     block = label.policy.block
     return _begun(optimizer, one.group.dtype, min(numel, max(PIECE // block, 1) * block), label.policy.compute)

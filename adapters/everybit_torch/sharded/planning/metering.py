@@ -46,7 +46,7 @@ class StepBytes:
 
 
 class Meter:
-    """What a rank has allocated, beside what persists, and what it has sent, after each event.
+    """The bytes that a rank has allocated, besides persistent ones, and the bytes that it has sent, after each event.
 
     Args:
         groups: Of the layout, on this rank.

@@ -147,7 +147,7 @@ def _peak_of_pieces(
 
 
 def norm_peak(groups: list[GroupPlan], agreed: int, device: torch.device) -> int:
-    """What finding the norm of the gradient takes: the ``agreed`` bytes on which ranks agree, and what gradients are widened in."""
+    """The bytes needed to compute the norm of the gradient: the ``agreed`` bytes that ranks exchange, and the scratch for widening."""
     trained = [one for one in groups if one.resolved is not None and one.counts]
     trained = [one for one in trained if one.squares_as_written(device) is None]
     scratch = max((scratch_bytes(one.stepped, one.main, device) for one in trained), default=0)

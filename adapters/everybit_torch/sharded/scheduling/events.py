@@ -48,7 +48,7 @@ Kind = Literal[
 
 
 class PassFlags(IntFlag):
-    """What a backward pass is like, which decides what collectives it has."""
+    """The kind of a backward pass, which determines its collectives."""
 
     REDUCES = 1  # its gradients are summed over the ranks
     CREATES_GRAPH = 2  # autograd records it

@@ -83,7 +83,7 @@ class GradientSchedule:
         return len(self._seen[position]) >= self._expected[position]
 
     def begin_reductions(self) -> None:
-        """Nothing of this pass was reduced."""
+        """Begin the reductions of a pass, of which none was made yet."""
         self._next = len(self._groups) - 1
 
     def begin_pass(self, expected: Sequence[int] | None = None, *, defers: bool = False) -> Iterator[Event]:

@@ -16,7 +16,7 @@ from everybit_torch.sharded.strategies import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a schedule follows from, beside the layout.
+    """The settings, besides the layout, that determine a schedule.
 
     Attributes:
         sharding: What is sharded.

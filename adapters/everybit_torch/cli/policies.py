@@ -9,7 +9,7 @@ import everybit as eb
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.config import load_policy
 
-POLICY_FILES = (".toml", ".json")
+POLICY_FILES = (".toml", ".json", ".yaml", ".yml")
 AUTOCAST = "AMP"
 """Float32 storage, and a model that computes in bfloat16 where ``torch.autocast`` does: mixed precision as torch has it."""
 
@@ -45,5 +45,5 @@ def named_policy(name: str, option: str = "--policies", *, autocast: bool = Fals
     raise OptionError(
         option,
         f"{name}{meant}",
-        f"{', '.join([*eb.policies.PRESETS, *[AUTOCAST] * autocast])}, or a path that ends in {' or '.join(POLICY_FILES)}",
+        f"{', '.join([*eb.policies.PRESETS, *[AUTOCAST] * autocast])}, or a path that ends in {', '.join(POLICY_FILES)}",
     )

@@ -6,18 +6,13 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
 
 from torch import Tensor
 
 import everybit as eb
 from everybit.formats import BUILT_IN, ParamFormat, StateFormat
+from everybit.policy_names import PolicyName, with_name_resolved
 from everybit_torch.config.structure import Choice, Kinds, Named, Reader
-
-PolicyName = Literal[
-    "FP64", "FP32", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "PURE_BF16", "ANYPRECISION"
-]  # fmt: skip
-"""The names of the presets in :mod:`everybit.policies`."""
 
 _OWN = (
     f"a format of your own, which a file cannot name; accepted are {', '.join(one.__name__ for one in BUILT_IN)}. Keep a policy with"
@@ -38,7 +33,7 @@ class PolicyRule:
     policy: eb.Policy | PolicyName
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", preset_or(self.policy))
+        object.__setattr__(self, "policy", with_name_resolved(self.policy))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +50,14 @@ class PolicyByName:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
-        object.__setattr__(self, "otherwise", preset_or(self.otherwise))
+        object.__setattr__(self, "otherwise", with_name_resolved(self.otherwise))
 
     def build(self) -> eb.ByLabel:
         """Return the policy, for a model whose parameters are given with their names."""
-        policies = {str(number): preset_or(rule.policy) for number, rule in enumerate(self.rules)}
+        policies = {str(number): with_name_resolved(rule.policy) for number, rule in enumerate(self.rules)}
         return eb.by_label(
-            FirstMatch(tuple(rule.pattern for rule in self.rules)), {**policies, OTHERWISE: preset_or(self.otherwise)}
+            FirstMatch(tuple(rule.pattern for rule in self.rules)),
+            {**policies, OTHERWISE: with_name_resolved(self.otherwise)},
         )
 
 
@@ -98,11 +94,6 @@ def require_matches(patterns: Mapping[str, str], names: list[str]) -> None:
                 f"{path}: got {pattern!r}, which matches the name of no parameter; accepted is a pattern of names such as"
                 f" {names[0]!r}.{nearest}"
             )
-
-
-def preset_or(policy: Any) -> Any:
-    """A policy, where perhaps the name of a preset is given."""
-    return READER.read(eb.Policy, policy, "policy") if isinstance(policy, str) else policy
 
 
 _FORMATS = {

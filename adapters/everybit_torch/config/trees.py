@@ -13,8 +13,9 @@ from torch import nn
 
 import everybit as eb
 from everybit.optimizer import Unsafe
+from everybit.policy_names import PolicyName, with_name_resolved
 from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
-from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, PolicyName, preset_or, require_matches
+from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, require_matches
 from everybit_torch.config.structure import Kinds, Reader
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.sharded.reports import NanCheck
@@ -63,7 +64,7 @@ class OptimizerConfig:
     unsafe: Unsafe = "refuse"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", preset_or(self.policy))
+        object.__setattr__(self, "policy", with_name_resolved(self.policy))
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
 
     def build(self, model: nn.Module) -> TorchOptimizer:
@@ -140,7 +141,7 @@ class StepperConfig:
     ignored: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", preset_or(self.policy))
+        object.__setattr__(self, "policy", with_name_resolved(self.policy))
         for name in ("no_decay", "units", "ignored"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -199,7 +200,7 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 def _policy(policy: AnyPolicyConfig) -> eb.Policy | eb.ByLabel | None:
     if isinstance(policy, PolicyByName):
         return policy.build()
-    found: eb.Policy | None = preset_or(policy)
+    found: eb.Policy | None = with_name_resolved(policy)
     return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from everybit.policy_names import PolicyName
 from everybit_torch import drop_ins
-from everybit_torch.config.policies import preset_or
 from everybit_torch.optimizer import Layout
 from everybit_torch.param_groups import Params
 from everybit_torch.stepping import Compile
@@ -38,7 +38,7 @@ class EverybitAdamW(drop_ins.AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        policy: str | None = None,
+        policy: PolicyName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",
@@ -46,7 +46,7 @@ class EverybitAdamW(drop_ins.AdamW):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, policy=preset_or(policy), layout=layout, flat_gradients=flat_gradients,
+            params, lr, betas, eps, weight_decay, policy=policy, layout=layout, flat_gradients=flat_gradients,
             compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
@@ -60,7 +60,7 @@ class EverybitLion(drop_ins.Lion):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        policy: str | None = None,
+        policy: PolicyName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",
@@ -68,7 +68,7 @@ class EverybitLion(drop_ins.Lion):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            params, lr, betas, weight_decay, policy=preset_or(policy), layout=layout, flat_gradients=flat_gradients,
+            params, lr, betas, weight_decay, policy=policy, layout=layout, flat_gradients=flat_gradients,
             compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
@@ -84,7 +84,7 @@ class EverybitSGD(drop_ins.SGD):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        policy: str | None = None,
+        policy: PolicyName | None = None,
         layout: Layout = "auto",
         flat_gradients: bool = False,
         compile: Compile = "auto",
@@ -92,7 +92,7 @@ class EverybitSGD(drop_ins.SGD):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            params, lr, momentum, dampening, weight_decay, nesterov, policy=preset_or(policy), layout=layout,
+            params, lr, momentum, dampening, weight_decay, nesterov, policy=policy, layout=layout,
             flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 

@@ -62,7 +62,7 @@ class AdviseOptions(Setup):
     """Memory to keep free, for activations and everything else that is not counted."""
 
     policies: tuple[str, ...] = ()
-    """Presets of everybit.policies and .toml or .json files, in order of preference. Default: from EXACT_BF16 to FLOOR_BF16, or FP32 for
+    """Presets of everybit.policies and .toml, .json or .yaml files, in order of preference. Default: from EXACT_BF16 to FLOOR_BF16, or FP32 for
     a float32 model."""
 
     out: Path | None = None

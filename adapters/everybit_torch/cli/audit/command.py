@@ -44,7 +44,7 @@ class AuditOptions(Output):
     """Class of a checkpoint's optimizer, of torch.optim or everybit; by default AdamW or SGD, by the state."""
 
     policy: str | None = None
-    """Policy of a checkpoint's optimizer, if it is one of everybit: a preset, or a path that ends in .toml or .json."""
+    """Policy of a checkpoint's optimizer, if it is one of everybit: a preset, or a file that describes one (.toml, .json, .yaml)."""
 
     model_key: str | None = None
     """Under which a checkpoint has the model's state dict, if there are several."""

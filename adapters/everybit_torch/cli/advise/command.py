@@ -62,8 +62,8 @@ class AdviseOptions(Setup):
     """Memory to keep free, for activations and everything else that is not counted."""
 
     policies: tuple[str, ...] = ()
-    """Presets of everybit.policies and .toml, .json or .yaml files, in order of preference. Default: from EXACT_BF16 to FLOOR_BF16, or FP32 for
-    a float32 model."""
+    """Presets of everybit.policies and .toml, .json or .yaml files, in order of preference. Default: from EXACT_BF16 to FLOOR_BF16, or
+    FP32 for a float32 model."""
 
     out: Path | None = None
     """Folder for advise.json and advise.png; created if it does not exist."""

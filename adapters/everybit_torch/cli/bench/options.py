@@ -24,7 +24,7 @@ class BenchOptions(Output):
     Hugging Face model (needs transformers), or module:function, which is called and returns a torch.nn.Module."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    """Names of presets of everybit.policies, .toml and .json files."""
+    """Names of presets of everybit.policies, .toml, .json and .yaml files."""
 
     device: str = "cpu"
     """Where to step: cpu, cuda or cuda:N."""

@@ -35,7 +35,7 @@ class CompareOptions(Output):
     """Width and blocks: tiny 32 x 1, mini 128 x 2, small 256 x 4, medium 512 x 8, large 768 x 12 (OPT-125m's blocks)."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    """Names of presets of everybit.policies, AMP (FP32 under torch.autocast), .toml and .json files. The reference is FP32, or the first
+    """Names of presets of everybit.policies, AMP (FP32 under torch.autocast), .toml, .json and .yaml files. The reference is FP32, or the first
     one if FP32 is not among them."""
 
     seeds: int = 1

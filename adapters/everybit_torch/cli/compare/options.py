@@ -35,8 +35,8 @@ class CompareOptions(Output):
     """Width and blocks: tiny 32 x 1, mini 128 x 2, small 256 x 4, medium 512 x 8, large 768 x 12 (OPT-125m's blocks)."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    """Names of presets of everybit.policies, AMP (FP32 under torch.autocast), .toml, .json and .yaml files. The reference is FP32, or the first
-    one if FP32 is not among them."""
+    """Names of presets of everybit.policies, AMP (FP32 under torch.autocast), .toml, .json and .yaml files. The reference is FP32, or the
+    first one if FP32 is not among them."""
 
     seeds: int = 1
     """The number of seeds to train each policy with: 0, 1, and so on."""

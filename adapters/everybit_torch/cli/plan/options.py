@@ -31,7 +31,8 @@ class PlanOptions(Setup):
     """The strategies to plan."""
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    """Names of presets of everybit.policies, .toml, .json and .yaml files; or three-dtypes: as --main-params and the next two options say."""
+    """Names of presets of everybit.policies, .toml, .json and .yaml files; or three-dtypes, as --main-params and the next two options
+    say."""
 
     main_params: DTypeName = "fp32"
     """For three-dtypes: dtype of the main weights; auto: the model's weights are the main weights."""

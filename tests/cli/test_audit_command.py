@@ -112,3 +112,6 @@ def test_a_checkpoint_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[s
         printed = " ".join(capsys.readouterr().out.split())
         assert "checkpoint.pt: 2 parameters, 1 audited steps (4 to 4)" in printed
         assert shown in printed
+    assert cli.main(["audit", str(tmp_path / "checkpoint.pt")]) == BAD_OPTION
+    said = capsys.readouterr().err
+    assert said.endswith("checkpoint.pt: policy: got None for an optimizer of everybit; accepted is that of the run.\n")

@@ -29,6 +29,13 @@ def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]
         assert name in printed
 
 
+def test_a_command_that_there_is_not_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["aduit", "x"]) == BAD_OPTION
+    assert capsys.readouterr().err == (
+        "everybit: command: got aduit (did you mean audit?); accepted: compare, plan, advise, bench, audit\n"
+    )
+
+
 def test_json_has_standard_output_for_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*PLAN, "--json"]) == 0
     printed = capsys.readouterr()

@@ -5,6 +5,7 @@ A subcommand is a frozen dataclass of options, parsed by tyro, and a function th
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -101,11 +102,16 @@ def parse(arguments: Sequence[str]) -> tuple[Output, Command[Any]]:
         The options, and the command that takes them.
 
     Raises:
+        OptionError: There is no such command; the message names the nearest.
         SystemExit: After ``--help``, or where it cannot be parsed (code 2).
     """
     import tyro
 
     commands = _commands()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        close = difflib.get_close_matches(arguments[0], commands, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise OptionError("command", f"{arguments[0]}{meant}", ", ".join(commands))
     options: Output = tyro.extras.subcommand_cli_from_dict(
         {name: command.options for name, command in commands.items()},
         prog="everybit",

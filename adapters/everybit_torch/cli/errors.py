@@ -21,6 +21,13 @@ class OptionError(ValueError):
     def __init__(self, option: str, got: object, accepted: str) -> None:
         super().__init__(f"{option}: got {got}; accepted: {accepted}")
 
+    @classmethod
+    def saying(cls, error: ValueError) -> OptionError:
+        """Return one with the message of an error that says all of this itself, in one line."""
+        made = cls("", "", "")
+        made.args = (" ".join(str(error).split()),)
+        return made
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out. torch has an exception for that on accelerators, and on the CPU a message alone."""

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+import everybit as eb
 from everybit_torch.audit import LayerAudit, load_audit, worst
 from everybit_torch.checkpoint_audit import audit_checkpoint
 from everybit_torch.cli.audit.pictures import draw
@@ -168,13 +169,7 @@ def _layers(options: AuditOptions) -> list[LayerAudit]:
     ]
     try:
         if zipfile.is_zipfile(path):
-            return audit_checkpoint(
-                path,
-                optimizer=options.optimizer,
-                policy=policy,
-                model_key=options.model_key,
-                optimizer_key=options.optimizer_key,
-            )
+            return _of_checkpoint(options, policy)
         if given:
             raise OptionError(
                 ", ".join(given), f"given for {path}, which is no checkpoint", "a checkpoint for the path"
@@ -187,6 +182,19 @@ def _layers(options: AuditOptions) -> list[LayerAudit]:
         if isinstance(error, OptionError):
             raise
         raise OptionError("path", " ".join(str(error).split()), "what Audit.save wrote, or a checkpoint") from None
+
+
+def _of_checkpoint(options: AuditOptions, policy: eb.Policy | None) -> list[LayerAudit]:
+    try:
+        return audit_checkpoint(
+            options.path,
+            optimizer=options.optimizer,
+            policy=policy,
+            model_key=options.model_key,
+            optimizer_key=options.optimizer_key,
+        )
+    except ValueError as error:
+        raise OptionError.saying(error) from None
 
 
 def _sheet(layers: Sequence[LayerAudit], rows: int) -> Sheet:

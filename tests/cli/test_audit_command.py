@@ -109,9 +109,11 @@ def test_a_checkpoint_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[s
         torch.save({"model": model.state_dict(), "optimizer": make.state_dict()}, tmp_path / "checkpoint.pt")
         options = [] if policy is None else ["--policy", policy.lower()]
         assert cli.main(["audit", str(tmp_path / "checkpoint.pt"), *options]) == found
-        printed = " ".join(capsys.readouterr().out.split())
-        assert "checkpoint.pt: 2 parameters, 1 audited steps (4 to 4)" in printed
-        assert shown in printed
+        printed = capsys.readouterr().out
+        assert "checkpoint.pt:2parameters,1auditedsteps(4to4)" in "".join(
+            printed.split()
+        )  # a long path is cut anywhere
+        assert shown in " ".join(printed.split())
     assert cli.main(["audit", str(tmp_path / "checkpoint.pt")]) == BAD_OPTION
     said = capsys.readouterr().err
     assert said.endswith("checkpoint.pt: policy: got None for an optimizer of everybit; accepted is that of the run.\n")

@@ -6,6 +6,7 @@ A page stands alone: its blocks are pasted one after the other. Where one begins
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 import everybit as eb
+from everybit_torch.config import OptimizerConfig, load_config
+from everybit_torch.config.algorithms import ALGORITHMS as NAMES_OF_ALGORITHMS
 from tests.support.pages import Page, launch_by_torchrun, pages_with_blocks, run_page, without_what_is_taken_away
 
 
@@ -95,6 +98,18 @@ def check_adapters(names: dict[str, Any], printed: str, folder: Path) -> None:
     assert names["metrics"]["lost_share"] < 0.01
     assert names["plain_loss"] - names["float32_loss"] > 0.05
     assert abs(names["lean_loss"] - names["float32_loss"]) < 0.01
+
+
+def check_configuration(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """Weights decay apart from biases, and the page's files are configurations; the name that it registers is free again."""
+    NAMES_OF_ALGORITHMS.pop("sign")
+    assert len(names["optimizer"].param_groups) == 2
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
+    files = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert len(files) > 1
+    for number, text in enumerate(files):
+        (folder / f"{number}.toml").write_text(text)
+        load_config(OptimizerConfig, folder / f"{number}.toml")
 
 
 # TensorBoard and Weights & Biases are not installed for the tests: these keep what they are given.
@@ -218,6 +233,7 @@ PAGES = {
     ),
     "docs/coming-from/index.md": Page(),
     "docs/coming-from/one_program.md": Page(setup={1: SHARDED + TRAINED}),
+    "docs/configuration.md": Page(check=check_configuration),
     "docs/how-to/log_metrics.md": Page(setup={1: LOGGERS}, check=check_logged),
     "docs/how-to/weight_decay.md": Page(check=check_groups),
     "docs/how-to/change_policy.md": Page(check=check_policies_in_turn),

@@ -305,18 +305,3 @@ def test_flags_change_what_a_file_says(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         config_from_flags(StepperConfig, ["--policy", "LEEN_BF16"])
     assert "LEEN_BF16" in capsys.readouterr().err
-
-
-def test_the_page_about_configuration_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    try:
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL), 1):
-            exec(compile(block, f"docs/configuration.md, block {number}", "exec", dont_inherit=True), names)
-    finally:
-        NAMES_OF_ALGORITHMS.pop("sign", None)
-    assert len(names["optimizer"].param_groups) == 2
-    for number, text in enumerate(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)):
-        (tmp_path / f"{number}.toml").write_text(text)
-        load_config(OptimizerConfig, tmp_path / f"{number}.toml")

@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "too deep": (put(*entry, "mine")(mutations.deep(5000)), r"state_dict\['state'\]\[2\]\['mine'\].*: is nested more than 32 deep"),
     "cyclic": (put(*group, "mine")(mutations.cyclic()), r"state_dict\['param_groups'\]\[0\]\['mine'\]\[1\]: contains itself"),
     "not to be copied": (put(*entry, "mine")(mutations.nothing()), r"state_dict\['state'\]\[2\]\['mine'\]: got a generator, which cannot"),
-    "kept on meta": (put(*entry, "slow")(torch.zeros(2, device="meta")), r"\['slow'\]: got a tensor, .* on meta; accepted"),
+    "kept on meta": (put(*entry, "slow_buffer")(torch.zeros(2, device="meta")), r"\['slow_buffer'\]: got a tensor, .* on meta; accepted"),
 }  # fmt: skip
 
 
@@ -197,13 +197,13 @@ def test_what_torchs_checkpoints_hold_of_others_is_kept() -> None:
     model, other = Awkward(), Awkward()
     theirs = torch.optim.AdamW(model.parameters())
     train(model, theirs, 2)
-    theirs.state[model.matrix]["slow"] = torch.full((7, 5), 3.0)
+    theirs.state[model.matrix]["slow_buffer"] = torch.full((7, 5), 3.0)
     theirs.state["everybody"] = {"k": 1}  # type: ignore[index]
     mine = AdamW(other.parameters())
     mine.load_torch_state_dict(theirs.state_dict())
-    assert torch.equal(mine.state[other.matrix]["slow"], theirs.state[model.matrix]["slow"])
+    assert torch.equal(mine.state[other.matrix]["slow_buffer"], theirs.state[model.matrix]["slow_buffer"])
     back = mine.torch_state_dict()["state"]
-    assert set(back[0]) == {"step", "exp_avg", "exp_avg_sq", "slow"}
+    assert set(back[0]) == {"step", "exp_avg", "exp_avg_sq", "slow_buffer"}
     assert back["everybody"] == {"k": 1}
 
 

@@ -30,6 +30,8 @@ def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_command_that_there_is_not_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compared"]) == BAD_OPTION
+    assert "got compared (did you mean compare?)" in capsys.readouterr().err
     assert cli.main(["aduit", "x"]) == BAD_OPTION
     assert capsys.readouterr().err == (
         "everybit: command: got aduit (did you mean audit?); accepted: compare, plan, advise, bench, audit\n"

@@ -86,7 +86,8 @@ class ScaleByRprop(Elementwise):
         low, high = at(self.min_step, step, name="min_step"), at(self.max_step, step, name="max_step")
 
         def resized(g: Tensor, before: Tensor, size: Tensor) -> Tensor:
-            size, turn = torch.where(step == 1, first, size), g * before
+            turn = g * before
+            size = torch.where(step == 1, torch.zeros_like(size) + first, size)
             size = torch.where(turn > 0, size * grow, torch.where(turn < 0, size * shrink, size))
             return torch.clamp(torch.clamp(size, min=low), max=high)
 

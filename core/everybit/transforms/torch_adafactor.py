@@ -134,7 +134,7 @@ class ScaleByTorchAdafactor:
 
 def at_least(low: Scalar, x: Tensor) -> Tensor:
     """The greater of each element and ``low``; a NaN keeps its bits, which ``clamp`` changes if its limit is a tensor."""
-    return torch.where(x < low, low, x)
+    return torch.where(x < low, torch.zeros_like(x) + low, x)
 
 
 def rms(x: Tensor) -> Tensor:

@@ -362,12 +362,6 @@ class Rprop(DropIn):
         )  # fmt: skip
 
 
-def _eta(group: Mapping[str, Any], step: int) -> float:
-    """The learning rate of the step after this one."""
-    lr = float(group["lr"])
-    return float(lr / ((1 + float(group["lambd"]) * lr * step) ** float(group["alpha"])))
-
-
 def _mu(group: Mapping[str, Any], step: int) -> float:
     """The share of the weights after the next step in the average."""
     return 1 / max(1.0, step - float(group["t0"]))
@@ -394,7 +388,7 @@ class ASGD(DropIn):
     """
 
     torch_class = torch.optim.ASGD
-    torch_names = TorchNames({"average": "ax"}, True, IMPLEMENTATION, computed={"eta": _eta, "mu": _mu})
+    torch_names = TorchNames({"average": "ax"}, True, IMPLEMENTATION, shared={"eta": "eta"}, computed={"mu": _mu})
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 import everybit_torch
 from everybit_torch import SGD, AdamW, TorchOptimizer
+from tests.support.closed_optim import layout_of, wide_numbers
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 from torch.testing._internal.common_optimizers import optim_db
@@ -29,6 +30,15 @@ NAMES = (
     "AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adamax", "Adadelta", "Adafactor", "Rprop", "ASGD",
 )  # fmt: skip
 OURS: dict[str, type[TorchOptimizer]] = {name: getattr(everybit_torch, name) for name in NAMES}
+
+
+@pytest.fixture(autouse=True)
+def torch_keeps_numbers_in_float64() -> Iterator[None]:
+    """As NAdam's product and ASGD's learning rate, which torch keeps in the default dtype."""
+    with wide_numbers():
+        yield
+
+
 Case = tuple[Any, Any, dict[str, Any]]
 CASES: list[Case] = [
     (OURS[info.optim_cls.__name__], info.optim_cls, case.kwargs)
@@ -103,7 +113,7 @@ def test_the_loss_goes_where_it_should_and_where_torchs_goes(
     ours: Any, theirs: Any, arguments: dict[str, Any], strided: bool, layout: str
 ) -> None:
     model, optimizer = Affine(strided=strided), None
-    optimizer = ours(model.parameters(), layout=layout, **copies(arguments))
+    optimizer = ours(model.parameters(), layout=layout_of(ours, layout), **copies(arguments))
     before = model.loss()
     returned: Any = None
     for _ in range(20):

@@ -87,8 +87,9 @@ class ScaleByRadam(Elementwise):
     def _rectification(self, b2: Scalar, correction: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         r"""Whether :math:`\rho_t` is above the threshold, and :math:`r_t` if it is."""
         number = step.double()
-        longest = 2 / (1 - b2) - 1
-        length = longest - 2 * number * b2**number / correction
+        rate = torch.zeros_like(number) + b2  # float64, of a float32 tensor too
+        longest = 2 / (1 - rate) - 1
+        length = longest - 2 * number * rate**number / correction
         is_trusted = length > at(self.threshold, step, name="threshold")
         # Else a root of a negative number, whose derivative would be NaN although it is not used.
         length = torch.where(is_trusted, length, longest + 5.0)

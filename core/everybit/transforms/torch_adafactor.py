@@ -126,7 +126,7 @@ class ScaleByTorchAdafactor:
             direction = g.reshape(-1) / sqrt(at_least(least * least, v.reshape(-1)))
             size = at_least(eps2, rms(p)) * relative / at_least(1.0, rms(direction) / limit)
             size = materialize(size)
-            return (-size * direction - (rate * decay) * p.reshape(-1)).reshape(p.shape)
+            return (-size * direction - rate * (decay * p.reshape(-1))).reshape(p.shape)
 
         variance = tree.map(means, updates, state.variance)
         return tree.map(descent, updates, variance, params), TorchAdafactorState(variance)

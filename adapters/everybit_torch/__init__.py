@@ -17,6 +17,7 @@ from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
+from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, NAdam, RAdam, Rprop
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
 from everybit_torch.weight_decay import weight_decay_groups
@@ -70,10 +71,15 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "ASGD",
     "EXACT_OPTIONS",
     "SGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
     "AnyPrecisionAdamW",
     "Audit",
     "Casts",
@@ -88,11 +94,14 @@ __all__ = [
     "LayerAudit",
     "Lion",
     "MixedPrecision",
+    "NAdam",
     "NonFinite",
     "Offload",
     "Plan",
+    "RAdam",
     "RMSprop",
     "RoundingLoss",
+    "Rprop",
     "StepReport",
     "TorchOptimizer",
     "audit_checkpoint",

@@ -16,13 +16,18 @@ from everybit.transform import PARTS
 from everybit_torch.hyperparameter_names import ARGUMENTS, core_names
 
 
-class TorchArguments(TypedDict, total=False):
+class ImplementationArguments(TypedDict, total=False):
     """Arguments of torch's optimizers that choose among its implementations; accepted at the values that choose none."""
 
     foreach: bool | None
     fused: bool | None
     capturable: bool
     differentiable: bool
+
+
+class TorchArguments(ImplementationArguments, total=False):
+    """The same, and one that torch's Adam and AdamW have in common, and which tells them apart."""
+
     decoupled_weight_decay: bool
 
 
@@ -32,7 +37,7 @@ _NO_CHOICE = (None, False)
 _TORCH_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "foreach": (_NO_CHOICE, "layout='flat', which is the default, steps all parameters of a group at once, and compile=True in one loop"),
     "fused": (_NO_CHOICE, "compile=True makes the step one loop"),
-    "amsgrad": ((False,), "there is no AMSGrad here; torch.optim.AdamW(amsgrad=True) is it"),
+    "amsgrad": ((False,), "Adam and AdamW have AMSGrad, and this optimizer has not"),
     "capturable": ((False, True), "every step here can be captured in a CUDA graph, with or without it"),
     "differentiable": (
         (False,),

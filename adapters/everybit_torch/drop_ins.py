@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -12,118 +12,16 @@ import everybit as eb
 from everybit.policy_names import PolicyOrName
 from everybit.scalars import Hyperparameter
 from everybit_torch.arguments import TorchArguments
+from everybit_torch.drop_in import IMPLEMENTATION, DropIn
 from everybit_torch.entries import UNUSED
 from everybit_torch.front import TorchNames
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.param_groups import Params
 from everybit_torch.stepping import Compile
-from everybit_torch.torch_internals.optimizers import hooks_of
 from everybit_torch.units import Unit
 
-_IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False}
-_MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
+_MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq", "max_variance": "max_exp_avg_sq"}
 _FULLY_DECOUPLED: Mapping[str, Any] = {"fully_decoupled": False, "max_learning_rate": None}
-
-
-class DropIn(TorchOptimizer):
-    """The base of optimizers that ``torch.optim`` has under the same name, with the same arguments and the same state."""
-
-    torch_class: ClassVar[type[torch.optim.Optimizer]]
-
-    @classmethod
-    def from_torch(
-        cls,
-        optimizer: torch.optim.Optimizer,
-        *,
-        policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-    ) -> Self:
-        """Take over from the ``torch.optim`` optimizer of the same name, in the middle of a run or before its first step.
-
-        The new optimizer steps the same parameters, with the param groups, hyperparameters and state of the old one, which has to be
-        dropped. Options that choose among torch's implementations (``foreach``, ``fused``, ``capturable``) have no effect on state and are
-        left out; other entries of the param groups, such as those of schedulers, are kept. State is stored once in the policy's formats:
-        :meth:`load_torch_state_dict`, which does this for a state dict, returns what that rounds away.
-
-        Args:
-            optimizer: An optimizer of torch's class itself, not of a subclass, whose ``step`` might do something else.
-            policy: See :class:`AdamW`, as for all that follow. A group with an entry ``policy`` has that.
-            layout: See there.
-            flat_gradients: See there.
-            compile: See there.
-            metrics: See there.
-            seed: See there.
-
-        Raises:
-            TypeError: An optimizer of another class.
-            ValueError: Something that cannot be taken over, which the message names: hooks, ``amsgrad`` or ``differentiable``; or what the
-                constructor refuses. The old optimizer is not changed.
-
-        Examples:
-            >>> import torch
-            >>> from everybit_torch import AdamW
-            >>> model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
-            >>> optimizer = AdamW.from_torch(torch.optim.AdamW(model.parameters(), lr=3e-4), policy="LEAN_BF16")
-            >>> optimizer.param_groups[0]["lr"]
-            0.0003
-        """
-        _require_class(cls, optimizer)
-        if hooks := hooks_of(optimizer):
-            raise ValueError(
-                f"{cls.__name__}.from_torch: got an optimizer with hooks of {', '.join(hooks)}; accepted is one without. Remove them (by"
-                " the handle that registering returned), and register them on the new optimizer."
-            )
-        assert cls.torch_names is not None  # where there is a class there are names
-        options = cls.torch_names.options
-        groups = []
-        for number, group in enumerate(optimizer.param_groups):
-            for option, agrees in options.items():
-                if option in _OF_THE_STEP and group.get(option, agrees) != agrees:
-                    raise ValueError(
-                        f"{cls.__name__}.from_torch: param group {number}, {option!r}: got {group[option]!r}; accepted is {agrees!r}."
-                    )
-            groups.append(_without(options, group))
-        for group in groups:
-            if "param_names" in group:
-                group["params"] = [*zip(group.pop("param_names"), group["params"], strict=True)]
-        made: Self = cast(Any, cls)(
-            groups, **_without(options, optimizer.defaults), policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile,
-            metrics=metrics, seed=seed,
-        )  # fmt: skip
-        made.load_torch_state_dict(optimizer.state_dict())
-        return made
-
-
-# Options of torch's that change what a step does, and not only how.
-_OF_THE_STEP = ("amsgrad", "decoupled_weight_decay", "differentiable")
-
-
-def _without(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of a param group but those options; tensors are copies, so that nobody fills them for two optimizers."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in values.items()
-        if name not in options
-    }
-
-
-def _require_class(cls: type[DropIn], optimizer: object) -> None:
-    if type(optimizer) is cls.torch_class:
-        return
-    torchs, got = f"torch.optim.{cls.torch_class.__name__}", type(optimizer)
-    hint = "; a subclass may step in another way" if isinstance(optimizer, cls.torch_class) else ""
-    same = next((one for one in (AdamW, Adam, SGD, RMSprop) if one.torch_class is got), None)
-    if same is not None:
-        hint = f"; {same.__name__}.from_torch takes this one"
-    elif isinstance(optimizer, TorchOptimizer):
-        hint = "; between optimizers of everybit full_state_dict() and load_full_state_dict() carry the state"
-    raise TypeError(
-        f"{cls.__name__}.from_torch: got {got.__module__}.{got.__qualname__}; accepted is {torchs} itself{hint}."
-    )
 
 
 class AdamW(DropIn):
@@ -137,7 +35,7 @@ class AdamW(DropIn):
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added outside the root.
         weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
-        amsgrad: torch's; False.
+        amsgrad: Divide by the greatest running square so far; one slot more.
         maximize: Ascend instead.
         fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself instead, scaled by ``lr / max_learning_rate`` if the
             latter is given.
@@ -169,7 +67,7 @@ class AdamW(DropIn):
     torch_names = TorchNames(
         _MOMENTS,
         True,
-        _IMPLEMENTATION | {"fused": None, "amsgrad": False, "decoupled_weight_decay": True},
+        {**IMPLEMENTATION, "fused": None, "decoupled_weight_decay": True},
         _FULLY_DECOUPLED,
     )
     _decoupled = True
@@ -206,9 +104,7 @@ class Adam(DropIn):
     """Adam with an L2 penalty, as ``torch.optim.Adam``; arguments as :class:`AdamW`'s."""
 
     torch_class = torch.optim.Adam
-    torch_names = TorchNames(
-        _MOMENTS, True, _IMPLEMENTATION | {"fused": None, "amsgrad": False, "decoupled_weight_decay": False}
-    )
+    torch_names = TorchNames(_MOMENTS, True, {**IMPLEMENTATION, "fused": None, "decoupled_weight_decay": False})
     _decoupled = False
 
     def __init__(
@@ -402,7 +298,7 @@ class RMSprop(_WithOptionalMomentum):
 
     torch_class = torch.optim.RMSprop
     torch_names = TorchNames(
-        {"variance": "square_avg", "mean": "grad_avg", "momentum": "momentum_buffer"}, True, _IMPLEMENTATION
+        {"variance": "square_avg", "mean": "grad_avg", "momentum": "momentum_buffer"}, True, IMPLEMENTATION
     )
 
     def __init__(

@@ -13,8 +13,15 @@ from typing import Any
 FIELDS: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2")}
 """torch's names, and the fields of transforms that they stand for."""
 
-ARGUMENTS: Mapping[str, tuple[str, ...]] = {**FIELDS, "alpha": ("decay",)}
-"""torch's names, and the arguments of factories. ``decay`` is RMSprop's ``alpha`` there; as a field it may be a momentum's as well."""
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    **FIELDS,
+    "alpha": ("decay",),
+    "eps": ("eps1", "eps2"),
+    "etas": ("shrink", "grow"),
+    "step_sizes": ("min_step", "max_step"),
+}
+"""torch's names, and the arguments of factories. ``decay`` is RMSprop's ``alpha`` there; as a field it may be a momentum's as well.
+The pairs are Adafactor's and Rprop's."""
 
 
 def argument_names(function: Callable[..., Any]) -> frozenset[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.entries import STEP, WEIGHTS
+from everybit.entries import STEP, WEIGHTS, field_of
 from everybit.scalars import at
 from everybit_torch.arguments import as_python
 from everybit_torch.dtensors import local
@@ -174,6 +174,10 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
         given = _renamed(given, kinds)
         if from_torch and STEP in given:
             given = {name: given[STEP] for name, kind in kinds.items() if kind.count} | dict(given)
+        if from_torch:
+            # torch has no paths: what parameters share here goes by the name of its field alone.
+            paths = {field_of(name): name for name in kinds if field_of(name) and not kinds[name].count}
+            given = {paths.get(name, name): value for name, value in given.items()}
         mine = {name for name in given if name in kinds}
         if mine or any(map(is_own_name, given)):
             _require_names(position, given, kinds, full=full)

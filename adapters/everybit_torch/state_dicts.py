@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.entries import STEP, WEIGHTS
+from everybit.entries import STEP, WEIGHTS, field_of
 from everybit_torch.front import Front, TorchNames
 from everybit_torch.memory import has_memory
 from everybit_torch.saved_structure import Saved, names, read, shown
@@ -27,17 +27,23 @@ def to_torch(front: Front, full: Mapping[str, Any]) -> dict[str, Any]:
                 )
         groups.append(dict(torchs.options) | {name: value for name, value in group.items() if name not in torchs.ours})
     own = {WEIGHTS}.union(*(getattr(entries, "own", {}) for entries in front.state.values()))
+    group_of = {number: group for group in groups for number in group["params"]}
     state: dict[Any, Any] = {}
     for number, entry in full["state"].items():
         if not isinstance(entry, Mapping) or STEP not in entry:
             state[number] = entry
             continue
         kept = {name: value for name, value in entry.items() if name not in own}
-        if int(entry[STEP]) == 0:
+        if int(entry[STEP]) == 0 and not torchs.eager:
             state[number] = kept
             continue
         state[number] = {"step": entry[STEP].to(torch.float32)} if torchs.counts else {}
-        state[number] |= {theirs: entry[ours] for ours, theirs in torchs.slots.items() if ours in entry} | kept
+        state[number] |= {theirs: entry[ours] for ours, theirs in torchs.slots.items() if ours in entry}
+        shared = {torchs.shared.get(field_of(name)): value for name, value in entry.items() if isinstance(name, str)}
+        state[number] |= {theirs: value.to(torch.float32) for theirs, value in shared.items() if theirs is not None}
+        for theirs, of in torchs.computed.items():
+            state[number][theirs] = torch.tensor(of(group_of[number], int(entry[STEP])), dtype=torch.float32)
+        state[number] |= kept
     return {"state": {number: entry for number, entry in state.items() if entry != {}}, "param_groups": groups}
 
 
@@ -61,7 +67,8 @@ def from_torch(front: Front, state_dict: object) -> Saved:
                 raise ValueError(
                     f"state_dict: param group {number}, {option!r}: got {shown(group[option])}; accepted by {kind} is {agrees!r}."
                 )
-    known = {STEP, *torchs.slots.values()} if torchs.counts else set(torchs.slots.values())
+    known = {*torchs.slots.values(), *torchs.shared.values(), *torchs.computed}
+    known |= {STEP} if torchs.counts else set()
     entries: dict[int, dict[Any, Any]] = {}
     for position, given in saved.entries.items():
         entry = {name: value for name, value in given.items() if value is not None}
@@ -82,6 +89,9 @@ def from_torch(front: Front, state_dict: object) -> Saved:
         for ours, theirs in torchs.slots.items():
             if theirs in entry:
                 found[ours] = _widened(entry[theirs])
+        for ours, theirs in torchs.shared.items():
+            if theirs in entry:
+                found[ours] = _wide_number(entry[theirs])
         entries[position] = found | {name: value for name, value in entry.items() if name not in known}
     groups = [{key: value for key, value in group.items() if key not in torchs.options} for group in saved.groups]
     return Saved(groups, saved.numbers, entries, saved.elsewhere)
@@ -95,11 +105,19 @@ def _widened(value: Any) -> Any:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
+def _wide_number(value: Any) -> Any:
+    """A number that parameters share, which are float64; older checkpoints of torch's have plain numbers."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return torch.tensor(value, dtype=torch.float64)
+    wide = _widened(value)
+    return wide.double() if isinstance(wide, Tensor) and wide.dtype is torch.float32 else wide
+
+
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 
 _TORCHS_NAMES = frozenset({
     "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "exp_inf", "eta",
-    "mu", "mu_product", "ax", "prev", "step_size",
+    "mu", "mu_product", "ax", "prev", "step_size", "row_var", "col_var",
 })  # fmt: skip
 """The names of state in torch's optimizers; anything else in it was added by other code, and is kept."""
 
@@ -109,6 +127,6 @@ def _names_of(front: Front) -> TorchNames:
     if found is None:
         raise TypeError(
             f"{type(front).__name__}: torch.optim has no optimizer that keeps the same state; accepted are everybit_torch's"
-            " AdamW, Adam, SGD and RMSprop."
+            " optimizers that torch.optim has under the same name, such as AdamW."
         )
     return found

@@ -45,11 +45,19 @@ from everybit.schedules import (
     warmup_cosine_decay_schedule,
     warmup_stable_decay_schedule,
 )
+from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
 from everybit.transform import Cut, Elementwise, SlotDecay, Transform
+from everybit.transforms.adadelta import scale_by_adadelta
+from everybit.transforms.adagrad import scale_by_adagrad
 from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.adamax import scale_by_adamax
+from everybit.transforms.asgd import averaged_descent
 from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
 from everybit.transforms.lion import scale_by_lion
+from everybit.transforms.nadam import scale_by_nadam
+from everybit.transforms.radam import scale_by_radam
 from everybit.transforms.rms import scale_by_rms
+from everybit.transforms.rprop import scale_by_rprop
 from everybit.transforms.stateless import (
     clip,
     clip_by_global_norm,
@@ -59,6 +67,7 @@ from everybit.transforms.stateless import (
     scale_by_sign,
     set_to_zero,
 )
+from everybit.transforms.torch_adafactor import scale_by_torch_adafactor
 from everybit.transforms.trace import trace
 from everybit.transforms.weight_decay import add_decayed_weights, not_norm_or_bias, subtract_decayed_weights
 from everybit.tree import Slot, state
@@ -68,12 +77,14 @@ __version__ = "0.3.0.dev0"
 
 __all__ = [
     "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
-    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot",
-    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights",
-    "apply_if_finite", "apply_updates", "at", "average_weights", "bias_correction", "by_dtype", "by_label", "chain", "clip",
-    "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion",
-    "load_state_dict", "masked", "mean_weights", "named_chain", "not_norm_or_bias", "partition", "policies", "power_average_weights",
-    "require_step", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_sign",
-    "set_to_zero", "sgd", "sqrt", "state", "state_dict", "subtract_decayed_weights", "trace", "tree", "warmup_cosine_decay_schedule",
-    "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay",
+    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adadelta", "adagrad", "adam", "adamax", "adamw",
+    "add_decayed_weights", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "bias_correction",
+    "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity",
+    "join_schedules", "linear_schedule", "lion", "load_state_dict", "masked", "mean_weights", "nadam", "named_chain", "not_norm_or_bias",
+    "partition", "policies", "power_average_weights", "radam", "require_step", "rmsprop", "rprop", "scale", "scale_by_adadelta",
+    "scale_by_adagrad", "scale_by_adam", "scale_by_adamax", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_radam",
+    "scale_by_rms", "scale_by_rprop", "scale_by_sign", "scale_by_torch_adafactor", "set_to_zero", "sgd", "sqrt", "state", "state_dict",
+    "subtract_decayed_weights", "torch_adafactor", "trace", "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule",
+    "with_metrics", "with_policy",
 ]  # fmt: skip

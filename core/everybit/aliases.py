@@ -59,6 +59,7 @@ def adam(
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-8,
     eps_root: Hyperparameter = 0.0,
+    amsgrad: bool = False,
     weight_decay: Hyperparameter = 0.0,
     maximize: bool = False,
 ) -> Chain:
@@ -70,6 +71,7 @@ def adam(
         b2: Decay rate of the second moment, in [0, 1).
         eps: Added outside the root.
         eps_root: Added inside the root.
+        amsgrad: Divide by the greatest running square so far; see :class:`~everybit.transforms.adam.ScaleByAdam`.
         weight_decay: L2 penalty, added to the gradient; for decoupled decay see :func:`adamw`.
         maximize: Ascend instead.
 
@@ -79,7 +81,7 @@ def adam(
     return chain(
         *_ascent(maximize),
         add_decayed_weights(weight_decay),
-        scale_by_adam(b1, b2, eps, eps_root),
+        scale_by_adam(b1, b2, eps, eps_root, amsgrad),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -91,6 +93,7 @@ def adamw(
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-8,
     eps_root: Hyperparameter = 0.0,
+    amsgrad: bool = False,
     weight_decay: Hyperparameter = 1e-2,
     fully_decoupled: bool = False,
     max_learning_rate: Scalar | None = None,
@@ -105,6 +108,7 @@ def adamw(
         b2: Decay rate of the second moment, in [0, 1).
         eps: Added outside the root.
         eps_root: Added inside the root.
+        amsgrad: Divide by the greatest running square so far; see :class:`~everybit.transforms.adam.ScaleByAdam`.
         weight_decay: Decay; a step shrinks a parameter by ``learning_rate * weight_decay`` of itself.
         fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself instead, scaled by
             ``learning_rate / max_learning_rate`` if the latter is given.
@@ -125,7 +129,7 @@ def adamw(
             f"max_learning_rate: got {max_learning_rate!r} without fully_decoupled=True, where it has no meaning."
         )
     descent = scale_by_learning_rate(learning_rate)
-    adam = scale_by_adam(b1, b2, eps, eps_root)
+    adam = scale_by_adam(b1, b2, eps, eps_root, amsgrad)
     if fully_decoupled:
         relative = None if max_learning_rate is None else learning_rate
         decay: Transform[Any] = subtract_decayed_weights(weight_decay, relative, max_learning_rate)

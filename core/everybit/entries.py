@@ -187,6 +187,11 @@ def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iter
         yield Entry(own_name, role, part, "element" if part.block == 1 else part.block, first), x
 
 
+def field_of(name: str) -> str:
+    """The field that holds a shared number, by the name of its entry: ``mu_product`` of ``inner.states[1].mu_product``; else ``""``."""
+    return name.rpartition(".")[2] if name.startswith((f"{INNER}.", f"{INNER}[")) else ""
+
+
 def former_names(found: Sequence[Entry]) -> dict[str, str]:
     """Map the names of one parameter's entries in state dicts of version 1, which number parts (``momentum.1``), to the present names."""
     numbers: dict[str, int] = {}

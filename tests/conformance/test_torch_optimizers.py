@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -19,20 +19,32 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
-from everybit_torch import SGD, Adam, AdamW, RMSprop, TorchOptimizer
+import everybit_torch
+from everybit_torch import SGD, AdamW, TorchOptimizer
+from tests.support.closed_optim import layout_of, wide_numbers
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 from torch.testing._internal.common_optimizers import optim_db
 
-OURS: dict[str, type[TorchOptimizer]] = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD, "RMSprop": RMSprop}
+NAMES = (
+    "AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adamax", "Adadelta", "Adafactor", "Rprop", "ASGD",
+)  # fmt: skip
+OURS: dict[str, type[TorchOptimizer]] = {name: getattr(everybit_torch, name) for name in NAMES}
+
+
+@pytest.fixture(autouse=True)
+def torch_keeps_numbers_in_float64() -> Iterator[None]:
+    """As NAdam's product and ASGD's learning rate, which torch keeps in the default dtype."""
+    with wide_numbers():
+        yield
+
+
 Case = tuple[Any, Any, dict[str, Any]]
 CASES: list[Case] = [
     (OURS[info.optim_cls.__name__], info.optim_cls, case.kwargs)
     for info in cast(list[Any], optim_db)
     if info.optim_cls.__name__ in OURS
     for case in info.optim_inputs_func(device="cpu")
-    # AMSGrad is refused on purpose.
-    if not case.kwargs.get("amsgrad")
 ]
 every_case = pytest.mark.parametrize(
     ("ours", "theirs", "arguments"), CASES, ids=[f"{a.__name__}-{','.join(map(str, k))}" for a, _, k in CASES]
@@ -101,7 +113,7 @@ def test_the_loss_goes_where_it_should_and_where_torchs_goes(
     ours: Any, theirs: Any, arguments: dict[str, Any], strided: bool, layout: str
 ) -> None:
     model, optimizer = Affine(strided=strided), None
-    optimizer = ours(model.parameters(), layout=layout, **copies(arguments))
+    optimizer = ours(model.parameters(), layout=layout_of(ours, layout), **copies(arguments))
     before = model.loss()
     returned: Any = None
     for _ in range(20):

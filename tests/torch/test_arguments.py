@@ -58,7 +58,6 @@ def test_adams_too(kind: Any, decoupled: bool) -> None:
     [
         ("foreach", r"foreach: got True; accepted are None and False: layout='flat', .* compile=True"),
         ("fused", r"fused: got True; accepted are None and False: compile=True"),
-        ("amsgrad", r"amsgrad: got True; accepted is False: .*torch.optim.AdamW\(amsgrad=True\)"),
         ("differentiable", r"differentiable: got True; accepted is False: everybit.with_policy"),
     ],
 )

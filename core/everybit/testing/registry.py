@@ -14,6 +14,7 @@ from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.masked import masked, partition
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
+from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.averages import average_weights, power_average_weights
 from everybit.transforms.rms import scale_by_rms
@@ -66,6 +67,15 @@ _BUILDS: dict[str, Build] = {
     "accumulate": lambda lr: accumulate(adamw(lr), every=2),
     "averaged": lambda lr: chain(sgd(lr), average_weights(lambda step: 0.9 - _decay(step), start=2)),
     "averaged by a power": lambda lr: chain(sgd(lr), power_average_weights()),
+    "adam amsgrad": lambda lr: adam(lr, amsgrad=True),
+    "nadam": lambda lr: nadam(lr, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda lr: radam(lr, b2=0.9, weight_decay=0.1),
+    "adagrad": lambda lr: adagrad(lr, lr_decay=0.01, initial_accumulator_value=0.1),
+    "adamax": adamax,
+    "adadelta": adadelta,
+    "torch adafactor": lambda lr: torch_adafactor(lr, weight_decay=0.1),
+    "rprop": rprop,
+    "asgd": lambda lr: asgd(lr, lambd=0.1, t0=1.0, maximize=True),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
@@ -24,6 +26,16 @@ class AdamState(Generic[P]):
     variance: Slot[P]
 
 
+@tree.state
+@dataclass(frozen=True, slots=True)
+class AmsgradState(Generic[P]):
+    """Adam's moments, and the greatest running square so far."""
+
+    momentum: Slot[P]
+    variance: Slot[P]
+    max_variance: Slot[P]
+
+
 @dataclass(frozen=True, slots=True)
 class ScaleByAdam(Elementwise):
     r"""Divide the gradient's running mean by the root of its running square.
@@ -38,6 +50,8 @@ class ScaleByAdam(Elementwise):
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root, as in the paper and torch; same unit as the gradient.
         eps_root: Added inside the root, as a derivative through the step needs at zero gradients; unit of the gradient squared.
+        amsgrad: Divide by the root of the greatest running square so far, :math:`\max_{s \le t} v_s`, in the place of :math:`v_t`. As in
+            torch the maximum is taken before the bias is corrected (Reddi et al. 2018, https://openreview.net/forum?id=ryQu7f-RZ).
 
     Raises:
         ValueError: A hyperparameter out of range, or not finite.
@@ -50,6 +64,7 @@ class ScaleByAdam(Elementwise):
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8
     eps_root: Hyperparameter = 0.0
+    amsgrad: bool = False
 
     def __post_init__(self) -> None:
         require("b1", self.b1, 0.0, 1.0, open_high=True)
@@ -58,14 +73,19 @@ class ScaleByAdam(Elementwise):
         require("eps_root", self.eps_root, 0.0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""
-        return SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
+        """``momentum`` decays with ``b1``, ``variance`` with ``b2``; ``max_variance``, if there is one, is replaced by greater numbers."""
+        moments = SlotDecay("momentum", self.b1), SlotDecay("variance", self.b2, squares=True)
+        return (*moments, SlotDecay("max_variance", 0.0, squares=True)) if self.amsgrad else moments
 
-    def init(self, params: P) -> AdamState[P]:
+    def init(self, params: P) -> AdamState[P] | AmsgradState[P]:
         """Return moments of zero for all parameters."""
+        if self.amsgrad:
+            return AmsgradState(tree.zeros_like(params), tree.zeros_like(params), tree.zeros_like(params))
         return AdamState(tree.zeros_like(params), tree.zeros_like(params))
 
-    def update(self, updates: P, state: AdamState[Any], params: P, ctx: Context = ALONE) -> tuple[P, AdamState[P]]:
+    def update(
+        self, updates: P, state: AdamState[Any] | AmsgradState[Any], params: P, ctx: Context = ALONE
+    ) -> tuple[P, AdamState[P] | AmsgradState[P]]:
         """Update the moments, and precondition by them."""
         step = require_step(ctx.step, "scale_by_adam")
         b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
@@ -82,7 +102,10 @@ class ScaleByAdam(Elementwise):
             square = v * unbias_square if is_zero(eps_root) else v * unbias_square + eps_root
             return (m * unbias_mean) / (sqrt(square) + eps)
 
-        return tree.elementwise(direction, momentum, variance), AdamState(momentum, variance)
+        if not isinstance(state, AmsgradState):
+            return tree.elementwise(direction, momentum, variance), AdamState(momentum, variance)
+        greatest = tree.elementwise(torch.maximum, variance, state.max_variance)
+        return tree.elementwise(direction, momentum, greatest), AmsgradState(momentum, variance, greatest)
 
 
 scale_by_adam = ScaleByAdam

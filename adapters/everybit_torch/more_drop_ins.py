@@ -1,0 +1,415 @@
+"""Further optimizers with ``torch.optim``'s signatures, plus ``policy``, ``layout``, ``compile``, ``metrics`` and ``seed``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.policy_names import PolicyOrName
+from everybit_torch.arguments import ImplementationArguments
+from everybit_torch.drop_in import IMPLEMENTATION, DropIn
+from everybit_torch.front import TorchNames
+from everybit_torch.optimizer import Layout
+from everybit_torch.param_groups import Params
+from everybit_torch.stepping import Compile
+
+_MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
+
+
+class NAdam(DropIn):
+    """Adam with Nesterov momentum, as ``torch.optim.NAdam``; see :func:`everybit.nadam` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate, at least zero.
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added outside the root.
+        weight_decay: L2 penalty.
+        momentum_decay: How fast momentum rises to the first of ``betas``.
+        decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
+        maximize: Ascend instead.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+    """
+
+    torch_class = torch.optim.NAdam
+    torch_names = TorchNames(_MOMENTS, True, IMPLEMENTATION, shared={"mu_product": "mu_product"})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        **torch_arguments: Unpack[ImplementationArguments],
+    ) -> None:
+        super().__init__(
+            params, eb.nadam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay,
+            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
+        )  # fmt: skip
+
+
+class RAdam(DropIn):
+    """Rectified Adam, as ``torch.optim.RAdam``; see :func:`everybit.radam` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate, at least zero.
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added outside the root.
+        weight_decay: L2 penalty.
+        decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
+        maximize: Ascend instead.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+    """
+
+    torch_class = torch.optim.RAdam
+    torch_names = TorchNames(_MOMENTS, True, IMPLEMENTATION, {"threshold": 5.0, "eps_after_correction": False})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        *,
+        maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        **torch_arguments: Unpack[ImplementationArguments],
+    ) -> None:
+        super().__init__(
+            params, eb.radam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
+        )  # fmt: skip
+
+
+class Adagrad(DropIn):
+    """Adagrad, as ``torch.optim.Adagrad``; see :func:`everybit.adagrad` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate, at least zero.
+        lr_decay: The learning rate of step t is ``lr / (1 + (t - 1) * lr_decay)``.
+        weight_decay: L2 penalty.
+        initial_accumulator_value: What the sum of squares begins at, at least zero.
+        eps: Added outside the root.
+        maximize: Ascend instead.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        torch_arguments: ``foreach``, ``fused`` and ``differentiable``, as there.
+    """
+
+    torch_class = torch.optim.Adagrad
+    torch_names = TorchNames(
+        {"sum_of_squares": "sum"},
+        True,
+        {"foreach": None, "differentiable": False, "fused": None},
+        {"eps_inside_root": False},
+        eager=True,
+    )
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        **torch_arguments: Unpack[ImplementationArguments],
+    ) -> None:
+        super().__init__(
+            params, eb.adagrad, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value, eps=eps, maximize=maximize,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
+        )  # fmt: skip
+
+
+class Adamax(DropIn):
+    """Adam with the maximum norm, as ``torch.optim.Adamax``; see :func:`everybit.adamax` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate, at least zero.
+        betas: Decay rates of the mean and of the maximum, in [0, 1).
+        eps: Added to the magnitudes of the gradients.
+        weight_decay: L2 penalty.
+        maximize: Ascend instead.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+    """
+
+    torch_class = torch.optim.Adamax
+    torch_names = TorchNames({"momentum": "exp_avg", "maximum": "exp_inf"}, True, IMPLEMENTATION)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        **torch_arguments: Unpack[ImplementationArguments],
+    ) -> None:
+        super().__init__(
+            params, eb.adamax, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
+        )  # fmt: skip
+
+
+class Adadelta(DropIn):
+    """Adadelta, as ``torch.optim.Adadelta``; see :func:`everybit.adadelta` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate, at least zero.
+        rho: Decay rate of the running squares, in [0, 1].
+        eps: Added inside the roots.
+        weight_decay: L2 penalty.
+        maximize: Ascend instead.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+    """
+
+    torch_class = torch.optim.Adadelta
+    torch_names = TorchNames({"variance": "square_avg", "update_variance": "acc_delta"}, True, IMPLEMENTATION)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        **torch_arguments: Unpack[ImplementationArguments],
+    ) -> None:
+        super().__init__(
+            params, eb.adadelta, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
+        )  # fmt: skip
+
+
+class Adafactor(DropIn):
+    """Adafactor, as ``torch.optim.Adafactor``; see :func:`everybit.torch_adafactor` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: The limit of the relative step, at least zero.
+        beta2_decay: The share of the newest squares in step t is ``t ** beta2_decay``; at most zero.
+        eps: The least root of a mean of squares (None: the spacing of the compute dtype at 1), and the least root mean square of
+            weights that a step is relative to.
+        d: The root mean square above which an update is scaled down, at least 1.
+        weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
+        maximize: Ascend instead.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        torch_arguments: ``foreach``, as there.
+    """
+
+    torch_class = torch.optim.Adafactor
+    torch_names = TorchNames(
+        {"variance.rows": "row_var", "variance.columns": "col_var", "variance": "variance"}, True, {"foreach": None}
+    )
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        **torch_arguments: Unpack[ImplementationArguments],
+    ) -> None:
+        super().__init__(
+            params, eb.torch_adafactor, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, maximize=maximize,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
+        )  # fmt: skip
+
+
+class Rprop(DropIn):
+    """Resilient backpropagation, as ``torch.optim.Rprop``; see :func:`everybit.rprop` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: The size of the first step, at least zero; it has no effect after that.
+        etas: Factors of a step's size where the gradient's sign changes, and where it stays.
+        step_sizes: The least and the greatest size of a step.
+        maximize: Ascend instead.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+    """
+
+    torch_class = torch.optim.Rprop
+    torch_names = TorchNames({"previous": "prev", "step_size": "step_size"}, True, IMPLEMENTATION)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50.0),
+        *,
+        maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        **torch_arguments: Unpack[ImplementationArguments],
+    ) -> None:
+        super().__init__(
+            params, eb.rprop, lr=lr, etas=etas, step_sizes=step_sizes, maximize=maximize,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
+        )  # fmt: skip
+
+
+def _mu(group: Mapping[str, Any], step: int) -> float:
+    """The share of the weights after the next step in the average."""
+    return 1 / max(1.0, step - float(group["t0"]))
+
+
+class ASGD(DropIn):
+    """Averaged stochastic gradient descent, as ``torch.optim.ASGD``; see :func:`everybit.asgd` and :class:`~everybit_torch.TorchOptimizer`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate, at least zero.
+        lambd: Weight decay, and how fast the learning rate falls.
+        alpha: The power by which the learning rate falls.
+        t0: The number of steps before averaging begins.
+        weight_decay: L2 penalty.
+        maximize: Ascend instead.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+    """
+
+    torch_class = torch.optim.ASGD
+    torch_names = TorchNames({"average": "ax"}, True, IMPLEMENTATION, shared={"eta": "eta"}, computed={"mu": _mu})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-2,
+        lambd: float = 1e-4,
+        alpha: float = 0.75,
+        t0: float = 1e6,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        **torch_arguments: Unpack[ImplementationArguments],
+    ) -> None:
+        super().__init__(
+            params, eb.asgd, lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay, maximize=maximize,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            **torch_arguments,
+        )  # fmt: skip

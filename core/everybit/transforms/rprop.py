@@ -1,0 +1,99 @@
+"""Resilient backpropagation: steps whose sizes follow from the signs of the gradients alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.context import ALONE, Context
+from everybit.scalars import Hyperparameter, at, require, require_step
+from everybit.transform import Elementwise, SlotDecay
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class RpropState(Generic[P]):
+    """The gradient of the step before, zero where the step after it turned round; and the size of the step."""
+
+    previous: Slot[P]
+    step_size: Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByRprop(Elementwise):
+    r"""Step against the sign of the gradient, farther the longer it stays the same.
+
+    .. math::
+        \eta_0 = \gamma \qquad
+        \eta_t = \operatorname{clip}\left(\eta_{t-1} \cdot
+            \begin{cases} \eta^+ & g_t g'_{t-1} > 0 \\ \eta^- & g_t g'_{t-1} < 0 \\ 1 & \text{else} \end{cases},\;
+            \Gamma_\text{min}, \Gamma_\text{max}\right)
+    .. math::
+        g'_t = \begin{cases} 0 & g_t g'_{t-1} < 0 \\ g_t & \text{else} \end{cases} \qquad
+        u_t = -\eta_t \operatorname{sign}(g'_t)
+
+    The updates are those of the parameters, so that no learning rate comes after it. It is for gradients of the whole data set: the sign of
+    a small batch's gradient is mostly noise.
+
+    Args:
+        learning_rate: :math:`\gamma`, the size of the first step; it has no effect after that.
+        shrink: :math:`\eta^-`, in [0, 1].
+        grow: :math:`\eta^+`, at least 1.
+        min_step: :math:`\Gamma_\text{min}`, at least zero.
+        max_step: :math:`\Gamma_\text{max}`, at least zero.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Riedmiller & Braun 1993, https://doi.org/10.1109/ICNN.1993.298623, as in ``torch.optim.Rprop``, which takes no step back where the
+        sign changes.
+    """
+
+    learning_rate: Hyperparameter = 1e-2
+    shrink: Hyperparameter = 0.5
+    grow: Hyperparameter = 1.2
+    min_step: Hyperparameter = 1e-6
+    max_step: Hyperparameter = 50.0
+
+    def __post_init__(self) -> None:
+        require("learning_rate", self.learning_rate, 0.0)
+        require("shrink", self.shrink, 0.0, 1.0)
+        require("grow", self.grow, 1.0)
+        require("min_step", self.min_step, 0.0)
+        require("max_step", self.max_step, 0.0)
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """Declare that ``previous`` is replaced at each step; so is ``step_size``, where it changes, by a number far from the old one."""
+        return SlotDecay("previous", 0.0), SlotDecay("step_size", 0.0)
+
+    def init(self, params: P) -> RpropState[P]:
+        """Return zeros; the first step knows its size by its number."""
+        return RpropState(tree.zeros_like(params), tree.zeros_like(params))
+
+    def update(self, updates: P, state: RpropState[Any], params: P, ctx: Context = ALONE) -> tuple[P, RpropState[P]]:
+        """Change the sizes of the steps, and step."""
+        step = require_step(ctx.step, "scale_by_rprop")
+        first = at(self.learning_rate, step, name="learning_rate")
+        shrink, grow = at(self.shrink, step, name="shrink"), at(self.grow, step, name="grow")
+        low, high = at(self.min_step, step, name="min_step"), at(self.max_step, step, name="max_step")
+
+        def resized(g: Tensor, before: Tensor, size: Tensor) -> Tensor:
+            turn = g * before
+            size = torch.where(step == 1, torch.zeros_like(size) + first, size)
+            size = torch.where(turn > 0, size * grow, torch.where(turn < 0, size * shrink, size))
+            return torch.clamp(torch.clamp(size, min=low), max=high)
+
+        size = tree.elementwise(resized, updates, state.previous, state.step_size)
+        kept = tree.elementwise(lambda g, before: torch.where(g * before < 0, 0.0, g), updates, state.previous)
+        return tree.elementwise(lambda g, s: -torch.sign(g) * s, kept, size), RpropState(kept, size)
+
+
+scale_by_rprop = ScaleByRprop

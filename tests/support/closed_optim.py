@@ -1,0 +1,55 @@
+"""The optimizers of ``torch.optim`` that follow from its table: ours, torch's, and arguments that every one of their options is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import optim
+
+from everybit_torch import ASGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, Rprop
+from everybit_torch.drop_in import DropIn
+
+CLOSED: list[tuple[type[DropIn], type[optim.Optimizer], dict[str, Any]]] = [
+    (AdamW, optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "betas": (0.9, 0.9)}),
+    (Adam, optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    (NAdam, optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    (
+        NAdam,
+        optim.NAdam,
+        {"lr": 1e-2, "weight_decay": 0.1, "momentum_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
+    ),
+    (RAdam, optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    (RAdam, optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}),
+    (Adagrad, optim.Adagrad, {"lr": 1e-2, "weight_decay": 0.1}),
+    (Adagrad, optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.05, "initial_accumulator_value": 0.1, "maximize": True}),
+    (Adamax, optim.Adamax, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    (Adadelta, optim.Adadelta, {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1}),
+    (Adafactor, optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
+    (Adafactor, optim.Adafactor, {"lr": 0.1, "eps": (0.3, 0.1), "d": 1.5, "beta2_decay": -0.5, "maximize": True}),
+    (Rprop, optim.Rprop, {"lr": 1e-2, "etas": (0.6, 1.3), "step_sizes": (1e-3, 0.1)}),
+    (ASGD, optim.ASGD, {"lr": 1e-2, "lambd": 0.1, "alpha": 0.5, "t0": 20.0, "weight_decay": 0.1}),
+]
+
+
+@contextmanager
+def wide_numbers() -> Iterator[None]:
+    """torch keeps NAdam's product and ASGD's learning rate in the default dtype: float64 while this lasts."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def lacks_gradient(kind: type[object], name: str) -> bool:
+    """Whether a parameter gets no gradient: torch's Adafactor divides by the number of its elements, which is zero."""
+    return issubclass(kind, Adafactor) and name == "empty"
+
+
+def layout_of(kind: type[object], layout: str) -> str:
+    """The layout that stands for another where tensors are not cut."""
+    return "tree" if issubclass(kind, Adafactor) else layout

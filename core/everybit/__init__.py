@@ -17,6 +17,14 @@ from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.masked import masked, partition
 from everybit.context import Context
+from everybit.decay_schedules import (
+    exponential_decay_schedule,
+    inverse_sqrt_schedule,
+    polynomial_schedule,
+    power_cooldown_schedule,
+    warmup_constant_schedule,
+    warmup_exponential_decay_schedule,
+)
 from everybit.formats import (
     Format,
     Kahan,
@@ -33,6 +41,15 @@ from everybit.metrics import Metrics, with_metrics
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.per_tensor import Members
+from everybit.piecewise_schedules import (
+    cosine_one_cycle_schedule,
+    cosine_restarts_schedule,
+    linear_one_cycle_schedule,
+    one_cycle_schedule,
+    piecewise_constant_schedule,
+    piecewise_interpolate_schedule,
+    sgdr_schedule,
+)
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.policy_names import PolicyName
 from everybit.random_bits import Key
@@ -68,12 +85,14 @@ __version__ = "0.3.0.dev0"
 
 __all__ = [
     "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
-    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot",
-    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights",
-    "apply_if_finite", "apply_updates", "at", "average_weights", "bias_correction", "by_dtype", "by_label", "chain", "clip",
-    "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion",
-    "load_state_dict", "masked", "mean_weights", "named_chain", "not_norm_or_bias", "partition", "policies", "power_average_weights",
-    "require_step", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_sign",
-    "set_to_zero", "sgd", "sqrt", "state", "state_dict", "subtract_decayed_weights", "trace", "tree", "warmup_cosine_decay_schedule",
-    "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay",
+    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite",
+    "apply_updates", "at", "average_weights", "bias_correction", "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm",
+    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "exponential_decay_schedule",
+    "identity", "inverse_sqrt_schedule", "join_schedules", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict",
+    "masked", "mean_weights", "named_chain", "not_norm_or_bias", "one_cycle_schedule", "partition", "piecewise_constant_schedule",
+    "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "require_step",
+    "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_sign", "set_to_zero", "sgd",
+    "sgdr_schedule", "sqrt", "state", "state_dict", "subtract_decayed_weights", "trace", "tree", "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
 ]  # fmt: skip

@@ -99,11 +99,70 @@ def test_the_same_gradients_give_the_same_parameters(name: str) -> None:
             eb.join_schedules([eb.linear_schedule(0.0, 1.0, 3), eb.constant_schedule(0.5)], [6]),
             optax.join_schedules([optax.linear_schedule(0.0, 1.0, 3), optax.constant_schedule(0.5)], [6]),
         ),
+        (
+            eb.cosine_decay_schedule(0.7, 20, end=0.07, exponent=1.5),
+            optax.cosine_decay_schedule(0.7, 20, alpha=0.1, exponent=1.5),
+        ),
+        (eb.polynomial_schedule(0.7, 0.1, 25, power=2.5), optax.polynomial_schedule(0.7, 0.1, 2.5, 25)),
+        (
+            eb.join_schedules([eb.constant_schedule(0.7), eb.polynomial_schedule(0.7, 0.1, 25, power=2.5)], [6]),
+            optax.polynomial_schedule(0.7, 0.1, 2.5, 25, transition_begin=6),
+        ),
+        (eb.exponential_decay_schedule(0.7, 0.5, 9), optax.exponential_decay(0.7, 9, 0.5)),
+        (
+            eb.exponential_decay_schedule(0.7, 0.5, 9, staircase=True, end=0.1),
+            optax.exponential_decay(0.7, 9, 0.5, staircase=True, end_value=0.1),
+        ),
+        (
+            eb.exponential_decay_schedule(0.1, 1.5, 9, end=0.3),
+            optax.exponential_decay(0.1, 9, 1.5, end_value=0.3),
+        ),
+        (
+            eb.warmup_exponential_decay_schedule(0.7, 5, 0.5, 9, start=0.1),
+            optax.warmup_exponential_decay_schedule(0.1, 0.7, 5, 9, 0.5),
+        ),
+        (eb.warmup_constant_schedule(0.7, 6, start=0.1), optax.warmup_constant_schedule(0.1, 0.7, 6)),
+        (
+            eb.piecewise_constant_schedule(0.7, {20: 0.1, 7: 0.5}),
+            optax.piecewise_constant_schedule(0.7, {20: 0.1, 7: 0.5}),
+        ),
+        (
+            eb.piecewise_interpolate_schedule(0.7, {20: 0.1, 7: 0.5}),
+            optax.piecewise_interpolate_schedule("linear", 0.7, {20: 0.1, 7: 0.5}),
+        ),
+        (
+            eb.piecewise_interpolate_schedule(0.7, {20: 0.1, 7: 0.5}, "cosine"),
+            optax.piecewise_interpolate_schedule("cosine", 0.7, {20: 0.1, 7: 0.5}),
+        ),
+        (eb.cosine_one_cycle_schedule(0.7, 33), optax.cosine_onecycle_schedule(33, 0.7)),
+        (
+            eb.linear_one_cycle_schedule(0.7, 33, warmup_share=0.2, cooldown_share=0.7, start_divisor=7.0, end_divisor=50.0),
+            optax.linear_onecycle_schedule(33, 0.7, 0.2, 0.7, 7.0, 50.0),
+        ),
+        (
+            eb.sgdr_schedule(
+                [
+                    {"peak": 0.7, "warmup_steps": 3, "steps": 12, "start": 0.1},
+                    {"peak": 0.5, "warmup_steps": 0, "steps": 20, "end": 0.2, "exponent": 2.0},
+                ]
+            ),
+            optax.sgdr_schedule(
+                [
+                    {"init_value": 0.1, "peak_value": 0.7, "warmup_steps": 3, "decay_steps": 12},
+                    {
+                        "init_value": 0.0, "peak_value": 0.5, "warmup_steps": 0, "decay_steps": 20, "end_value": 0.2,
+                        "exponent": 2.0,
+                    },
+                ]
+            ),
+        ),
     ],
-)
+)  # fmt: skip
 def test_schedules_agree_at_every_step(ours: eb.Schedule, theirs: Any) -> None:
+    # Given a float64 count; of an integer optax computes some of them in float32, even under x64.
     for step in range(40):
-        assert float(ours(torch.tensor(step))) == pytest.approx(float(theirs(step)), rel=1e-12, abs=1e-15)
+        found = float(theirs(jnp.asarray(step, dtype=jnp.float64)))
+        assert float(ours(torch.tensor(step))) == pytest.approx(found, rel=1e-12, abs=1e-15)
 
 
 def test_a_bfloat16_second_moment_follows_here_and_not_there() -> None:

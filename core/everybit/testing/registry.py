@@ -12,6 +12,8 @@ from everybit.combinators.accumulate import accumulate
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.masked import masked, partition
+from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
+from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.transforms.adam import scale_by_adam
@@ -39,6 +41,14 @@ def _kind(_path: str, leaf: Tensor) -> str:
 
 
 _decay = warmup_cosine_decay_schedule(0.1, 3, 50, end=0.01)
+_schedules = (
+    exponential_decay_schedule(1.0, 0.9, 3, end=0.2),
+    polynomial_schedule(1.0, 0.1, 20, power=1.5),
+    piecewise_constant_schedule(1.0, {2: 0.5}),
+    one_cycle_schedule(1.0, 20),
+    cosine_restarts_schedule(1.0, 2, growth=2),
+    inverse_sqrt_schedule(1.0, 2, start=0.1),
+)
 
 _BUILDS: dict[str, Build] = {
     "sgd": sgd,
@@ -55,6 +65,7 @@ _BUILDS: dict[str, Build] = {
     "rmsprop eps inside": lambda lr: rmsprop(lr, eps_inside_root=True, maximize=True),
     "sign": lambda lr: chain(scale_by_sign(), scale_by_learning_rate(lr)),
     "scale": lambda lr: chain(identity(), clip(0.5), scale(_decay), scale_by_learning_rate(lr)),
+    "schedules": lambda lr: chain(*(scale(one) for one in _schedules), scale_by_learning_rate(lr)),
     "named chain": lambda lr: named_chain({"momentum": trace(0.9), "descent": scale_by_learning_rate(lr)}),
     "clipped": lambda lr: chain(clip_by_global_norm(1.0), scale_by_adam(b2=0.95), scale_by_learning_rate(lr)),
     "masked": lambda lr: chain(

@@ -13,9 +13,12 @@ from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.axis import Axis, Local
 from everybit.barriers import sqrt
 from everybit.combinators.accumulate import accumulate
+from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
+from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
+from everybit.combinators.skipping import skip_large_updates
 from everybit.context import Context
 from everybit.decay_schedules import (
     exponential_decay_schedule,
@@ -64,7 +67,11 @@ from everybit.schedules import (
 )
 from everybit.transform import Cut, Elementwise, SlotDecay, Transform
 from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
 from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
+from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
+from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
+from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.stateless import (
@@ -86,13 +93,16 @@ __version__ = "0.3.0.dev0"
 __all__ = [
     "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
     "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay",
-    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights", "apply_if_finite",
-    "apply_updates", "at", "average_weights", "bias_correction", "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm",
-    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "exponential_decay_schedule",
-    "identity", "inverse_sqrt_schedule", "join_schedules", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict",
-    "masked", "mean_weights", "named_chain", "not_norm_or_bias", "one_cycle_schedule", "partition", "piecewise_constant_schedule",
+    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_cautious_decay",
+    "add_corrected_decay", "add_decayed_weights", "add_noise", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "at",
+    "average_weights", "bias_correction", "by_dtype", "by_label", "cautious", "centralize", "chain", "clip", "clip_by_global_norm",
+    "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule",
+    "cosine_restarts_schedule", "exponential_decay_schedule", "identity", "inverse_sqrt_schedule", "join_schedules",
+    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "masked", "mean_weights", "named_chain",
+    "normalize_by_global_norm", "not_norm_or_bias", "one_cycle_schedule", "partition", "piecewise_constant_schedule",
     "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "require_step",
     "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_sign", "set_to_zero", "sgd",
-    "sgdr_schedule", "sqrt", "state", "state_dict", "subtract_decayed_weights", "trace", "tree", "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "sgdr_schedule", "skip_large_updates", "sqrt", "state", "state_dict", "subtract_decayed_weights", "trace", "tree",
+    "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule",
+    "with_metrics", "with_policy", "zero_nans",
 ]  # fmt: skip

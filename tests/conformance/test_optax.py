@@ -59,6 +59,26 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: eb.adamw(1e-2, weight_decay=0.1, mask={"matrix": True, "vector": False, "scalar": False}),
         lambda: optax.adamw(1e-2, weight_decay=0.1, mask={"matrix": True, "vector": False, "scalar": False}),
     ),
+    "corrected decay, as a scheduled one": (
+        lambda: eb.chain(eb.add_corrected_decay(0.1, 0.02, 0.05), eb.scale_by_learning_rate(0.02)),
+        lambda: optax.chain(optax.add_decayed_weights(0.1 * 0.02 / 0.05), optax.scale_by_learning_rate(0.02)),
+    ),
+    "adaptive gradient clipping": (
+        lambda: eb.chain(eb.clip_by_unit_norm(0.3, 0.5, units="last"), eb.scale(-0.1)),
+        lambda: optax.chain(optax.adaptive_grad_clip(0.3, 0.5), optax.scale(-0.1)),
+    ),
+    "block rms": (
+        lambda: eb.chain(eb.clip_by_rms(0.8), eb.scale(-0.1)),
+        lambda: optax.chain(optax.clip_by_block_rms(0.8), optax.scale(-0.1)),
+    ),
+    "centralized": (
+        lambda: eb.chain(eb.centralize(), eb.scale(-0.1)),
+        lambda: optax.chain(optax.centralize(), optax.scale(-0.1)),
+    ),
+    "normalized": (
+        lambda: eb.chain(eb.normalize_by_global_norm(2.0, 0.1), eb.scale(-0.1)),
+        lambda: optax.chain(optax.normalize_by_update_norm(2.0, 0.1), optax.scale(-0.1)),
+    ),
     "accumulated": (lambda: eb.accumulate(eb.adam(1e-2), 3), lambda: optax.MultiSteps(optax.adam(1e-2), 3)),
 }
 
@@ -163,6 +183,46 @@ def test_schedules_agree_at_every_step(ours: eb.Schedule, theirs: Any) -> None:
     for step in range(40):
         found = float(theirs(jnp.asarray(step, dtype=jnp.float64)))
         assert float(ours(torch.tensor(step))) == pytest.approx(found, rel=1e-12, abs=1e-15)
+
+
+def test_lookahead_is_optaxs_fast_and_slow_weights() -> None:
+    ours, theirs = (
+        eb.chain(eb.lookahead(eb.sgd(0.1, momentum=0.9), 5, 0.3)),
+        optax.lookahead(optax.sgd(0.1, 0.9), 5, 0.3),
+    )
+    rng = np.random.default_rng(0)
+    start = {key: rng.standard_normal(shape) for key, shape in SHAPES.items()}
+    a = {key: torch.tensor(value) for key, value in start.items()}
+    b = optax.LookaheadParams.init_synced({key: jnp.asarray(value) for key, value in start.items()})
+    state_a, state_b = ours.init(a), theirs.init(b)
+    for _ in range(200):
+        gradient = {key: rng.standard_normal(shape) for key, shape in SHAPES.items()}
+        updates_a, state_a = ours.update({k: torch.tensor(v) for k, v in gradient.items()}, state_a, a)
+        updates_b, state_b = theirs.update({k: jnp.asarray(v) for k, v in gradient.items()}, state_b, b)
+        a, b = eb.apply_updates(a, updates_a), optax.apply_updates(b, updates_b)
+        for found, expected in ((a, b.fast), (ours.eval_params(a, state_a), b.slow)):
+            for key, value in found.items():
+                np.testing.assert_allclose(value.numpy(), np.asarray(expected[key]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_zero_nans_is_optaxs(bad: float) -> None:
+    g = np.array([1.0, bad, -2.0])
+    tx = optax.zero_nans()
+    expected, _ = tx.update(jnp.asarray(g), tx.init(jnp.asarray(g)))
+    ours = eb.zero_nans()
+    found, _ = ours.update(torch.tensor(g), ours.init(torch.tensor(g)), torch.tensor(g))
+    np.testing.assert_array_equal(found.numpy(), np.asarray(expected))
+
+
+@pytest.mark.parametrize("size", [0.5, 0.99, 1.0, 1.01, 7.0, np.nan])
+def test_large_updates_are_skipped_where_optax_skips_them(size: float) -> None:
+    g = np.array([0.6, 0.8]) * size
+    theirs, _ = optax.skip_large_updates(jnp.asarray(g), 0, None, 1.0)
+    tx = eb.skip_large_updates(eb.scale(-1.0), 1.0)
+    _, state = tx.update(torch.tensor(g), tx.init(torch.tensor(g)), torch.tensor(g))
+    # At the limit itself both compare a sum of two rounded squares, which is 1 in float64.
+    assert int(state.skipped) == int(theirs)
 
 
 def test_a_bfloat16_second_moment_follows_here_and_not_there() -> None:

@@ -118,7 +118,9 @@ class Lookahead:
         step = require_step(ctx.step, "lookahead")
         moves, inner = updated(self.transform, updates, state.inner, params, ctx)
         due = step % self.period == 0
-        share = materialize(torch.where(due, at(self.share, step, name="share"), 0.0).double())
+        # A product with a float64 one: torch.where makes float32 of two numbers.
+        share = at(self.share, step, name="share") * torch.ones_like(step, dtype=torch.float64)
+        share = materialize(torch.where(due, share, 0.0))
         slow = tree.elementwise(lambda s, p, u: s + share * ((p + u) - s), state.slow, params, moves)
         back = tree.elementwise(lambda u, p, s: torch.where(due, s - p, u), moves, params, slow)
         return back, LookaheadState(slow, inner)

@@ -98,7 +98,7 @@ _BUILDS: dict[str, Build] = {
     "centralized": lambda lr: chain(centralize(), sgd(lr, momentum=0.9)),
     "noisy": lambda lr: chain(add_noise(), add_noise(0.5, 0.1), sgd(lr)),
     "slow gradients": lambda lr: chain(amplify_slow_gradients(), sgd(lr)),
-    "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2)),
+    "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2, share=0.3)),
     "large updates skipped": lambda lr: skip_large_updates(adamw(lr), 20.0),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }

@@ -13,10 +13,21 @@ from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.axis import Axis, Local
 from everybit.barriers import sqrt
 from everybit.combinators.accumulate import accumulate
+from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
+from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
+from everybit.combinators.skipping import skip_large_updates
 from everybit.context import Context
+from everybit.decay_schedules import (
+    exponential_decay_schedule,
+    inverse_sqrt_schedule,
+    polynomial_schedule,
+    power_cooldown_schedule,
+    warmup_constant_schedule,
+    warmup_exponential_decay_schedule,
+)
 from everybit.formats import (
     Format,
     Kahan,
@@ -33,6 +44,15 @@ from everybit.metrics import Metrics, with_metrics
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.per_tensor import Members
+from everybit.piecewise_schedules import (
+    cosine_one_cycle_schedule,
+    cosine_restarts_schedule,
+    linear_one_cycle_schedule,
+    one_cycle_schedule,
+    piecewise_constant_schedule,
+    piecewise_interpolate_schedule,
+    sgdr_schedule,
+)
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.policy_names import PolicyName
 from everybit.random_bits import Key
@@ -51,8 +71,12 @@ from everybit.transforms.adadelta import scale_by_adadelta
 from everybit.transforms.adagrad import scale_by_adagrad
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.adamax import scale_by_adamax
+from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
 from everybit.transforms.asgd import averaged_descent
 from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
+from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
+from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
+from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.nadam import scale_by_nadam
 from everybit.transforms.radam import scale_by_radam
@@ -77,14 +101,19 @@ __version__ = "0.3.0.dev0"
 
 __all__ = [
     "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
-    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay",
-    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adadelta", "adagrad", "adam", "adamax", "adamw",
-    "add_decayed_weights", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "bias_correction",
-    "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity",
-    "join_schedules", "linear_schedule", "lion", "load_state_dict", "masked", "mean_weights", "nadam", "named_chain", "not_norm_or_bias",
-    "partition", "policies", "power_average_weights", "radam", "require_step", "rmsprop", "rprop", "scale", "scale_by_adadelta",
-    "scale_by_adagrad", "scale_by_adam", "scale_by_adamax", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_radam",
-    "scale_by_rms", "scale_by_rprop", "scale_by_sign", "scale_by_torch_adafactor", "set_to_zero", "sgd", "sqrt", "state", "state_dict",
-    "subtract_decayed_weights", "torch_adafactor", "trace", "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule",
-    "with_metrics", "with_policy",
+    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot",
+    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adadelta", "adagrad", "adam", "adamax",
+    "adamw", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "amplify_slow_gradients", "apply_if_finite",
+    "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "bias_correction", "by_dtype", "by_label", "cautious",
+    "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "constant_schedule",
+    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "exponential_decay_schedule", "identity",
+    "inverse_sqrt_schedule", "join_schedules", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead",
+    "masked", "mean_weights", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "one_cycle_schedule", "partition",
+    "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights",
+    "power_cooldown_schedule", "radam", "require_step", "rmsprop", "rprop", "scale", "scale_by_adadelta", "scale_by_adagrad",
+    "scale_by_adam", "scale_by_adamax", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_radam", "scale_by_rms",
+    "scale_by_rprop", "scale_by_sign", "scale_by_torch_adafactor", "set_to_zero", "sgd", "sgdr_schedule", "skip_large_updates", "sqrt",
+    "state", "state_dict", "subtract_decayed_weights", "torch_adafactor", "trace", "tree", "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "zero_nans",
 ]  # fmt: skip

@@ -78,8 +78,13 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def cos(x: Tensor) -> Tensor:
-    """The cosine, for 0-d expressions of the step."""
+    """The cosine, element by element."""
     return _cos(x) if torch.compiler.is_compiling() else x.cos()
+
+
+def log(x: Tensor) -> Tensor:
+    """The natural logarithm, element by element."""
+    return _log(x) if torch.compiler.is_compiling() else x.log()
 
 
 @torch.library.custom_op("everybit::materialize", mutates_args=())
@@ -122,6 +127,11 @@ def _cos(x: Tensor) -> Tensor:
     return x.cos()
 
 
+@torch.library.custom_op("everybit::log", mutates_args=())
+def _log(x: Tensor) -> Tensor:
+    return x.log()
+
+
 def _register(
     op: Any, derivative: Callable[[Tensor], Tensor], *, reduces: bool = False, dtype: torch.dtype | None = None
 ) -> None:
@@ -145,4 +155,5 @@ _register(_materialize, torch.ones_like)
 _register(_sum, torch.ones_like, reduces=True)
 _register(_sum_of_squares, lambda x: 2 * x, reduces=True, dtype=torch.float64)
 _register(_sqrt, lambda x: 0.5 / x.sqrt())
+_register(_log, lambda x: 1 / x)
 _register(_cos, lambda x: -x.sin())

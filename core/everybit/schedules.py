@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everybit.barriers import cos
-from everybit.scalars import Schedule, require
+from everybit.scalars import Schedule, is_zero, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +42,37 @@ class LinearSchedule:
     def __post_init__(self) -> None:
         require("start", self.start, schedule=False)
         require("end", self.end, schedule=False)
-        _require_steps("steps", self.steps)
+        require_steps("steps", self.steps)
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""
-        return self.start + (self.end - self.start) * _progress(step, self.steps)
+        return self.start + (self.end - self.start) * progress(step, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class CosineDecaySchedule:
     """A schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``.
 
-    It is the decay of Loshchilov & Hutter 2017, arXiv:1608.03983.
+    It is the decay of Loshchilov & Hutter 2017, arXiv:1608.03983. ``exponent`` is the power to which the falling cosine is raised.
     """
 
     start: float
     steps: int
     end: float = 0.0
+    exponent: float = 1.0
 
     def __post_init__(self) -> None:
         require("start", self.start, schedule=False)
         require("end", self.end, schedule=False)
-        _require_steps("steps", self.steps)
+        require_steps("steps", self.steps)
+        require_above_zero("exponent", self.exponent)
 
     def __call__(self, step: Tensor) -> Tensor:
         """Return the value after ``step`` updates; 0-d."""
-        return self.end + (self.start - self.end) * 0.5 * (1 + cos(math.pi * _progress(step, self.steps)))
+        falling = 1 + cos(math.pi * progress(step, self.steps))
+        if self.exponent == 1:
+            return self.end + (self.start - self.end) * 0.5 * falling
+        return self.end + (self.start - self.end) * (0.5 * falling) ** self.exponent
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +117,18 @@ def linear_schedule(start: float, end: float, steps: int) -> LinearSchedule:
     return LinearSchedule(start, end, steps)
 
 
-def cosine_decay_schedule(start: float, steps: int, end: float = 0.0) -> CosineDecaySchedule:
-    """Return a schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``."""
-    return CosineDecaySchedule(start, steps, end)
+def cosine_decay_schedule(start: float, steps: int, end: float = 0.0, *, exponent: float = 1.0) -> CosineDecaySchedule:
+    """Return a schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``.
+
+    The first update has ``start``, and the update with ``steps`` before it is the first that has ``end``.
+
+    Args:
+        start: First value.
+        steps: Updates from ``start`` to ``end``.
+        end: Last value.
+        exponent: Power of the falling cosine, above zero.
+    """
+    return CosineDecaySchedule(start, steps, end, exponent)
 
 
 def join_schedules(
@@ -125,16 +139,18 @@ def join_schedules(
 
 
 def warmup_cosine_decay_schedule(
-    peak: float, warmup_steps: int, steps: int, *, start: float = 0.0, end: float = 0.0
+    peak: float, warmup_steps: int, steps: int, *, start: float = 0.0, end: float = 0.0, exponent: float = 1.0
 ) -> JoinSchedules:
     """Linearly from ``start`` to ``peak`` in ``warmup_steps``, then along half a cosine to ``end`` at ``steps`` in all.
+
+    ``exponent`` is the power of the falling cosine. The first update has ``start``, which is zero unless you say otherwise.
 
     Raises:
         ValueError: ``steps`` not above ``warmup_steps``.
     """
-    _require_longer("steps", steps, "warmup_steps", warmup_steps)
+    require_longer("steps", steps, "warmup_steps", warmup_steps)
     return JoinSchedules(
-        (LinearSchedule(start, peak, warmup_steps), CosineDecaySchedule(peak, steps - warmup_steps, end)),
+        (LinearSchedule(start, peak, warmup_steps), CosineDecaySchedule(peak, steps - warmup_steps, end, exponent)),
         (warmup_steps,),
     )
 
@@ -153,25 +169,34 @@ def warmup_stable_decay_schedule(
         end: Last value.
     """
     for name, value in (("warmup_steps", warmup_steps), ("stable_steps", stable_steps), ("decay_steps", decay_steps)):
-        _require_steps(name, value)
+        require_steps(name, value)
     return JoinSchedules(
         (LinearSchedule(start, peak, warmup_steps), ConstantSchedule(peak), LinearSchedule(peak, end, decay_steps)),
         (warmup_steps, warmup_steps + stable_steps),
     )
 
 
-def _progress(step: Tensor, steps: int) -> Tensor:
-    """The share of ``steps`` that has passed, in [0, 1]; float64."""
+def progress(step: Tensor, steps: float) -> Tensor:
+    """Return the share of ``steps`` that has passed, in [0, 1]; float64."""
     return (step.double() / steps).clamp(0.0, 1.0)
 
 
-def _require_steps(name: str, value: Any) -> None:
+def require_steps(name: str, value: Any) -> None:
+    """Refuse what is no number of updates of at least 1, with a ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: got {value!r}; accepted is a whole number of updates, at least 1.")
 
 
-def _require_longer(name: str, value: int, other_name: str, other: int) -> None:
-    _require_steps(other_name, other)
-    _require_steps(name, value)
+def require_longer(name: str, value: int, other_name: str, other: int) -> None:
+    """Refuse a number of updates that is not above another, with a ValueError."""
+    require_steps(other_name, other)
+    require_steps(name, value)
     if value <= other:
         raise ValueError(f"{name}: got {value}; accepted is more than {other_name} = {other}.")
+
+
+def require_above_zero(name: str, value: object) -> None:
+    """Refuse what is no finite number above zero, with a ValueError or TypeError."""
+    require(name, value, 0.0, schedule=False)
+    if is_zero(value):
+        raise ValueError(f"{name}: got {value!r}; accepted is a finite number above zero.")

@@ -9,14 +9,23 @@ from torch import Tensor
 
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.combinators.accumulate import accumulate
+from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
+from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
+from everybit.combinators.skipping import skip_large_updates
+from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
+from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
 from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
 from everybit.transforms.averages import average_weights, power_average_weights
+from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
+from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
+from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.stateless import (
     clip,
@@ -40,6 +49,14 @@ def _kind(_path: str, leaf: Tensor) -> str:
 
 
 _decay = warmup_cosine_decay_schedule(0.1, 3, 50, end=0.01)
+_schedules = (
+    exponential_decay_schedule(1.0, 0.9, 3, end=0.2),
+    polynomial_schedule(1.0, 0.1, 20, power=1.5),
+    piecewise_constant_schedule(1.0, {2: 0.5}),
+    one_cycle_schedule(1.0, 20),
+    cosine_restarts_schedule(1.0, 2, growth=2),
+    inverse_sqrt_schedule(1.0, 2, start=0.1),
+)
 
 _BUILDS: dict[str, Build] = {
     "sgd": sgd,
@@ -56,6 +73,7 @@ _BUILDS: dict[str, Build] = {
     "rmsprop eps inside": lambda lr: rmsprop(lr, eps_inside_root=True, maximize=True),
     "sign": lambda lr: chain(scale_by_sign(), scale_by_learning_rate(lr)),
     "scale": lambda lr: chain(identity(), clip(0.5), scale(_decay), scale_by_learning_rate(lr)),
+    "schedules": lambda lr: chain(*(scale(one) for one in _schedules), scale_by_learning_rate(lr)),
     "named chain": lambda lr: named_chain({"momentum": trace(0.9), "descent": scale_by_learning_rate(lr)}),
     "clipped": lambda lr: chain(clip_by_global_norm(1.0), scale_by_adam(b2=0.95), scale_by_learning_rate(lr)),
     "masked": lambda lr: chain(
@@ -76,6 +94,22 @@ _BUILDS: dict[str, Build] = {
     "torch adafactor": lambda lr: torch_adafactor(lr, weight_decay=0.1),
     "rprop": rprop,
     "asgd": lambda lr: asgd(lr, lambd=0.1, t0=1.0, maximize=True),
+    "cautious": lambda lr: chain(cautious(scale_by_adam()), add_cautious_decay(0.1), scale_by_learning_rate(lr)),
+    "cautious by count": lambda lr: chain(
+        cautious(scale_by_adam(), "count"), add_cautious_decay(0.1, at_zero=True), scale_by_learning_rate(lr)
+    ),
+    "corrected decay": lambda lr: chain(
+        cautious(trace(0.9), "none"), add_corrected_decay(0.1, lr, 0.5), scale_by_learning_rate(lr)
+    ),
+    "unit norms clipped": lambda lr: chain(clip_by_unit_norm(0.1), clip_by_unit_norm(0.05, units="last"), sgd(lr)),
+    "rms clipped": lambda lr: chain(clip_by_rms(0.5), sgd(lr)),
+    "z clipped": lambda lr: chain(clip_by_z_score(warmup=1, limit=0.5), sgd(lr)),
+    "cleaned": lambda lr: chain(zero_nans(infinite=True), normalize_by_global_norm(2.0), sgd(lr)),
+    "centralized": lambda lr: chain(centralize(), sgd(lr, momentum=0.9)),
+    "noisy": lambda lr: chain(add_noise(), add_noise(0.5, 0.1), sgd(lr)),
+    "slow gradients": lambda lr: chain(amplify_slow_gradients(), sgd(lr)),
+    "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2, share=0.3)),
+    "large updates skipped": lambda lr: skip_large_updates(adamw(lr), 20.0),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

@@ -1,0 +1,123 @@
+"""Updates only where they agree with the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.context import ALONE, Context
+from everybit.contracts import updated
+from everybit.transform import (
+    Cut,
+    SlotDecay,
+    Transform,
+    any_draws,
+    decays,
+    eval_params,
+    periods,
+    require_transform,
+)
+
+P = TypeVar("P")
+
+Rescale = Literal["count", "share", "none"]
+"""How what is left of an update is made larger for what is not."""
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class CautiousState:
+    """The inner transform's state."""
+
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Cautious:
+    r"""Set the inner transform's updates to zero where their sign is not the gradient's, and make the others of the parameter larger.
+
+    .. math::
+        u \leftarrow s \, \mathbb{1}[u g > 0] \, u
+
+    The inner transform is a preconditioner, whose updates still point uphill; learning rate and weight decay come after it. Its state is
+    not affected. With n elements in the parameter, of which k agree, the factor s is
+
+    - ``"share"``: :math:`1 / \max(k/n, 10^{-3})`, as in the authors' code and timm;
+    - ``"count"``: :math:`n / (k + 1)`, as in the paper;
+    - ``"none"``: 1.
+
+    Args:
+        transform: What is masked.
+        rescale: The factor.
+
+    Raises:
+        TypeError: ``transform`` is none.
+        ValueError: ``rescale`` is none of the above.
+
+    Reference:
+        Liang et al. 2024, https://arxiv.org/abs/2411.16085, Algorithm 1.
+
+    Examples:
+        >>> import everybit as eb
+        >>> tx = eb.chain(eb.cautious(eb.scale_by_adam()), eb.add_decayed_weights(0.1), eb.scale_by_learning_rate(3e-4))
+    """
+
+    per_tensor: ClassVar[bool] = True
+    reduces: ClassVar[bool] = True
+    transform: Transform[Any]
+    rescale: Rescale = "share"
+
+    def __post_init__(self) -> None:
+        require_transform(self.transform, who="cautious")
+        if self.rescale not in get_args(Rescale):
+            raise ValueError(f"rescale: got {self.rescale!r}; accepted are {', '.join(map(repr, get_args(Rescale)))}.")
+
+    @property
+    def cut(self) -> Cut:
+        """How finely parameters may be cut: as those of the inner transform."""
+        return self.transform.cut
+
+    @property
+    def draws(self) -> bool:
+        """Whether the inner transform does."""
+        return any_draws([self.transform])
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """Return the decay rates that the inner transform declares."""
+        return decays(self.transform)
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the inner transform declares."""
+        return periods(self.transform)
+
+    def eval_params(self, params: P, state: CautiousState) -> P:
+        """Return the inner transform's weights for evaluation."""
+        return eval_params(self.transform, params, state.inner)
+
+    def init(self, params: P) -> CautiousState:
+        """Return the inner transform's state."""
+        return CautiousState(self.transform.init(params))
+
+    def update(self, updates: P, state: CautiousState, params: P, ctx: Context = ALONE) -> tuple[P, CautiousState]:
+        """The inner updates where they agree with what came in."""
+        moves, inner = updated(self.transform, updates, state.inner, params, ctx)
+        # Signs, whose product neither overflows nor vanishes.
+        agreement = tree.elementwise(lambda u, g: (torch.sign(u) * torch.sign(g) > 0).to(u.dtype), moves, updates)
+        kept = tree.elementwise(lambda u, a: torch.where(a > 0, u, 0.0), moves, agreement)
+        if self.rescale == "none":
+            return kept, CautiousState(inner)
+        factors = tree.map(self._factor, ctx.per_tensor.sum(agreement), ctx.per_tensor.size(agreement))
+        expanded = ctx.per_tensor.expand(factors, kept)
+        return tree.elementwise(lambda u, f: u * f, kept, expanded), CautiousState(inner)
+
+    def _factor(self, agreeing: Tensor, size: Tensor) -> Tensor:
+        if self.rescale == "count":
+            return size / (agreeing + 1)
+        return 1 / (agreeing / size.clamp(min=1)).clamp(min=1e-3)
+
+
+cautious = Cautious

@@ -1,0 +1,129 @@
+"""Weights that follow slowly: k steps forward, one step back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from everybit import tree
+from everybit.barriers import materialize
+from everybit.context import ALONE, Context
+from everybit.contracts import updated
+from everybit.scalars import Hyperparameter, at, require, require_step
+from everybit.transform import (
+    Cut,
+    SlotDecay,
+    Transform,
+    any_draws,
+    any_per_tensor,
+    decays,
+    periods,
+    require_transform,
+)
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class LookaheadState(Generic[P]):
+    """The slow weights, and the inner transform's state."""
+
+    slow: Slot[P]
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    r"""Keep slow weights; after every ``period`` updates move them towards the trained ones, and train on from there.
+
+    .. math::
+        \phi \leftarrow \phi + \alpha (\theta - \phi) \qquad \theta \leftarrow \phi \qquad \text{at the updates } k, 2k, \dots
+
+    The inner transform is a whole optimizer, with its learning rate; nothing comes after it. Its momentum is kept when weights are set back
+    (the authors' ``pullback_momentum="none"``; optax's ``reset_state=False``). The slow weights are what is evaluated:
+    ``optimizer.eval_params(params, state)``.
+
+    Args:
+        transform: The fast optimizer.
+        period: :math:`k`, updates between two synchronizations, at least 1.
+        share: :math:`\alpha`, in [0, 1].
+
+    Raises:
+        TypeError: ``transform`` is none.
+        ValueError: ``period`` or ``share`` out of range.
+
+    Reference:
+        Zhang et al. 2019, https://arxiv.org/abs/1907.08610, Algorithm 1.
+
+    Examples:
+        >>> import everybit as eb
+        >>> optimizer = eb.with_policy(eb.lookahead(eb.adamw(1e-3), period=5, share=0.5), eb.policies.FP32)
+    """
+
+    transform: Transform[Any]
+    period: int = 5
+    share: Hyperparameter = 0.5
+
+    def __post_init__(self) -> None:
+        require_transform(self.transform, who="lookahead")
+        require("share", self.share, 0.0, 1.0)
+        if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period < 1:
+            raise ValueError(f"period: got {self.period!r}; accepted is a whole number of updates, at least 1.")
+
+    @property
+    def cut(self) -> Cut:
+        """How finely parameters may be cut: as those of the inner transform."""
+        return self.transform.cut
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the inner transform does."""
+        return self.transform.reduces
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the inner transform reduces over each parameter."""
+        return any_per_tensor([self.transform])
+
+    @property
+    def draws(self) -> bool:
+        """Whether the inner transform does."""
+        return any_draws([self.transform])
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """Return the inner transform's decay rates, and that of ``slow``, which moves by ``share`` when it moves."""
+        number = isinstance(self.share, (int, float))
+        return SlotDecay("slow", 1.0 - float(self.share) if number else 1.0), *decays(self.transform)  # type: ignore[arg-type]
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the inner transform declares."""
+        return periods(self.transform)
+
+    def eval_params(self, params: P, state: LookaheadState[P]) -> P:  # noqa: ARG002  # the slow weights stand for them
+        """Return the slow weights."""
+        return state.slow
+
+    def init(self, params: P) -> LookaheadState[P]:
+        """Return the weights as slow weights, and the inner transform's state."""
+        return LookaheadState(tree.map(torch.clone, params), self.transform.init(params))
+
+    def update(
+        self, updates: P, state: LookaheadState[Any], params: P, ctx: Context = ALONE
+    ) -> tuple[P, LookaheadState[P]]:
+        """The inner update, or at a synchronization what leads to the new slow weights."""
+        step = require_step(ctx.step, "lookahead")
+        moves, inner = updated(self.transform, updates, state.inner, params, ctx)
+        due = step % self.period == 0
+        # A product with a float64 one: torch.where makes float32 of two numbers.
+        share = at(self.share, step, name="share") * torch.ones_like(step, dtype=torch.float64)
+        share = materialize(torch.where(due, share, 0.0))
+        slow = tree.elementwise(lambda s, p, u: s + share * ((p + u) - s), state.slow, params, moves)
+        back = tree.elementwise(lambda u, p, s: torch.where(due, s - p, u), moves, params, slow)
+        return back, LookaheadState(slow, inner)
+
+
+lookahead = Lookahead

@@ -1,0 +1,107 @@
+"""No update from a gradient that is much too large."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from everybit import tree
+from everybit.combinators.chain import zero_step
+from everybit.context import ALONE, Context
+from everybit.contracts import updated
+from everybit.scalars import Scalar, require
+from everybit.transform import (
+    Cut,
+    SlotDecay,
+    Transform,
+    any_draws,
+    any_per_tensor,
+    decays,
+    eval_params,
+    periods,
+    require_transform,
+)
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class SkipLargeUpdatesState:
+    """Counters, int64 and 0-d: ``step`` updates made, ``skipped`` in all."""
+
+    step: Tensor
+    skipped: Tensor
+    inner: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SkipLargeUpdates:
+    """Skip a step whose gradients' joint norm is not below a limit: the update is zero and the inner state stays as it was.
+
+    A norm that is NaN is not below it either. As optax's ``skip_large_updates``, which names the square of the limit. All shards agree, and
+    the host never waits; look at ``state.skipped`` when it suits you.
+
+    Args:
+        transform: What other gradients go through.
+        limit: Norm, above zero; unit of the gradient.
+
+    Raises:
+        TypeError: ``transform`` is none.
+        ValueError: ``limit`` out of range.
+    """
+
+    reduces: ClassVar[bool] = True
+    transform: Transform[Any]
+    limit: Scalar
+
+    def __post_init__(self) -> None:
+        require_transform(self.transform, who="skip_large_updates")
+        require("limit", self.limit, 0.0, schedule=False)
+
+    @property
+    def cut(self) -> Cut:
+        """How finely parameters may be cut: as those of the inner transform."""
+        return self.transform.cut
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the inner transform reduces over each parameter."""
+        return any_per_tensor([self.transform])
+
+    @property
+    def draws(self) -> bool:
+        """Whether the inner transform does."""
+        return any_draws([self.transform])
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """Return the decay rates that the inner transform declares."""
+        return decays(self.transform)
+
+    def periods(self) -> tuple[int, ...]:
+        """Return the periods that the inner transform declares."""
+        return periods(self.transform)
+
+    def eval_params(self, params: P, state: SkipLargeUpdatesState) -> P:
+        """Return the inner transform's weights for evaluation."""
+        return eval_params(self.transform, params, state.inner)
+
+    def init(self, params: P) -> SkipLargeUpdatesState:
+        """Return the inner transform's state, and counters of zero."""
+        return SkipLargeUpdatesState(zero_step(params), zero_step(params), self.transform.init(params))
+
+    def update(
+        self, updates: P, state: SkipLargeUpdatesState, params: P, ctx: Context = ALONE
+    ) -> tuple[P, SkipLargeUpdatesState]:
+        """The inner update, or zero."""
+        square = ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates)))
+        apply = square < self.limit * self.limit
+        moves, inner = updated(self.transform, updates, state.inner, params, ctx.counted(state.step + 1))
+        return tree.where(apply, moves, tree.zeros_like(updates)), SkipLargeUpdatesState(
+            state.step + apply, state.skipped + ~apply, tree.where(apply, inner, state.inner)
+        )
+
+
+skip_large_updates = SkipLargeUpdates

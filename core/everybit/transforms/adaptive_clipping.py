@@ -1,0 +1,215 @@
+"""Clipping whose limit is relative: to the weights, to the tensor's own size, or to the norms that came before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.barriers import materialize, sqrt
+from everybit.context import ALONE, Context
+from everybit.dimensions import mean
+from everybit.scalars import Hyperparameter, at, require, require_step
+from everybit.transform import Cut, Elementwise
+from everybit.transforms.stateless import Empty
+
+P = TypeVar("P")
+
+Units = Literal["first", "last"]
+"""The dimension that numbers the units of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByUnitNorm:
+    r"""Adaptive gradient clipping: limit the norm of each unit's gradient to a share of the norm of the unit's weights.
+
+    .. math::
+        g_i \leftarrow g_i \, \min\left(1, \frac{\lambda \max(\|w_i\|, \epsilon)}{\|g_i\|}\right)
+
+    A vector or number is one unit. Units must be whole: parameters are not cut.
+
+    Args:
+        limit: :math:`\lambda`, at least zero; the paper's 0.01.
+        eps: :math:`\epsilon`, least norm of the weights, so that units of zeros can be trained; at least zero.
+        units: ``"first"``: a unit is one index of the first dimension, an output of ``nn.Linear`` and ``nn.Conv2d``, as in the paper's
+            PyTorch versions and timm. ``"last"``: of the last dimension, for weights in JAX's layout, as in optax (which takes each index
+            of the last two for a tensor of three dimensions; that is not offered).
+
+    Raises:
+        ValueError: A hyperparameter out of range.
+
+    Reference:
+        Brock et al. 2021, https://arxiv.org/abs/2102.06171, section 4.1.
+    """
+
+    cut: ClassVar[Cut] = "tensor"
+    reduces: ClassVar[bool] = False
+    limit: Hyperparameter = 0.01
+    eps: Hyperparameter = 1e-3
+    units: Units = "first"
+
+    def __post_init__(self) -> None:
+        require("limit", self.limit, 0.0)
+        require("eps", self.eps, 0.0)
+        if self.units not in get_args(Units):
+            raise ValueError(f"units: got {self.units!r}; accepted are {', '.join(map(repr, get_args(Units)))}.")
+
+    def init(self, params: P) -> Empty:
+        """Return the empty state of a transform without memory."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """Return the clipped updates."""
+        limit, eps = at(self.limit, ctx.step, name="limit"), at(self.eps, ctx.step, name="eps")
+
+        def norms(x: Tensor) -> Tensor:
+            """The norm of each unit, float64."""
+            wide = x.double()
+            if x.ndim < 2:
+                rows = wide.reshape(1, -1)
+            else:
+                rows = (wide if self.units == "first" else wide.movedim(-1, 0)).reshape(
+                    x.shape[0 if self.units == "first" else -1], -1
+                )
+            return sqrt(mean(materialize(rows * rows), -1) * rows.shape[-1])
+
+        def clipped(u: Tensor, p: Tensor) -> Tensor:
+            if not u.numel():
+                return u
+            found, greatest = norms(u), limit * _at_least(norms(p), eps)
+            factors = materialize(torch.where(found > greatest, greatest / found, 1.0).to(u.dtype))
+            places = [1] * u.ndim
+            if u.ndim > 1:
+                places[0 if self.units == "first" else -1] = -1
+            return u * factors.reshape(places)
+
+        return tree.map(clipped, updates, params), state
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByRms(Elementwise):
+    r"""Divide each parameter's update by :math:`\max(1, \text{RMS}(u) / d)`, where RMS is its root mean square.
+
+    Args:
+        limit: :math:`d`, above zero; unit of the update.
+
+    Raises:
+        ValueError: ``limit`` out of range.
+
+    Reference:
+        Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6; optax's ``clip_by_block_rms``.
+    """
+
+    per_tensor: ClassVar[bool] = True
+    limit: Hyperparameter = 1.0
+
+    def __post_init__(self) -> None:
+        require("limit", self.limit, 0.0)
+
+    @property
+    def reduces(self) -> bool:
+        """It asks for the mean of squares of each parameter."""
+        return True
+
+    def init(self, params: P) -> Empty:
+        """Return the empty state of a transform without memory."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """Return the clipped updates."""
+        limit = at(self.limit, ctx.step, name="limit")
+
+        def factor(square: Tensor) -> Tensor:
+            # No root of zero, which has no derivative.
+            above = square > limit * limit
+            return torch.where(above, limit / sqrt(torch.where(above, square, 1.0)), 1.0)
+
+        factors = tree.map(factor, ctx.per_tensor.mean_of_squares(updates))
+        return tree.elementwise(lambda u, f: u * f, updates, ctx.per_tensor.expand(factors, updates)), state
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class ZClipState:
+    """Running mean and variance of the gradients' norms; float64, 0-d."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByZScore(Elementwise):
+    r"""ZClip: scale all updates down where their norm is an outlier among the norms before.
+
+    .. math::
+        z = \frac{\|g_t\| - \mu_{t-1}}{\sigma_{t-1}} \qquad
+        n_t = \begin{cases} \mu_{t-1} + \frac{z_\text{max}^2}{z} \sigma_{t-1} & z > z_\text{max} \\ \|g_t\| & \text{else} \end{cases} \qquad
+        g_t \leftarrow \frac{n_t}{\|g_t\|} g_t
+
+    and then :math:`\mu_t = \alpha\mu_{t-1} + (1-\alpha) n_t` and :math:`\sigma_t^2 = \alpha\sigma_{t-1}^2 + (1-\alpha)(n_t - \mu_t)^2`.
+    In the first ``warmup`` updates nothing is clipped, and mean and variance are those of all norms so far. The norm is taken over
+    everything that shares the step. One that is not finite spoils the running mean: put :func:`everybit.apply_if_finite` around.
+
+    Args:
+        decay: :math:`\alpha`, in [0, 1).
+        limit: :math:`z_\text{max}`, above zero.
+        warmup: Updates without clipping, at least 1.
+
+    Raises:
+        ValueError: A hyperparameter out of range.
+
+    Reference:
+        Kumar et al. 2025, https://arxiv.org/abs/2504.02507 (there :math:`\alpha = 0.97`, :math:`z_\text{max} = 2.5`, 25 updates).
+    """
+
+    decay: Hyperparameter = 0.97
+    limit: Hyperparameter = 2.5
+    warmup: int = 25
+
+    def __post_init__(self) -> None:
+        require("decay", self.decay, 0.0, 1.0, open_high=True)
+        require("limit", self.limit, 0.0)
+        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 1:
+            raise ValueError(f"warmup: got {self.warmup!r}; accepted is a whole number of updates, at least 1.")
+
+    @property
+    def reduces(self) -> bool:
+        """It asks for the norm of all gradients."""
+        return True
+
+    def init(self, params: P) -> ZClipState:
+        """Return a mean and a variance of zero."""
+        leaves = tree.leaves(params)
+        zero = torch.zeros((), dtype=torch.float64, device=leaves[0].device if leaves else None)
+        return ZClipState(zero, zero.clone())
+
+    def update(self, updates: P, state: ZClipState, params: P, ctx: Context = ALONE) -> tuple[P, ZClipState]:
+        """Return the scaled updates, and the statistics with their norm."""
+        step = require_step(ctx.step, "clip_by_z_score")
+        decay, limit = at(self.decay, step, name="decay"), at(self.limit, step, name="limit")
+        norm = sqrt(ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))))
+        # Without a division by sigma, which may be zero: z > limit, and sigma / z is sigma**2 / (norm - mean).
+        excess = norm - state.mean
+        variance = state.variance
+        outlier = (step > self.warmup) & (excess > limit * sqrt(variance)) & (variance > 0)
+        kept = torch.where(outlier, state.mean + limit * limit * variance / torch.where(outlier, excess, 1.0), norm)
+        warming, count = step <= self.warmup, step.double()
+        # Welford's mean and variance of all norms so far.
+        mean_now = torch.where(warming, state.mean + excess / count, decay * state.mean + (1 - decay) * kept)
+        spread = variance + (excess * (norm - mean_now) - variance) / count
+        running = decay * variance + (1 - decay) * (kept - mean_now).square()
+        factor = materialize(torch.where(outlier, kept / torch.where(outlier, norm, 1.0), 1.0))
+        statistics = ZClipState(materialize(mean_now), materialize(torch.where(warming, spread, running)))
+        return tree.elementwise(lambda u: u * factor, updates), statistics
+
+
+def _at_least(x: Tensor, low: float | Tensor) -> Tensor:
+    return torch.maximum(x, torch.as_tensor(low, dtype=x.dtype, device=x.device))
+
+
+clip_by_unit_norm = ClipByUnitNorm
+clip_by_rms = ClipByRms
+clip_by_z_score = ClipByZScore

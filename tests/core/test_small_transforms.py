@@ -1,0 +1,290 @@
+"""Small transforms against their formulas, written out in float64, over 200 random steps; and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import everybit as eb
+
+Params = dict[str, Tensor]
+Reference = Callable[[int, Params, Params], Params]
+
+SHAPES = {"w": (6, 4), "k": (3, 2, 5), "b": (7,), "s": ()}
+STEPS = 200
+RATE = 0.05
+
+
+def draws(seed: int, scale: float = 1.0) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: scale * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()
+    }
+
+
+def norm(values: Params) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in values.values()]).norm()
+
+
+def follow(
+    transform: eb.Transform[Any], reference: Reference, *, scales: Callable[[int], float] = lambda _: 1.0
+) -> None:
+    """Train on the same gradients by ``transform`` and by ``reference``, which returns updates to be added, of step 1 on.
+
+    Each step is some twenty roundings of numbers of about 1, in each of 200 steps, of which an average hands on at most all: 200 * 20
+    * 2**-53 of the largest number, 4e-13, and the same again where the references order sums otherwise.
+    """
+    tx = eb.chain(transform)
+    ours = theirs = draws(0)
+    state = tx.init(ours)
+    for step in range(1, STEPS + 1):
+        grads = draws(step, scales(step))
+        updates, state = tx.update(grads, state, ours)
+        ours = eb.apply_updates(ours, updates)
+        theirs = eb.apply_updates(theirs, reference(step, grads, theirs))
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-12, atol=1e-12)
+
+
+def descend(tx: eb.Transform[Any], *rest: eb.Transform[Any]) -> eb.Transform[Any]:
+    return eb.chain(tx, *rest, eb.scale_by_learning_rate(RATE))
+
+
+def each(function: Callable[..., Tensor], *trees: Params) -> Params:
+    return {name: function(*(tree[name] for tree in trees)) for name in trees[0]}
+
+
+@pytest.mark.parametrize("rescale", ["share", "count", "none"])
+def test_cautious_updates(rescale: Any) -> None:
+    momentum: Params = each(torch.zeros_like, draws(0))
+
+    def masked(m: Tensor, g: Tensor) -> Tensor:
+        mask = (m * g > 0).double()
+        kept = m * mask
+        if rescale == "share":
+            return -RATE * kept / max(float(mask.mean()), 1e-3)
+        return -RATE * kept * (m.numel() / (float(mask.sum()) + 1) if rescale == "count" else 1.0)
+
+    def reference(step: int, grads: Params, params: Params) -> Params:
+        momentum.update(each(lambda m, g: 0.9 * m + g, momentum, grads))
+        return each(masked, momentum, grads)
+
+    follow(descend(eb.cautious(eb.trace(0.9), rescale)), reference)
+
+
+@pytest.mark.parametrize("at_zero", [False, True])
+def test_cautious_decay(at_zero: bool) -> None:
+    def decayed(g: Tensor, p: Tensor) -> Tensor:
+        g = g.clamp(min=0.0)
+        return -RATE * (g + 0.1 * p * ((g * p >= 0) if at_zero else (g * p > 0)))
+
+    relu: eb.Transform[Any] = Positive()
+    follow(
+        descend(relu, eb.add_cautious_decay(0.1, at_zero=at_zero)),
+        lambda step, grads, params: each(decayed, grads, params),
+    )
+
+
+class Positive(eb.Elementwise):
+    """Zeros where gradients are negative, so that updates that are exactly zero are met."""
+
+    def init(self, params: Any) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = eb.Context()) -> Any:  # noqa: B008
+        return eb.tree.elementwise(lambda u: u.clamp(min=0.0), updates), state
+
+
+def test_corrected_decay_follows_the_square_of_the_learning_rate() -> None:
+    rate = eb.linear_schedule(0.2, 0.0, STEPS)
+    tx = eb.chain(eb.add_corrected_decay(0.1, rate, 0.2), eb.scale_by_learning_rate(rate))
+
+    def reference(step: int, grads: Params, params: Params) -> Params:
+        now = 0.2 * (1 - (step - 1) / STEPS)
+        return each(lambda g, p: -now * g - now**2 / 0.2 * 0.1 * p, grads, params)
+
+    follow(tx, reference)
+
+
+@pytest.mark.parametrize("units", ["first", "last"])
+def test_units_are_clipped_by_the_norms_of_their_weights(units: Any) -> None:
+    def clipped(g: Tensor, p: Tensor) -> Tensor:
+        dims = tuple(range(1, g.ndim)) if units == "first" else tuple(range(g.ndim - 1))
+        whole = g.ndim < 2
+        size = g.norm() if whole else g.norm(dim=dims, keepdim=True)
+        weight = p.norm() if whole else p.norm(dim=dims, keepdim=True)
+        most = 0.3 * weight.clamp(min=0.5)
+        return -RATE * g * torch.where(size > most, most / size, torch.ones_like(size))
+
+    tx = eb.clip_by_unit_norm(0.3, 0.5, units=units)
+    follow(descend(tx), lambda step, grads, params: each(clipped, grads, params), scales=lambda step: 0.2 + step % 3)
+
+
+def test_each_parameter_is_clipped_by_its_root_mean_square() -> None:
+    def clipped(g: Tensor) -> Tensor:
+        return -RATE * g / max(1.0, float(g.square().mean().sqrt()) / 0.8)
+
+    follow(descend(eb.clip_by_rms(0.8)), lambda step, grads, params: each(clipped, grads))
+
+
+def test_outliers_among_norms_are_clipped() -> None:
+    """ZClip with Python's numbers: a list of the first norms, and a running mean and variance from then on."""
+    first: list[float] = []
+    seen: dict[str, float] = {}
+    clipped: list[int] = []
+
+    def reference(step: int, grads: Params, params: Params) -> Params:
+        size = kept = float(norm(grads))
+        if step <= 25:
+            first.append(size)
+            seen["mean"] = sum(first) / len(first)
+            seen["variance"] = sum((x - seen["mean"]) ** 2 for x in first) / len(first)
+        else:
+            z = (size - seen["mean"]) / math.sqrt(seen["variance"])
+            if z > 2.5:
+                clipped.append(step)
+                kept = seen["mean"] + 2.5**2 / z * math.sqrt(seen["variance"])
+            seen["mean"] = 0.97 * seen["mean"] + 0.03 * kept
+            seen["variance"] = 0.97 * seen["variance"] + 0.03 * (kept - seen["mean"]) ** 2
+        return each(lambda g: -RATE * g * (kept / size), grads)
+
+    follow(descend(eb.clip_by_z_score()), reference, scales=lambda step: 5.0 if step % 40 == 3 else 1.0)
+    assert 43 in clipped
+    assert len(clipped) < 20
+
+
+def test_equal_norms_are_no_outliers() -> None:
+    tx = eb.chain(eb.clip_by_z_score(warmup=2))
+    g = torch.ones(4, dtype=torch.float64)
+    state = tx.init(g)
+    for _ in range(5):
+        updates, state = tx.update(g, state, g)
+        assert torch.equal(updates, g)
+
+
+def test_large_updates_are_skipped_and_leave_no_trace() -> None:
+    tx = eb.skip_large_updates(eb.sgd(0.1, momentum=0.9), 5.0)
+    params = torch.zeros(4, dtype=torch.float64)
+    fine = torch.ones(4, dtype=torch.float64)
+    state = tx.init(params)
+    _, state = tx.update(fine, state, params)
+    before = [leaf.clone() for leaf in eb.tree.leaves(state.inner)]
+    # 2.5 * 2 is the limit itself, which is not below it.
+    for bad in (100 * fine, 2.5 * fine, fine * math.nan, fine * math.inf):
+        updates, state = tx.update(bad, state, params)
+        assert torch.equal(updates, params)
+        assert all(map(torch.equal, eb.tree.leaves(state.inner), before))
+    updates, state = tx.update(fine, state, params)
+    torch.testing.assert_close(updates, -0.1 * 1.9 * fine, rtol=1e-15, atol=0)
+    assert (int(state.step), int(state.skipped)) == (2, 4)
+
+
+def test_what_is_not_a_number_becomes_zero() -> None:
+    g = torch.tensor([1.0, math.nan, math.inf, -math.inf])
+    cases: list[tuple[bool, list[float]]] = [(False, [1.0, 0.0, math.inf, -math.inf]), (True, [1.0, 0.0, 0.0, 0.0])]
+    for infinite, expected in cases:
+        tx = eb.zero_nans(infinite=infinite)
+        assert tx.update(g, tx.init(g), g)[0].tolist() == expected
+
+
+def test_rows_are_centred() -> None:
+    def centred(g: Tensor) -> Tensor:
+        return -RATE * (g - g.mean(tuple(range(1, g.ndim)), keepdim=True) if g.ndim > 1 else g)
+
+    follow(descend(eb.centralize()), lambda step, grads, params: each(centred, grads))
+
+
+def test_updates_have_the_norm_that_is_asked_for() -> None:
+    def reference(step: int, grads: Params, params: Params) -> Params:
+        size = float(norm(grads))
+        return each(lambda g: -RATE * 2.0 * g / (size + 0.1), grads)
+
+    follow(descend(eb.normalize_by_global_norm(2.0, 0.1)), reference)
+
+
+def test_noise_is_normal_and_its_variance_falls() -> None:
+    """Mean, variance, kurtosis and the share beyond two deviations, each within five of its standard errors."""
+    size = 200_000
+    tx = eb.chain(eb.add_noise(0.25, 0.5))
+    zeros = torch.zeros(size, dtype=torch.float64)
+    state = tx.init(zeros)
+    earlier = zeros
+    for step in (1, 2):
+        noise, state = tx.update(zeros, state, zeros)
+        deviation = math.sqrt(0.25 / step**0.5)
+        x = noise / deviation
+        assert abs(float(x.mean())) < 5 / math.sqrt(size)
+        assert abs(float(x.square().mean()) - 1) < 5 * math.sqrt(2 / size)
+        assert abs(float((x**4).mean()) - 3) < 5 * math.sqrt(96 / size)
+        beyond = math.erfc(2 / math.sqrt(2))
+        assert abs(float((x.abs() > 2).double().mean()) - beyond) < 5 * math.sqrt(beyond / size)
+        assert abs(float((x * earlier).mean())) < 5 / math.sqrt(size)
+        earlier = x
+
+
+def test_slow_gradients_are_amplified() -> None:
+    mean: Params = {}
+
+    def reference(step: int, grads: Params, params: Params) -> Params:
+        mean.update(each(lambda m, g: 0.98 * m + 0.02 * g, mean, grads) if mean else grads)
+        return each(lambda g, m: -RATE * (g + 2.0 * m), grads, mean)
+
+    follow(descend(eb.amplify_slow_gradients()), reference)
+
+
+def test_lookahead() -> None:
+    slow: Params = draws(0)
+    momentum: Params = each(torch.zeros_like, slow)
+
+    def reference(step: int, grads: Params, params: Params) -> Params:
+        momentum.update(each(lambda m, g: 0.9 * m + g, momentum, grads))
+        fast = each(lambda p, m: p - RATE * m, params, momentum)
+        if step % 5 == 0:
+            slow.update(each(lambda s, f: s + 0.3 * (f - s), slow, fast))
+            fast = dict(slow)
+        return each(lambda f, p: f - p, fast, params)
+
+    tx = eb.lookahead(eb.sgd(RATE, momentum=0.9), 5, 0.3)
+    follow(tx, reference)
+    optimizer = eb.with_policy(tx, "FP64")
+    params = draws(0)
+    state = optimizer.init(params)
+    for step in range(1, 8):
+        params, state = optimizer.step(params, draws(step), state)
+        evaluated = optimizer.eval_params(params, state)
+        same = all(torch.allclose(x, params[name], rtol=1e-14) for name, x in evaluated.items())
+        assert same == (step == 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: eb.cautious(eb.scale_by_adam(), "mean"),
+            r"^rescale: got 'mean'; accepted are 'count', 'share', 'none'",
+        ),  # type: ignore[arg-type]
+        (lambda: eb.add_cautious_decay(-1.0), r"^weight_decay: got -1\.0"),
+        (lambda: eb.add_corrected_decay(0.1, 0.1, 0.0), r"^max_learning_rate: got 0\.0"),
+        (lambda: eb.clip_by_unit_norm(0.1, units="middle"), r"^units: got 'middle'"),  # type: ignore[arg-type]
+        (lambda: eb.clip_by_unit_norm(-0.1), r"^limit: got -0\.1"),
+        (lambda: eb.clip_by_rms(-0.1), r"^limit: got -0\.1"),
+        (lambda: eb.clip_by_z_score(1.0), r"^decay: got 1\.0"),
+        (lambda: eb.clip_by_z_score(warmup=0), r"^warmup: got 0"),
+        (lambda: eb.skip_large_updates(eb.sgd(0.1), -1.0), r"^limit: got -1\.0"),
+        (lambda: eb.add_noise(-1.0), r"^eta: got -1\.0"),
+        (lambda: eb.add_noise(1.0, -1.0), r"^gamma: got -1\.0"),
+        (lambda: eb.normalize_by_global_norm(eps=-1.0), r"^eps: got -1\.0"),
+        (lambda: eb.amplify_slow_gradients(1.0), r"^decay: got 1\.0"),
+        (lambda: eb.amplify_slow_gradients(gain=-1.0), r"^gain: got -1\.0"),
+        (lambda: eb.lookahead(eb.sgd(0.1), 0), r"^period: got 0"),
+        (lambda: eb.lookahead(eb.sgd(0.1), share=1.5), r"^share: got 1\.5"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

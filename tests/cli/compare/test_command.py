@@ -72,7 +72,9 @@ def test_a_bad_option_is_one_line_and_code_2_before_anything_is_made(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("arguments", [["compare", "--steps", "many"], ["compare", "--model", "huge"], ["compare", "--stepss", "3"]])
+@pytest.mark.parametrize(
+    "arguments", [["compare", "--steps", "many"], ["compare", "--model", "huge"], ["compare", "--stepss", "3"]]
+)
 def test_what_cannot_be_parsed_is_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -52,7 +52,6 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "adamax": (lambda: eb.adamax(1e-2, b2=0.9), lambda: optax.adamax(1e-2, b2=0.9)),
     "adadelta": (lambda: eb.adadelta(0.5), lambda: optax.adadelta(0.5)),
-    "rprop": (lambda: eb.rprop(1e-2, max_step=0.1), lambda: optax.rprop(1e-2, max_step_size=0.1)),
     "clipped chain": (
         lambda: eb.chain(eb.clip_by_global_norm(1.0), eb.clip(0.3), eb.scale_by_adam(), eb.scale_by_learning_rate(0.1)),
         lambda: optax.chain(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.transforms.adam import AmsgradState
 from tests.core.test_transforms import FLOAT64_BOUND, STEPS, greatest_difference, run_ours, tensors
 
 
@@ -31,9 +32,9 @@ def run_formula(step: Any) -> list[Tensor]:
 def test_radam_with_the_papers_threshold_and_optaxs_eps(threshold: float, after: bool) -> None:
     b1, b2, eps = 0.9, 0.99, 1e-2
 
-    def step(t: int, p: Tensor, g: Tensor, own: dict[str, Any]) -> Tensor:
-        m = own["m"] = b1 * own.get("m", 0) + (1 - b1) * g
-        v = own["v"] = b2 * own.get("v", 0) + (1 - b2) * g**2
+    def step(t: int, p: Tensor, g: Tensor, own: dict[str, Tensor]) -> Tensor:
+        m = own["m"] = b1 * own.get("m", torch.zeros_like(g)) + (1 - b1) * g
+        v = own["v"] = b2 * own.get("v", torch.zeros_like(g)) + (1 - b2) * g**2
         longest = 2 / (1 - b2) - 1
         length = longest - 2 * t * b2**t / (1 - b2**t)
         mean = m / (1 - b1**t)
@@ -49,8 +50,8 @@ def test_radam_with_the_papers_threshold_and_optaxs_eps(threshold: float, after:
 
 
 def test_adagrad_with_eps_inside_the_root() -> None:
-    def step(t: int, p: Tensor, g: Tensor, own: dict[str, Any]) -> Tensor:
-        s = own["s"] = own.get("s", 0.1) + g**2
+    def step(t: int, p: Tensor, g: Tensor, own: dict[str, Tensor]) -> Tensor:
+        s = own["s"] = own.get("s", torch.full_like(g, 0.1)) + g**2
         return -0.01 * g / (s + 1e-2).sqrt()
 
     ours = eb.adagrad(0.01, initial_accumulator_value=0.1, eps=1e-2, eps_inside_root=True)
@@ -60,9 +61,9 @@ def test_adagrad_with_eps_inside_the_root() -> None:
 def test_nadam_with_constant_momentum() -> None:
     b1, b2, eps = 0.9, 0.99, 1e-8
 
-    def step(t: int, p: Tensor, g: Tensor, own: dict[str, Any]) -> Tensor:
-        m = own["m"] = b1 * own.get("m", 0) + (1 - b1) * g
-        v = own["v"] = b2 * own.get("v", 0) + (1 - b2) * g**2
+    def step(t: int, p: Tensor, g: Tensor, own: dict[str, Tensor]) -> Tensor:
+        m = own["m"] = b1 * own.get("m", torch.zeros_like(g)) + (1 - b1) * g
+        v = own["v"] = b2 * own.get("v", torch.zeros_like(g)) + (1 - b2) * g**2
         ahead = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
         return -0.01 * ahead / ((v / (1 - b2**t)).sqrt() + eps)
 
@@ -76,7 +77,7 @@ def test_amsgrad_keeps_the_greatest_square() -> None:
     state = tx.init(params)
     for step, gradient in enumerate((4.0, 0.0, 0.0), start=1):
         _, state = tx.update([params[0] + gradient], state, params, eb.Context(step=torch.tensor(step)))
-    assert isinstance(state, eb.transforms.adam.AmsgradState)
+    assert isinstance(state, AmsgradState)
     assert [float(state.variance[0]), float(state.max_variance[0])] == [2.0, 8.0]
 
 

@@ -41,6 +41,17 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: eb.rmsprop(1e-2, decay=0.9, centered=True, eps_inside_root=True),
         lambda: optax.rmsprop(1e-2, decay=0.9, centered=True),
     ),
+    "nadam, momentum constant": (lambda: eb.nadam(1e-2, momentum_decay=1e6), lambda: optax.nadam(1e-2)),
+    "radam": (
+        lambda: eb.radam(1e-2, b2=0.9, eps=1e-3, eps_after_correction=True),
+        lambda: optax.radam(1e-2, b2=0.9, eps=1e-3),
+    ),
+    "adagrad": (
+        lambda: eb.adagrad(1e-2, initial_accumulator_value=0.1, eps=1e-3, eps_inside_root=True),
+        lambda: optax.adagrad(1e-2, eps=1e-3),
+    ),
+    "adamax": (lambda: eb.adamax(1e-2, b2=0.9), lambda: optax.adamax(1e-2, b2=0.9)),
+    "adadelta": (lambda: eb.adadelta(0.5), lambda: optax.adadelta(0.5)),
     "clipped chain": (
         lambda: eb.chain(eb.clip_by_global_norm(1.0), eb.clip(0.3), eb.scale_by_adam(), eb.scale_by_learning_rate(0.1)),
         lambda: optax.chain(

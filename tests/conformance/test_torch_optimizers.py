@@ -110,7 +110,7 @@ def primed(kind: Any, arguments: dict[str, Any], steps: int = 3, **how: Any) -> 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("layout", ["flat", "tree"])
 def test_the_loss_goes_where_it_should_and_where_torchs_goes(
-    ours: Any, theirs: Any, arguments: dict[str, Any], strided: bool, layout: str
+    ours: Any, theirs: Any, arguments: dict[str, Any], strided: bool, layout: Any
 ) -> None:
     model, optimizer = Affine(strided=strided), None
     optimizer = ours(model.parameters(), layout=layout_of(ours, layout), **copies(arguments))

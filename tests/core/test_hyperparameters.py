@@ -47,6 +47,21 @@ def test_what_must_be_below_one(name: str, value: float) -> None:
         (lambda: eb.sgd(0.1, momentum=0.9, dampening=0.5, nesterov=True), r"^dampening: got 0\.5 with nesterov=True"),
         (lambda: eb.lion(1e-4, weight_decay=-1.0), r"^weight_decay: got -1\.0"),
         (lambda: eb.rmsprop(1e-2, decay=1.0), r"^decay: got 1\.0"),
+        (lambda: eb.nadam(momentum_decay=-1.0), r"^momentum_decay: got -1\.0"),
+        (lambda: eb.radam(threshold=3.0), r"^threshold: got 3\.0; accepted is a finite number in \[4, inf\)"),
+        (lambda: eb.adagrad(lr_decay=-1.0), r"^lr_decay: got -1\.0"),
+        (lambda: eb.adagrad(initial_accumulator_value=-1.0), r"^initial_accumulator_value: got -1\.0"),
+        (lambda: eb.adamax(b2=1.0), r"^b2: got 1\.0"),
+        (lambda: eb.adadelta(rho=1.5), r"^rho: got 1\.5"),
+        (
+            lambda: eb.torch_adafactor(beta2_decay=0.5),
+            r"^beta2_decay: got 0\.5; accepted is a finite number in \(-inf, 0\]",
+        ),
+        (lambda: eb.torch_adafactor(eps1=-1.0), r"^eps1: got -1\.0"),
+        (lambda: eb.torch_adafactor(d=0.5), r"^d: got 0\.5"),
+        (lambda: eb.rprop(shrink=1.5), r"^shrink: got 1\.5"),
+        (lambda: eb.rprop(grow=0.5), r"^grow: got 0\.5"),
+        (lambda: eb.asgd(lambd=-1.0), r"^lambd: got -1\.0"),
         (lambda: eb.adamw(1e-3, max_learning_rate=1.0), r"^max_learning_rate: got 1\.0 without fully_decoupled"),
         (
             lambda: eb.subtract_decayed_weights(0.1, 0.1, 0.0),
@@ -95,6 +110,23 @@ HYPERPARAMETERS: dict[str, tuple[Any, dict[str, float]]] = {
     "undampened": (eb.sgd, {"learning_rate": 0.01, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0}),
     "lion": (eb.lion, {"learning_rate": 0.01, "b1": 0.9, "b2": 0.99, "weight_decay": 0.1}),
     "rmsprop": (eb.rmsprop, {"learning_rate": 0.01, "decay": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
+    "nadam": (
+        eb.nadam,
+        {"learning_rate": 0.01, "b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "momentum_decay": 0.01},
+    ),
+    "radam": (
+        eb.radam,
+        {"learning_rate": 0.01, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "threshold": 4.0},
+    ),
+    "adagrad": (eb.adagrad, {"learning_rate": 0.01, "eps": 1e-8, "weight_decay": 0.1, "lr_decay": 0.1}),
+    "adamax": (eb.adamax, {"learning_rate": 0.01, "b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
+    "adadelta": (eb.adadelta, {"learning_rate": 0.5, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.1}),
+    "torch_adafactor": (
+        eb.torch_adafactor,
+        {"learning_rate": 0.1, "beta2_decay": -0.5, "eps1": 0.1, "eps2": 0.01, "d": 1.5, "weight_decay": 0.1},
+    ),
+    "rprop": (eb.rprop, {"learning_rate": 0.01, "shrink": 0.6, "grow": 1.3, "min_step": 0.001, "max_step": 0.1}),
+    "asgd": (eb.asgd, {"learning_rate": 0.01, "lambd": 0.1, "alpha": 0.5, "t0": 1.0, "weight_decay": 0.1}),
 }
 
 

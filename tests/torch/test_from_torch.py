@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, TorchOptimizer
-from everybit_torch.drop_ins import DropIn
+from everybit_torch.drop_in import DropIn
 from tests.support.closed_optim import CLOSED, lacks_gradient
 from tests.support.small_models import Awkward, same_bits, train
 
@@ -44,6 +44,7 @@ def test_it_steps_as_if_the_state_dict_had_been_loaded(
     expected: TorchOptimizer = ours(two_groups(other), lr=1e-2)  # type: ignore[call-arg]
     expected.load_torch_state_dict(old.state_dict())
     assert type(taken) is ours
+    assert ours.torch_names is not None
     keys = {"params", *ours.torch_names.options}
     for mine, group in zip(taken.param_groups, old.param_groups, strict=True):
         assert mine["params"] == group["params"]

@@ -56,7 +56,7 @@ def test_float64_follows_torch_for_200_steps(
         return lacks_gradient(ours, name) or (skipping and skip_sometimes(step, name))
 
     mine, reference = Awkward(torch.float64), Awkward(torch.float64)
-    optimizer = ours(mine.parameters(), layout=layout_of(ours, layout), **arguments)  # type: ignore[call-arg]
+    optimizer = ours(mine.parameters(), layout=layout_of(ours, layout), **arguments)
     got = train(mine, optimizer, 200, without=without)
     with wide_numbers():
         expected = train(reference, theirs(reference.parameters(), **arguments), 200, without=without)

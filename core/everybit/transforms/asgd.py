@@ -81,7 +81,8 @@ class AveragedDescent(Elementwise):
         alpha, start = at(self.alpha, step, name="alpha"), at(self.t0, step, name="t0")
         number = step.double()
         eta = materialize(torch.where(step == 1, torch.zeros_like(state.eta) + rate, state.eta))
-        following = rate / (1 + lambd * (number * rate)) ** alpha
+        # A power of two tensors: torch has roots of its own for powers by some numbers.
+        following = rate / (1 + lambd * (number * rate)) ** (torch.zeros_like(number) + alpha)
         share = materialize(1 / (number - 1 - start).clamp(min=1.0))
 
         def averaged(a: Tensor, p: Tensor, u: Tensor) -> Tensor:

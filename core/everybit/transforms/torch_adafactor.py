@@ -104,8 +104,10 @@ class ScaleByTorchAdafactor:
         )
         eps1 = None if self.eps1 is None else at(self.eps1, step, name="eps1")
         eps2, limit = at(self.eps2, step, name="eps2"), at(self.d, step, name="d")
-        share = materialize(step.double() ** at(self.beta2_decay, step, name="beta2_decay"))
-        longest = 1 / sqrt(step.double())
+        number = step.double()
+        # A power of two tensors: torch has roots of its own for powers by some numbers.
+        share = materialize(number ** (torch.zeros_like(number) + at(self.beta2_decay, step, name="beta2_decay")))
+        longest = 1 / sqrt(number)
         relative = torch.where(longest > rate, rate, longest)
 
         def moved(old: Tensor, new: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def test_the_learning_rate_decays_by_depth() -> None:
         eb.layerwise_decay(MODEL, -1.0)
 
 
-def stepped(policy: str) -> tuple[Any, Any, Any]:
+def stepped(policy: eb.PolicyName) -> tuple[Any, Any, Any]:
     opt = eb.with_policy(eb.chain(eb.trace(0.9), eb.adamw(0.1)), policy)
     params = {name: p.to(torch.bfloat16 if "BF16" in policy else torch.float32) for name, p in MODEL.items()}
     params, state = opt.step(params, params, opt.init(params))
@@ -114,7 +114,7 @@ def stepped(policy: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "KAHAN_BF16"])
-def test_what_is_got_is_what_is_stored_and_set_puts_it_back(policy: str) -> None:
+def test_what_is_got_is_what_is_stored_and_set_puts_it_back(policy: eb.PolicyName) -> None:
     opt, params, state = stepped(policy)
     slot = eb.tree.get(state, "variance")
     assert slot is eb.tree.get(state, "inner.states[1].states[0].variance")

@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
-from everybit.hyperparameters import hyperparameters, map_hyperparameters
+from everybit.hyperparameters import accepting, hyperparameters, map_hyperparameters
 from everybit.transform import (
     Cut,
     SlotDecay,
@@ -127,4 +127,6 @@ def inject_hyperparameters(transform: Transform[Any], *names: str) -> Injected:
         >>> params
         tensor([0.5000])
     """
+    # A compiled step asks for it, and it looks at annotations behind a cache, which a compiler need not trace.
+    torch.compiler.assume_constant_result(accepting)  # type: ignore[no-untyped-call]
     return Injected(transform, names)

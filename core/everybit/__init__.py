@@ -16,6 +16,7 @@ from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
+from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
@@ -40,6 +41,7 @@ from everybit.formats import (
     StateFormat,
     Stochastic,
 )
+from everybit.labels import by_name, label_table, layerwise_decay
 from everybit.metrics import Metrics, with_metrics
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
@@ -104,16 +106,16 @@ __all__ = [
     "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot",
     "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adadelta", "adagrad", "adam", "adamax",
     "adamw", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "amplify_slow_gradients", "apply_if_finite",
-    "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "bias_correction", "by_dtype", "by_label", "cautious",
-    "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "constant_schedule",
-    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "exponential_decay_schedule", "identity",
-    "inverse_sqrt_schedule", "join_schedules", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead",
-    "masked", "mean_weights", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "one_cycle_schedule", "partition",
-    "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights",
-    "power_cooldown_schedule", "radam", "require_step", "rmsprop", "rprop", "scale", "scale_by_adadelta", "scale_by_adagrad",
-    "scale_by_adam", "scale_by_adamax", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_radam", "scale_by_rms",
-    "scale_by_rprop", "scale_by_sign", "scale_by_torch_adafactor", "set_to_zero", "sgd", "sgdr_schedule", "skip_large_updates", "sqrt",
-    "state", "state_dict", "subtract_decayed_weights", "torch_adafactor", "trace", "tree", "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
-    "zero_nans",
+    "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "bias_correction", "by_dtype", "by_label", "by_name",
+    "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score",
+    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "exponential_decay_schedule",
+    "identity", "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "label_table", "layerwise_decay",
+    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "masked", "mean_weights", "nadam",
+    "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "one_cycle_schedule", "partition", "piecewise_constant_schedule",
+    "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "radam",
+    "require_step", "rmsprop", "rprop", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adamax",
+    "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_sign",
+    "scale_by_torch_adafactor", "set_to_zero", "sgd", "sgdr_schedule", "skip_large_updates", "sqrt", "state", "state_dict",
+    "subtract_decayed_weights", "torch_adafactor", "trace", "tree", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
+    "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "zero_nans",
 ]  # fmt: skip

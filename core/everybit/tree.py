@@ -206,6 +206,118 @@ def _map_slots(function: Callable[[str, Any], Any], node: Any) -> Any:
     return node
 
 
+def places(state: object) -> dict[str, Any]:
+    """Return all fields of a state, slots and others, by the places where they are: ``inner.states[0].momentum``.
+
+    What lies inside of a slot, or of an optimizer's ``extra``, is not listed: it has the structure of the parameters.
+    """
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, place: str) -> None:
+        marks = _SLOTS.get(type(node))
+        if marks is not None:
+            children = [(f".{name}", getattr(node, name), is_slot) for name, is_slot in marks.items()]
+        elif isinstance(node, dict):
+            children = [(f"[{key!r}]", child, False) for key, child in node.items()]
+        elif isinstance(node, (tuple, list)):
+            children = [(f"[{index}]", child, False) for index, child in enumerate(node)]
+        else:
+            return
+        for step, child, is_slot in children:
+            found[place + step] = child
+            if not is_slot and place + step != ".extra":
+                walk(child, place + step)
+
+    walk(state, "")
+    return {place.removeprefix("."): value for place, value in found.items()}
+
+
+def get(state: object, name: str, path: str | None = None) -> Any:
+    """Return a slot or another field of a state, as it is stored.
+
+    Args:
+        state: Of an optimizer or a transform.
+        name: The field's name, such as ``"momentum"``, or the end of its place, such as ``"states[0].momentum"``.
+        path: Of a slot, what one parameter has, by its path as :func:`paths` writes it. None: all of the field.
+
+    Returns:
+        A tensor, a tuple of stored parts or a tree of such, as the policy's format has it; ``optimizer.decode(params, state)`` has tensors
+        in the compute dtype.
+
+    Raises:
+        KeyError: No field or parameter, or several, by that name; the message lists those there are.
+
+    Examples:
+        >>> import torch, everybit as eb
+        >>> opt = eb.with_policy(eb.sgd(0.1, momentum=0.9), eb.policies.FP32)
+        >>> state = opt.init({"w": torch.ones(2)})
+        >>> eb.tree.get(state, "momentum", "['w']")
+        tensor([0., 0.])
+        >>> int(eb.tree.get(eb.tree.set(state, "inner.step", 3), "inner.step"))
+        3
+    """
+    place, value = _found(state, name)
+    return value if path is None else _part(value, place, path)
+
+
+def set(state: P, name: str, value: Any, path: str | None = None) -> P:
+    """Return a state with another value for a slot or another field; ``state`` is not changed.
+
+    Args:
+        state: Of an optimizer or a transform.
+        name: As for :func:`get`.
+        value: Of the structure, shapes and dtypes of what :func:`get` returns. For a 0-d tensor a number will do.
+        path: As for :func:`get`.
+
+    Raises:
+        KeyError: As for :func:`get`.
+        ValueError: Structures or shapes differ.
+        TypeError: Dtypes differ: nothing is cast, because that would lose bits.
+    """
+    place, old = _found(state, name)
+    if path is not None:
+        old, place = _part(old, place, path), place + path
+    if isinstance(old, Tensor) and not old.ndim and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = torch.full_like(old, value)
+    require_same_structure(value, old, name="value", reference_name=place)
+    new = leaves(ordered_as(old, value))
+    for own, other in zip(leaves(old), new, strict=True):
+        if own.dtype is not other.dtype:
+            raise TypeError(
+                f"value: got {other.dtype} for {place}; accepted is {own.dtype}, as it is stored. Nothing is cast."
+            )
+    left = iter(new)
+    inside = [_is_inside(one.removeprefix("."), place) for one in paths(state)]
+    return replace(state, [next(left) if here else leaf for here, leaf in zip(inside, leaves(state), strict=True)])
+
+
+def _found(state: object, name: str) -> tuple[str, Any]:
+    known = places(state)
+    ends = (f".{name}", f"[{name!r}]")
+    matches = [name] if name in known else [place for place in known if place.endswith(ends)]
+    if len(matches) == 1:
+        return matches[0], known[matches[0]]
+    reason = (
+        f"is the name of several fields: {', '.join(matches)}"
+        if matches
+        else f"is no field of the state: {', '.join(known)}"
+    )
+    raise KeyError(f"{name!r} {reason}. Accepted is the end of a place that only one field has.")
+
+
+def _part(value: Any, place: str, path: str) -> Any:
+    accessors, _, _ = optree.tree_flatten_with_accessor(value, namespace=NAMESPACE)
+    for accessor in accessors:
+        for length in range(len(accessor) + 1):
+            if accessor[:length].codify("") == path:
+                return accessor[:length](value)
+    raise KeyError(f"{path!r} is no path in {place}: {', '.join(paths(value))}.")
+
+
+def _is_inside(leaf: str, place: str) -> bool:
+    return leaf.startswith(place) and leaf[len(place) : len(place) + 1] in ("", ".", "[")
+
+
 def registered_slots() -> frozenset[str]:
     """The names of the slots of every class that was registered with :func:`state`."""
     return frozenset(name for marks in _SLOTS.values() for name, is_slot in marks.items() if is_slot)

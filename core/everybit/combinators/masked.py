@@ -87,8 +87,18 @@ class Masked:
         return _merge(params, eval_params(self.transform, _select(params, chosen), state.inner))
 
     def init(self, params: P) -> MaskedState:
-        """The inner state of the selected leaves."""
-        return MaskedState(self.transform.init(_select(params, _mask(self.mask, params))))
+        """The inner state of the selected leaves.
+
+        Raises:
+            ValueError: The mask is a function, and selects no leaf, although there are some.
+        """
+        chosen = _mask(self.mask, params)
+        if chosen and not any(chosen) and callable(self.mask):
+            raise ValueError(
+                f"masked: the mask selects none of the {len(chosen)} parameters, {', '.join(tree.paths(params)[:5])}"
+                f"{' and others' if len(chosen) > 5 else ''}. Drop the transform, or mend the mask."
+            )
+        return MaskedState(self.transform.init(_select(params, chosen)))
 
     def update(self, updates: P, state: MaskedState, params: P, ctx: Context = ALONE) -> tuple[P, MaskedState]:
         """The inner update where selected, else what came in."""
@@ -204,6 +214,7 @@ def masked(
 
     Raises:
         TypeError: Neither or both of ``mask`` and ``where``, or a transform that is none.
+        ValueError: From ``init``: a function that selects no parameter. (A tree of bools may be False everywhere.)
 
     Examples:
         >>> import everybit as eb

@@ -12,6 +12,7 @@ from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.finite import apply_if_finite
+from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
@@ -109,6 +110,7 @@ _BUILDS: dict[str, Build] = {
     "noisy": lambda lr: chain(add_noise(), add_noise(0.5, 0.1), sgd(lr)),
     "slow gradients": lambda lr: chain(amplify_slow_gradients(), sgd(lr)),
     "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2, share=0.3)),
+    "injected": lambda lr: inject_hyperparameters(adamw(lr), "b1", "weight_decay"),
     "large updates skipped": lambda lr: skip_large_updates(adamw(lr), 20.0),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }

@@ -1,0 +1,191 @@
+"""Labels by name and depth, masks that select nothing, questions to a state, and hyperparameters in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.labels import plain_name
+
+MODEL: dict[str, Tensor] = {
+    "embed.weight": torch.ones(5, 4),
+    "layers.0.attention.weight": torch.ones(4, 4),
+    "layers.0.norm.weight": torch.ones(4),
+    "layers.1.attention.weight": torch.ones(4, 4),
+    "layers.1.norm.weight": torch.ones(4),
+    "norm.weight": torch.ones(4),
+    "head.weight": torch.ones(5, 4),
+}
+
+
+def nested() -> Any:
+    return {"layers": [{"weight": torch.ones(2, 2)}, {"weight": torch.ones(2, 2)}], "head": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("['layers.0.weight']", "layers.0.weight"),
+        ("['layers'][0].weight", "layers.0.weight"),
+        ('["it\'s"]', "it's"),
+        ("", ""),
+        (".weight", "weight"),
+        ("[3]", "3"),
+    ],
+)
+def test_names_have_dots(path: str, name: str) -> None:
+    assert plain_name(path) == name
+
+
+def test_the_first_pattern_that_is_found_decides() -> None:
+    labels = eb.by_name({r"^head|embed": "ends", "norm": "norms"}, default="matrices")
+    given = dict(zip(MODEL, eb.tree.label(labels, MODEL), strict=True))
+    assert given["embed.weight"] == given["head.weight"] == "ends"
+    assert given["layers.0.norm.weight"] == given["norm.weight"] == "norms"
+    assert given["layers.1.attention.weight"] == "matrices"
+    tx = eb.partition({"ends": eb.scale(1.0), "norms": eb.scale(2.0), "matrices": eb.scale(3.0)}, labels)
+    updates, _ = tx.update(MODEL, tx.init(MODEL), MODEL)
+    assert {name: float(u.mean()) for name, u in updates.items()} == {
+        name: {"ends": 1.0, "norms": 2.0, "matrices": 3.0}[label] for name, label in given.items()
+    }
+
+
+def test_the_table_says_what_went_where() -> None:
+    labels = eb.by_name({"norm": "norms"}, default="rest")
+    assert eb.label_table(labels, {name: MODEL[name] for name in ("norm.weight", "head.weight")}) == (
+        "norms: 1 parameter, 4 elements\n  norm.weight (4,)\nrest: 1 parameter, 20 elements\n  head.weight (5, 4)"
+    )
+    table = eb.label_table(eb.not_norm_or_bias, MODEL)
+    assert table.startswith("True: 4 parameters, 72 elements\n  embed.weight (5, 4)\n")
+    assert "False: 3 parameters, 12 elements\n  layers.0.norm.weight (4,)" in table
+
+
+def test_labels_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^patterns: got '\('; accepted are regular expressions"):
+        eb.by_name({"(": "x"})
+    with pytest.raises(ValueError, match=r"^by_name: 'embed\.weight' matches none of 'norm'; accepted"):
+        eb.tree.label(eb.by_name({"norm": "norms"}), MODEL)
+    with pytest.raises(ValueError, match=r"^by_name: no parameter is labelled by 'bias'; .* embed\.weight, "):
+        eb.label_table(eb.by_name({"bias": "biases"}, default="rest"), MODEL)
+    with pytest.raises(
+        ValueError, match=r"no parameter is labelled by 'attention'; a pattern before it may have taken"
+    ):
+        eb.label_table(eb.by_name({"weight": "all", "attention": "some"}), MODEL)
+
+
+def test_a_mask_that_selects_nothing_is_refused() -> None:
+    tx = eb.chain(eb.masked(eb.add_decayed_weights(0.1), where=lambda path, _p: "wieght" in path), eb.scale(-1.0))
+    with pytest.raises(
+        ValueError,
+        match=r"^masked: the mask selects none of the 7 parameters, \['embed\.weight'\], .* and others\. Drop",
+    ):
+        eb.with_policy(tx, "FP32").init(MODEL)
+    assert tx.init({}).states  # where there are no parameters there is no mistake
+
+
+def test_the_learning_rate_decays_by_depth() -> None:
+    tx = eb.layerwise_decay(MODEL, 0.5)
+    updates, _ = tx.update(MODEL, tx.init(MODEL), MODEL)
+    assert [float(u.mean()) for u in updates.values()] == [0.125, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0]
+    assert eb.label_table(tx.labels, MODEL).splitlines()[:4] == [
+        "depth 0: 1 parameter, 20 elements",
+        "  embed.weight (5, 4)",
+        "depth 1: 2 parameters, 20 elements",
+        "  layers.0.attention.weight (4, 4)",
+    ]
+    deep = eb.layerwise_decay(nested(), 0.5)
+    updates, _ = deep.update(nested(), deep.init(nested()), nested())
+    assert [float(u.mean()) for u in eb.tree.leaves(updates)] == [0.25, 0.5, 1.0]
+    with pytest.raises(ValueError, match=r"^layer: got 'stage"):
+        eb.layerwise_decay(MODEL, 0.5, r"stage(\d+)")
+    with pytest.raises(ValueError, match=r"^decay: got -1\.0"):
+        eb.layerwise_decay(MODEL, -1.0)
+
+
+def stepped(policy: eb.PolicyName) -> tuple[Any, Any, Any]:
+    opt = eb.with_policy(eb.chain(eb.trace(0.9), eb.adamw(0.1)), policy)
+    params = {name: p.to(torch.bfloat16 if "BF16" in policy else torch.float32) for name, p in MODEL.items()}
+    params, state = opt.step(params, params, opt.init(params))
+    return opt, params, state
+
+
+@pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "KAHAN_BF16"])
+def test_what_is_got_is_what_is_stored_and_set_puts_it_back(policy: eb.PolicyName) -> None:
+    opt, params, state = stepped(policy)
+    slot = eb.tree.get(state, "variance")
+    assert slot is eb.tree.get(state, "inner.states[1].states[0].variance")
+    for path in eb.tree.paths(params):
+        one = eb.tree.get(state, "variance", path)
+        zero = eb.tree.zeros_like(one)
+        changed = eb.tree.set(state, "variance", zero, path)
+        for other in eb.tree.paths(params):
+            expected = zero if other == path else eb.tree.get(state, "variance", other)
+            assert all(
+                map(torch.equal, eb.tree.leaves(eb.tree.get(changed, "variance", other)), eb.tree.leaves(expected))
+            )
+        again = eb.tree.set(changed, "variance", one, path)
+        assert all(map(torch.equal, eb.tree.leaves(again), eb.tree.leaves(state)))
+    opt.step(params, params, eb.tree.set(state, "variance", eb.tree.zeros_like(slot)))
+
+
+def test_set_takes_a_dict_in_any_order_and_a_number() -> None:
+    _, _, state = stepped("FP32")
+    slot = eb.tree.get(state, "variance")
+    backwards = dict(reversed(slot.items()))
+    again = eb.tree.set(state, "variance", backwards)
+    assert all(map(torch.equal, eb.tree.leaves(again), eb.tree.leaves(state)))
+    assert int(eb.tree.set(state, "inner.states[1].step", 7).inner.states[1].step) == 7
+
+
+def test_what_is_not_there_or_does_not_fit_is_refused() -> None:
+    _, _, state = stepped("FP32")
+    with pytest.raises(
+        KeyError, match=r"'momentum' is the name of several fields: inner\.states\[0\]\.momentum, inner\.states\[1\]"
+    ):
+        eb.tree.get(state, "momentum")
+    with pytest.raises(KeyError, match=r"'velocity' is no field of the state: step, extra, inner, inner\.step"):
+        eb.tree.get(state, "velocity")
+    with pytest.raises(KeyError, match=r"'w' is no path in .*variance: \['embed\.weight'\]"):
+        eb.tree.get(state, "variance", "w")
+    with pytest.raises(ValueError, match=r"^value: structure differs from inner\.states\[1\]\.states\[0\]\.variance"):
+        eb.tree.set(state, "variance", {})
+    with pytest.raises(ValueError, match=r"^value: shape \(3,\), but .*\['norm\.weight'\] has \(4,\)"):
+        eb.tree.set(state, "variance", torch.zeros(3), "['norm.weight']")
+    with pytest.raises(TypeError, match=r"^value: got torch\.float64 for .* accepted is torch\.float32"):
+        eb.tree.set(state, "variance", torch.zeros(4, dtype=torch.float64), "['norm.weight']")
+
+
+def test_hyperparameters_in_the_state_are_those_of_the_optimizer() -> None:
+    """Changing the state's learning rate is making the optimizer anew with another."""
+    plain = [eb.with_policy(eb.adamw(rate), "LEAN_BF16") for rate in (0.1, 0.01)]
+    injected = eb.with_policy(eb.inject_hyperparameters(eb.adamw(0.1), "learning_rate", "weight_decay"), "LEAN_BF16")
+    params = {name: p.to(torch.bfloat16) for name, p in MODEL.items()}
+    ours, theirs = (params, injected.init(params)), (params, plain[0].init(params))
+    for step, rate in enumerate((0.1, 0.1, 0.01, 0.01)):
+        grads = eb.tree.map(lambda p, step=step: torch.full_like(p, 0.5 - step), params)
+        ours = injected.step(ours[0], grads, eb.tree.set(ours[1], "learning_rate", rate))
+        theirs = plain[rate == 0.01].step(theirs[0], grads, theirs[1])
+        assert all(map(torch.equal, ours[0].values(), theirs[0].values()))
+    assert float(eb.tree.get(ours[1], "learning_rate")) == 0.01
+    saved = eb.load_state_dict(injected.init(params), eb.state_dict(ours[1]))
+    assert float(eb.tree.get(saved, "learning_rate")) == 0.01
+
+
+def test_only_numbers_that_are_there_can_be_injected() -> None:
+    with pytest.raises(ValueError, match=r"^names: got 'lr'; accepted are .* learning_rate"):
+        eb.inject_hyperparameters(eb.sgd(0.1), "lr")
+    with pytest.raises(ValueError, match=r"^names: got none"):
+        eb.inject_hyperparameters(eb.sgd(0.1))
+    with pytest.raises(ValueError, match=r"^names: got 'learning_rate'"):
+        eb.inject_hyperparameters(eb.sgd(eb.linear_schedule(0.1, 0.0, 3)), "learning_rate")
+
+
+def test_a_decay_rate_in_the_state_asks_for_a_format_that_follows_every_rate() -> None:
+    policy = eb.Policy(momentum=eb.Nearest("bfloat16"))
+    eb.with_policy(eb.lion(0.1, b2=0.5), policy)
+    with pytest.raises(ValueError, match="momentum"):
+        eb.with_policy(eb.inject_hyperparameters(eb.lion(0.1, b2=0.5), "b2"), policy)

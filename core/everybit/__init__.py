@@ -30,6 +30,22 @@ from everybit.formats import (
     Stochastic,
 )
 from everybit.metrics import Metrics, with_metrics
+from everybit.more_aliases import (
+    adabelief,
+    adan,
+    ademamix,
+    adopt,
+    lamb,
+    laprop,
+    lars,
+    mars,
+    schedule_free_adamw,
+    schedule_free_sgd,
+    signum,
+    stable_adamw,
+    tiger,
+    yogi,
+)
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.per_tensor import Members
@@ -47,9 +63,17 @@ from everybit.schedules import (
 )
 from everybit.transform import Cut, Elementwise, SlotDecay, Transform
 from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.adan import proximal_decay, scale_by_adan
+from everybit.transforms.ademamix import scale_by_ademamix
+from everybit.transforms.adopt import begin_after, scale_by_adopt
 from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
+from everybit.transforms.belief import scale_by_belief
 from everybit.transforms.lion import scale_by_lion
+from everybit.transforms.prodigy import prodigy
 from everybit.transforms.rms import scale_by_rms
+from everybit.transforms.running_mean import running_mean, scale_by_running_square
+from everybit.transforms.schedule_free import schedule_free
+from everybit.transforms.stable_adam import scale_by_stable_adam
 from everybit.transforms.stateless import (
     clip,
     clip_by_global_norm,
@@ -60,7 +84,10 @@ from everybit.transforms.stateless import (
     set_to_zero,
 )
 from everybit.transforms.trace import trace
+from everybit.transforms.trust_ratio import scale_by_lars, scale_by_trust_ratio
+from everybit.transforms.variance_reduction import reduce_variance
 from everybit.transforms.weight_decay import add_decayed_weights, not_norm_or_bias, subtract_decayed_weights
+from everybit.transforms.yogi import scale_by_yogi
 from everybit.tree import Slot, state
 from everybit.update import apply_updates
 
@@ -68,12 +95,15 @@ __version__ = "0.3.0.dev0"
 
 __all__ = [
     "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
-    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot",
-    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adam", "adamw", "add_decayed_weights",
-    "apply_if_finite", "apply_updates", "at", "average_weights", "bias_correction", "by_dtype", "by_label", "chain", "clip",
-    "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule", "identity", "join_schedules", "linear_schedule", "lion",
-    "load_state_dict", "masked", "mean_weights", "named_chain", "not_norm_or_bias", "partition", "policies", "power_average_weights",
-    "require_step", "rmsprop", "scale", "scale_by_adam", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_sign",
-    "set_to_zero", "sgd", "sqrt", "state", "state_dict", "subtract_decayed_weights", "trace", "tree", "warmup_cosine_decay_schedule",
-    "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay",
+    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adam", "adamw", "adan",
+    "add_decayed_weights", "ademamix", "adopt", "apply_if_finite", "apply_updates", "at", "average_weights", "begin_after",
+    "bias_correction", "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule",
+    "identity", "join_schedules", "lamb", "laprop", "lars", "linear_schedule", "lion", "load_state_dict", "mars", "masked", "mean_weights",
+    "named_chain", "not_norm_or_bias", "partition", "policies", "power_average_weights", "prodigy", "proximal_decay", "reduce_variance",
+    "require_step", "rmsprop", "running_mean", "scale", "scale_by_adam", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt",
+    "scale_by_belief", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_running_square",
+    "scale_by_sign", "scale_by_stable_adam", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw",
+    "schedule_free_sgd", "set_to_zero", "sgd", "signum", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decayed_weights", "tiger",
+    "trace", "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi",
 ]  # fmt: skip

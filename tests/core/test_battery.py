@@ -44,8 +44,27 @@ TWINS = ("adam", "sgd dampening", "rmsprop eps inside", "adamw fully decoupled")
 """Entries that are another one with an argument more; the other one is checked by default."""
 
 
+ESSENTIAL = (
+    "pure",
+    "state is a fixed point",
+    "flat equals tree",
+    "cut",
+    "shards equal whole",
+    "resume equals continue",
+    "hyperparameters are data",
+)
+"""The checks that run by default on entries of the optimizers below; the others are exhaustive."""
+LATER = (
+    "ademamix", "adopt", "schedule-free sgd", "schedule-free adamw", "prodigy", "lamb", "lars", "adan", "adabelief", "yogi", "laprop",
+    "signum", "stable adamw", "mars",
+)  # fmt: skip
+LATER_TWINS = ("adopt unclipped", "prodigy limited", "lambc", "lars joint", "adan as optax", "tiger", "mars lion")
+
+
 def is_exhaustive(name: str, check: str) -> bool:
-    return name in TWINS or (check in COMPILED and name not in SAMPLED)
+    if name in TWINS + LATER_TWINS or (name in LATER and check not in ESSENTIAL):
+        return True
+    return check in COMPILED and name not in SAMPLED
 
 
 @pytest.mark.parametrize(

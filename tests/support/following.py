@@ -33,8 +33,8 @@ def start(dtype: torch.dtype = torch.float64) -> Tensors:
 
 
 def gradients(dtype: torch.dtype = torch.float64) -> list[Tensors]:
-    """The gradients of all steps, which do not depend on the weights."""
-    return [_draw(step, dtype) for step in range(1, STEPS + 1)]
+    """The gradients of all steps, which do not depend on the weights: noise around 1/2, so that weights go somewhere."""
+    return [{name: value + 0.5 for name, value in _draw(step, dtype).items()} for step in range(1, STEPS + 1)]
 
 
 def ours(transform: eb.Transform[Any], dtype: torch.dtype = torch.float64) -> list[Tensors]:

@@ -85,7 +85,7 @@ _BUILDS: dict[str, Build] = {
     "averaged by a power": lambda lr: chain(sgd(lr), power_average_weights()),
     "ademamix": lambda lr: ademamix(lr, b3=0.99, alpha_warmup=3, b3_warmup=4, eps_root=1e-12),
     "adopt": lambda lr: adopt(lr, nesterov=True, weight_decay=0.1),
-    "adopt unclipped": lambda lr: adopt(lr, clip_power=None, weight_decay=0.1, decay_at_first=True),
+    "adopt unclipped": lambda lr: adopt(lr, eps=0.1, clip_power=None, weight_decay=0.1, decay_at_first=True),
     "schedule-free sgd": lambda lr: schedule_free_sgd(lr, r=1.0, weight_decay=0.1),
     "schedule-free adamw": lambda lr: schedule_free_adamw(lr, warmup_steps=2, weight_decay=0.1),
     "prodigy": lambda lr: prodigy(lr, d0=1e-2, weight_decay=0.1),

@@ -96,8 +96,8 @@ OF_OPTAX: dict[str, tuple[Callable[[], eb.Transform[Any]], Callable[[], Any]]] =
     "adabelief": (lambda: eb.adabelief(schedule), lambda: optax.adabelief(optax_rate)),
     "yogi": (lambda: eb.yogi(schedule, initial_mean=1e-6), lambda: optax.yogi(optax_rate)),
     "prodigy": (
-        lambda: eb.prodigy(schedule, d0=0.1, weight_decay=0.1, bias_correction=True),
-        lambda: optax.contrib.prodigy(optax_rate, estim_lr0=0.1, weight_decay=0.1),
+        lambda: eb.prodigy(lambda done: 50 * schedule(done), d0=1e-3, weight_decay=0.1, bias_correction=True),
+        lambda: optax.contrib.prodigy(lambda count: 50 * optax_rate(count), estim_lr0=1e-3, weight_decay=0.1),
     ),
 }
 
@@ -252,8 +252,16 @@ def test_schedulefree_is_followed_in_both_of_its_modes(adam: bool, warmup: int, 
 def test_prodigyopt_is_followed(options: dict[str, Any], same: dict[str, Any], noted: Noted) -> None:
     """Everything is in proportion to the estimate, a quotient of sums: ten times the roundings of one step."""
     prodigyopt = pytest.importorskip("prodigyopt")
-    oracle = theirs(lambda params: prodigyopt.Prodigy(params, lr=PEAK, d0=0.1, weight_decay=0.1, **same))
-    apart = deviation(ours(eb.prodigy(schedule, d0=0.1, weight_decay=0.1, **options)), oracle)
+    made: list[Any] = []
+
+    def make(params: list[Tensor]) -> Any:
+        made.append(prodigyopt.Prodigy(params, d0=1e-3, weight_decay=0.1, **same))
+        return made[0]
+
+    oracle = theirs(make, factor=50)
+    tx = eb.prodigy(lambda done: 50 * schedule(done), d0=1e-3, weight_decay=0.1, **options)
+    apart = deviation(ours(tx), oracle)
+    assert made[0].param_groups[0]["d"] > 1.5e-3, "the estimate has grown"
     noted("prodigyopt", "prodigy", apart)
     assert apart <= FLOAT64 * 10
 

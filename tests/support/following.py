@@ -56,15 +56,19 @@ def ours_with_averages(
 
 
 def theirs(
-    make: Callable[[list[Tensor]], Any], dtype: torch.dtype = torch.float64, *, varying: bool = True
+    make: Callable[[list[Tensor]], Any],
+    dtype: torch.dtype = torch.float64,
+    *,
+    varying: bool = True,
+    factor: float = 1.0,
 ) -> list[Tensors]:
-    """The weights after each step of an optimizer with torch's interface."""
+    """The weights after each step of an optimizer with torch's interface, at ``factor`` times the learning rate."""
     params = {name: torch.nn.Parameter(value) for name, value in start(dtype).items()}
     optimizer = make(list(params.values()))
     found = []
     for done, gradient in enumerate(gradients(dtype)):
         for group in optimizer.param_groups:
-            group["lr"] = rate(done) if varying else PEAK
+            group["lr"] = factor * (rate(done) if varying else PEAK)
         for name, parameter in params.items():
             parameter.grad = gradient[name].clone()
         optimizer.step()

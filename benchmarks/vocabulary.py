@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, tuple[str, eb.Transform[object]]] = {
     "tiger": ("[bojone/tiger](https://github.com/bojone/tiger)", eb.tiger()),
     "stable_adamw": ("[2304.13013](https://arxiv.org/abs/2304.13013)", eb.stable_adamw()),
     "mars": ("[2411.10438](https://arxiv.org/abs/2411.10438)", eb.mars()),
+    "novograd": ("[1905.11286](https://arxiv.org/abs/1905.11286)", eb.novograd()),
 }
 
 

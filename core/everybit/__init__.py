@@ -39,6 +39,7 @@ from everybit.more_aliases import (
     laprop,
     lars,
     mars,
+    novograd,
     schedule_free_adamw,
     schedule_free_sgd,
     signum,
@@ -69,6 +70,7 @@ from everybit.transforms.adopt import begin_after, scale_by_adopt
 from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
 from everybit.transforms.belief import scale_by_belief
 from everybit.transforms.lion import scale_by_lion
+from everybit.transforms.novograd import scale_by_novograd
 from everybit.transforms.prodigy import prodigy
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.running_mean import running_mean, scale_by_running_square
@@ -100,10 +102,11 @@ __all__ = [
     "add_decayed_weights", "ademamix", "adopt", "apply_if_finite", "apply_updates", "at", "average_weights", "begin_after",
     "bias_correction", "by_dtype", "by_label", "chain", "clip", "clip_by_global_norm", "constant_schedule", "cosine_decay_schedule",
     "identity", "join_schedules", "lamb", "laprop", "lars", "linear_schedule", "lion", "load_state_dict", "mars", "masked", "mean_weights",
-    "named_chain", "not_norm_or_bias", "partition", "policies", "power_average_weights", "prodigy", "proximal_decay", "reduce_variance",
-    "require_step", "rmsprop", "running_mean", "scale", "scale_by_adam", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt",
-    "scale_by_belief", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_rms", "scale_by_running_square",
-    "scale_by_sign", "scale_by_stable_adam", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw",
-    "schedule_free_sgd", "set_to_zero", "sgd", "signum", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decayed_weights", "tiger",
-    "trace", "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi",
+    "named_chain", "not_norm_or_bias", "novograd", "partition", "policies", "power_average_weights", "prodigy", "proximal_decay",
+    "reduce_variance", "require_step", "rmsprop", "running_mean", "scale", "scale_by_adam", "scale_by_adan", "scale_by_ademamix",
+    "scale_by_adopt", "scale_by_belief", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_novograd", "scale_by_rms",
+    "scale_by_running_square", "scale_by_sign", "scale_by_stable_adam", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free",
+    "schedule_free_adamw", "schedule_free_sgd", "set_to_zero", "sgd", "signum", "sqrt", "stable_adamw", "state", "state_dict",
+    "subtract_decayed_weights", "tiger", "trace", "tree", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule", "with_metrics",
+    "with_policy", "yogi",
 ]  # fmt: skip

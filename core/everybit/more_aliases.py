@@ -9,6 +9,7 @@ from everybit.transforms.adan import proximal_decay, scale_by_adan
 from everybit.transforms.ademamix import scale_by_ademamix
 from everybit.transforms.adopt import begin_after, scale_by_adopt
 from everybit.transforms.belief import scale_by_belief
+from everybit.transforms.novograd import scale_by_novograd
 from everybit.transforms.running_mean import running_mean, scale_by_running_square
 from everybit.transforms.schedule_free import schedule_free
 from everybit.transforms.stable_adam import scale_by_stable_adam
@@ -452,3 +453,26 @@ def mars(
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
+
+
+def novograd(
+    learning_rate: Hyperparameter = 1e-2,
+    *,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.25,
+    eps: Hyperparameter = 1e-8,
+    weight_decay: Hyperparameter = 0.0,
+) -> Chain:
+    """NovoGrad (Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286), as optax's: one number of each tensor for the second moment.
+
+    Args:
+        learning_rate: At least zero.
+        b1: Decay rate of the sum of normalised gradients, in [0, 1).
+        b2: Decay rate of the norms' square, in [0, 1).
+        eps: Added outside the root.
+        weight_decay: Decay, which goes through the momentum.
+
+    Raises:
+        ValueError: A hyperparameter out of range.
+    """
+    return chain(scale_by_novograd(b1, b2, eps, weight_decay), scale_by_learning_rate(learning_rate))

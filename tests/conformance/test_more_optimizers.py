@@ -95,6 +95,10 @@ OF_OPTAX: dict[str, tuple[Callable[[], eb.Transform[Any]], Callable[[], Any]]] =
     ),
     "adabelief": (lambda: eb.adabelief(schedule), lambda: optax.adabelief(optax_rate)),
     "yogi": (lambda: eb.yogi(schedule, initial_mean=1e-6), lambda: optax.yogi(optax_rate)),
+    "novograd": (
+        lambda: eb.novograd(schedule, **DECAY),
+        lambda: optax.novograd(optax_rate, eps=1e-8, **DECAY),
+    ),
     "prodigy": (
         lambda: eb.prodigy(lambda done: 50 * schedule(done), d0=1e-3, weight_decay=0.1, bias_correction=True),
         lambda: optax.contrib.prodigy(lambda count: 50 * optax_rate(count), estim_lr0=1e-3, weight_decay=0.1),

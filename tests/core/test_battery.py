@@ -56,7 +56,7 @@ ESSENTIAL = (
 """The checks that run by default on entries of the optimizers below; the others are exhaustive."""
 LATER = (
     "ademamix", "adopt", "schedule-free sgd", "schedule-free adamw", "prodigy", "lamb", "lars", "adan", "adabelief", "yogi", "laprop",
-    "signum", "stable adamw", "mars",
+    "signum", "stable adamw", "mars", "novograd",
 )  # fmt: skip
 LATER_TWINS = ("adopt unclipped", "prodigy limited", "lambc", "lars joint", "adan as optax", "tiger", "mars lion")
 

@@ -175,6 +175,15 @@ def mars(most: float, sign: bool, before: float) -> Follow:
     return follow
 
 
+def novograd(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
+    square, total = grads[0].norm() ** 2, torch.zeros_like(p)
+    for done, g in enumerate(grads):
+        square = 0.25 * square + 0.75 * g.norm() ** 2
+        total = 0.9 * total + g / (square.sqrt() + 1e-8) + 0.1 * p
+        p = p - lr(done) * total
+        yield p
+
+
 DECAY: dict[str, Any] = {"weight_decay": 0.1}
 FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
     "ademamix": (eb.ademamix(schedule, alpha_warmup=150, b3_warmup=150, **DECAY), ademamix),
@@ -201,6 +210,7 @@ FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
     "stable adamw": (eb.stable_adamw(schedule, b2=0.5, **DECAY), stable_adamw),
     "mars": (eb.mars(schedule, **DECAY), mars(1.0, sign=False, before=1.0)),
     "mars, as the authors": (eb.mars(schedule, zero_before=True, **DECAY), mars(1.0, sign=False, before=0.0)),
+    "novograd": (eb.novograd(schedule, **DECAY), novograd),
     "mars lion": (eb.mars(schedule, sign=True, max_norm=None, **DECAY), mars(math.inf, sign=True, before=1.0)),
 }
 

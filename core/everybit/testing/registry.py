@@ -21,6 +21,7 @@ from everybit.more_aliases import (
     laprop,
     lars,
     mars,
+    novograd,
     schedule_free_adamw,
     schedule_free_sgd,
     signum,
@@ -104,6 +105,7 @@ _BUILDS: dict[str, Build] = {
     "stable adamw": stable_adamw,
     "mars": lambda lr: mars(lr, weight_decay=0.1),
     "mars lion": lambda lr: mars(lr, gamma=0.1, max_norm=None, zero_before=True, sign=True),
+    "novograd": lambda lr: novograd(lr, weight_decay=0.1),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -17,7 +18,7 @@ import torch
 import everybit as eb
 from everybit import tree
 
-OPTIMIZERS: dict[str, tuple[str, eb.Transform[object]]] = {
+OPTIMIZERS: dict[str, tuple[str, eb.Transform[Any]]] = {
     "ademamix": ("[2409.03137](https://arxiv.org/abs/2409.03137)", eb.ademamix()),
     "adopt": ("[2411.02853](https://arxiv.org/abs/2411.02853)", eb.adopt()),
     "schedule_free_sgd": ("[2405.15682](https://arxiv.org/abs/2405.15682)", eb.schedule_free_sgd()),
@@ -37,7 +38,7 @@ OPTIMIZERS: dict[str, tuple[str, eb.Transform[object]]] = {
 }
 
 
-def slots(transform: eb.Transform[object]) -> str:
+def slots(transform: eb.Transform[Any]) -> str:
     """The names of a transform's slots, in order."""
     found: list[str] = []
 

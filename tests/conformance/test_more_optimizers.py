@@ -125,8 +125,7 @@ class Packages:
 
     @staticmethod
     def bitsandbytes(params: list[Tensor]) -> Any:
-        import bitsandbytes
-
+        bitsandbytes: Any = pytest.importorskip("bitsandbytes")
         return bitsandbytes.optim.AdEMAMix(params, weight_decay=0.1, t_alpha=150, t_beta3=150)
 
     @staticmethod
@@ -149,14 +148,12 @@ class Packages:
 
     @staticmethod
     def optimi(params: list[Tensor]) -> Any:
-        import optimi
-
+        optimi: Any = pytest.importorskip("optimi")
         return optimi.StableAdamW(params, lr=PEAK, betas=(0.9, 0.5), weight_decay=0.1, foreach=False, triton=False)
 
 
 def test_bitsandbytes_ademamix_is_followed_with_both_schedules(noted: Noted) -> None:
     """In float32, the only dtype that it has."""
-    pytest.importorskip("bitsandbytes")
     tx = eb.ademamix(schedule, alpha_warmup=150, b3_warmup=150, **DECAY)
     apart = deviation(ours(tx, torch.float32), theirs(Packages.bitsandbytes, torch.float32))
     noted("bitsandbytes (float32)", "ademamix", apart)
@@ -164,7 +161,6 @@ def test_bitsandbytes_ademamix_is_followed_with_both_schedules(noted: Noted) -> 
 
 
 def test_optimis_stable_adamw_is_followed(noted: Noted) -> None:
-    pytest.importorskip("optimi")
     apart = deviation(ours(eb.stable_adamw(schedule, b2=0.5, **DECAY)), theirs(Packages.optimi))
     noted("torch-optimi", "stable adamw", apart)
     assert apart <= FLOAT64

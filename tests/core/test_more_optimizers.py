@@ -36,7 +36,8 @@ ROUNDING = STEPS * 16 * 2.0**-53
 def decayed_mean(values: list[Tensor], decay: float) -> Tensor:
     """A running mean from zero, summed up anew."""
     shares = (1 - decay) * decay ** torch.arange(len(values) - 1, -1, -1, dtype=torch.float64)
-    return torch.tensordot(shares, torch.stack(values), dims=1)
+    mean: Tensor = torch.tensordot(shares, torch.stack(values), dims=1)
+    return mean
 
 
 def ademamix(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:

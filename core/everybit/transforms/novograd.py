@@ -108,7 +108,7 @@ class ScaleByNovograd:
         variance = tree.map(square, updates, state.variance)
 
         def shaped(g: Tensor, v: Any) -> Tensor:
-            return v if isinstance(v, Tensor) else v["norm"].to(g.dtype).reshape((1,) * g.ndim)  # type: ignore[no-any-return]
+            return v if isinstance(v, Tensor) else v["norm"].to(g.dtype).reshape((1,) * g.ndim)
 
         norms = tree.map(shaped, updates, variance)
         momentum = tree.elementwise(summed, updates, state.momentum, params, norms)

@@ -43,6 +43,23 @@ from everybit.formats import (
 )
 from everybit.labels import by_name, label_table, layerwise_decay
 from everybit.metrics import Metrics, with_metrics
+from everybit.more_aliases import (
+    adabelief,
+    adan,
+    ademamix,
+    adopt,
+    lamb,
+    laprop,
+    lars,
+    mars,
+    novograd,
+    schedule_free_adamw,
+    schedule_free_sgd,
+    signum,
+    stable_adamw,
+    tiger,
+    yogi,
+)
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.per_tensor import Members
@@ -73,17 +90,26 @@ from everybit.transforms.adadelta import scale_by_adadelta
 from everybit.transforms.adagrad import scale_by_adagrad
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.adamax import scale_by_adamax
+from everybit.transforms.adan import proximal_decay, scale_by_adan
 from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
+from everybit.transforms.ademamix import scale_by_ademamix
+from everybit.transforms.adopt import begin_after, scale_by_adopt
 from everybit.transforms.asgd import averaged_descent
 from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
+from everybit.transforms.belief import scale_by_belief
 from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.nadam import scale_by_nadam
+from everybit.transforms.novograd import scale_by_novograd
+from everybit.transforms.prodigy import prodigy
 from everybit.transforms.radam import scale_by_radam
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.rprop import scale_by_rprop
+from everybit.transforms.running_mean import running_mean, scale_by_running_square
+from everybit.transforms.schedule_free import schedule_free
+from everybit.transforms.stable_adam import scale_by_stable_adam
 from everybit.transforms.stateless import (
     clip,
     clip_by_global_norm,
@@ -95,7 +121,10 @@ from everybit.transforms.stateless import (
 )
 from everybit.transforms.torch_adafactor import scale_by_torch_adafactor
 from everybit.transforms.trace import trace
+from everybit.transforms.trust_ratio import scale_by_lars, scale_by_trust_ratio
+from everybit.transforms.variance_reduction import reduce_variance
 from everybit.transforms.weight_decay import add_decayed_weights, not_norm_or_bias, subtract_decayed_weights
+from everybit.transforms.yogi import scale_by_yogi
 from everybit.tree import Slot, state
 from everybit.update import apply_updates
 
@@ -104,18 +133,22 @@ __version__ = "0.3.0.dev0"
 __all__ = [
     "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
     "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot",
-    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adadelta", "adagrad", "adam", "adamax",
-    "adamw", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "amplify_slow_gradients", "apply_if_finite",
-    "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "bias_correction", "by_dtype", "by_label", "by_name",
-    "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score",
-    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "exponential_decay_schedule",
-    "identity", "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "label_table", "layerwise_decay",
-    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "masked", "mean_weights", "nadam",
-    "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "one_cycle_schedule", "partition", "piecewise_constant_schedule",
-    "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "radam",
-    "require_step", "rmsprop", "rprop", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adamax",
-    "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_sign",
-    "scale_by_torch_adafactor", "set_to_zero", "sgd", "sgdr_schedule", "skip_large_updates", "sqrt", "state", "state_dict",
-    "subtract_decayed_weights", "torch_adafactor", "trace", "tree", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
-    "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "zero_nans",
+    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adagrad", "adam",
+    "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix", "adopt",
+    "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "begin_after",
+    "bias_correction", "by_dtype", "by_label", "by_name", "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms",
+    "clip_by_unit_norm", "clip_by_z_score", "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule",
+    "cosine_restarts_schedule", "exponential_decay_schedule", "identity", "inject_hyperparameters", "inverse_sqrt_schedule",
+    "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule", "lion",
+    "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "nadam", "named_chain", "normalize_by_global_norm",
+    "not_norm_or_bias", "novograd", "one_cycle_schedule", "partition", "piecewise_constant_schedule", "piecewise_interpolate_schedule",
+    "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy", "proximal_decay", "radam",
+    "reduce_variance", "require_step", "rmsprop", "rprop", "running_mean", "scale", "scale_by_adadelta", "scale_by_adagrad",
+    "scale_by_adam", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_lars",
+    "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
+    "scale_by_running_square", "scale_by_sign", "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio",
+    "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "signum",
+    "skip_large_updates", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decayed_weights", "tiger", "torch_adafactor", "trace",
+    "tree", "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule",
+    "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

@@ -40,15 +40,17 @@ def slow_variance_adamw(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
 
 COMPILED = ("compiled equals eager", "no recompilation")
 SAMPLED = ("sgd",)
-TWINS = ("adam", "sgd dampening", "rmsprop eps inside", "adamw fully decoupled")
+TWINS = (
+    "adam", "sgd dampening", "rmsprop eps inside", "adamw fully decoupled", "adopt unclipped", "prodigy limited", "lambc", "lars joint",
+    "adan as optax", "tiger", "mars lion",
+)  # fmt: skip
 """Entries that are another one with an argument more; the other one is checked by default."""
-
 
 IN_FULL = (
     "sgd", "sgd momentum", "sgd nesterov", "adamw", "adamw scheduled", "lion", "rmsprop", "rmsprop centered", "sign", "scale",
     "named chain", "clipped", "masked", "partition", "accumulate", "averaged", "averaged by a power", "apply if finite",
 )  # fmt: skip
-"""Entries that go through all checks but the compiling ones by default; the others through the quick ones."""
+"""Entries that go through all checks but the compiling ones by default; the others only through the quick ones."""
 QUICK = (
     "pure", "state is a fixed point", "flat equals tree", "cut", "shards equal whole", "resume equals continue", "hyperparameters are data",
 )  # fmt: skip

@@ -17,6 +17,23 @@ from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
+from everybit.more_aliases import (
+    adabelief,
+    adan,
+    ademamix,
+    adopt,
+    lamb,
+    laprop,
+    lars,
+    mars,
+    novograd,
+    schedule_free_adamw,
+    schedule_free_sgd,
+    signum,
+    stable_adamw,
+    tiger,
+    yogi,
+)
 from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
@@ -27,6 +44,7 @@ from everybit.transforms.averages import average_weights, power_average_weights
 from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
 from everybit.transforms.grokfast import amplify_slow_gradients
+from everybit.transforms.prodigy import prodigy
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.stateless import (
     clip,
@@ -112,6 +130,28 @@ _BUILDS: dict[str, Build] = {
     "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2, share=0.3)),
     "injected": lambda lr: inject_hyperparameters(adamw(lr), "b1", "weight_decay"),
     "large updates skipped": lambda lr: skip_large_updates(adamw(lr), 20.0),
+    "ademamix": lambda lr: ademamix(lr, b3=0.99, alpha_warmup=3, b3_warmup=4, eps_root=1e-12),
+    "adopt": lambda lr: adopt(lr, nesterov=True, weight_decay=0.1),
+    "adopt unclipped": lambda lr: adopt(lr, eps=0.1, clip_power=None, weight_decay=0.1, decay_at_first=True),
+    "schedule-free sgd": lambda lr: schedule_free_sgd(lr, r=1.0, weight_decay=0.1),
+    "schedule-free adamw": lambda lr: schedule_free_adamw(lr, warmup_steps=2, weight_decay=0.1),
+    "prodigy": lambda lr: prodigy(lr, d0=1e-2, weight_decay=0.1),
+    "prodigy limited": lambda lr: prodigy(lr, d0=1e-2, growth_rate=1.5, bias_correction=True, safeguard_warmup=True),
+    "lamb": lambda lr: lamb(lr, max_grad_norm=1.0),
+    "lambc": lambda lr: lamb(lr, max_ratio=1.0),
+    "lars": lambda lr: lars(lr, weight_decay=0.1, trust_coefficient=0.1),
+    "lars joint": lambda lr: lars(lr, weight_decay=0.1, nesterov=True, joint_norm=True, rate_inside=True),
+    "adan": lambda lr: adan(lr, weight_decay=0.1),
+    "adan as optax": lambda lr: adan(lr, look_ahead=0.08, eps_root=1e-12, weight_decay=0.1, proximal=False),
+    "adabelief": lambda lr: adabelief(lr, eps=1e-8, eps_root=1e-12),
+    "yogi": lambda lr: yogi(lr, initial_mean=1e-6, weight_decay=0.1),
+    "laprop": lambda lr: laprop(lr, eps=1e-8, weight_decay=0.1),
+    "signum": lambda lr: signum(lr, weight_decay=0.1),
+    "tiger": tiger,
+    "stable adamw": stable_adamw,
+    "mars": lambda lr: mars(lr, weight_decay=0.1),
+    "mars lion": lambda lr: mars(lr, gamma=0.1, max_norm=None, zero_before=True, sign=True),
+    "novograd": lambda lr: novograd(lr, weight_decay=0.1),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

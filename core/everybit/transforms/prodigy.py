@@ -1,0 +1,189 @@
+"""Prodigy: Adam whose step size is estimated from how far the weights have come."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import barriers, tree
+from everybit.barriers import materialize, sqrt
+from everybit.context import ALONE, Context
+from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, is_zero, require, require_step
+from everybit.transform import Elementwise, SlotDecay
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class ProdigyState(Generic[P]):
+    """Adam's moments; the weighted sum of gradients and the first weights; the estimate, its greatest value and its numerator."""
+
+    momentum: Slot[P]
+    variance: Slot[P]
+    weighted_sum: Slot[P]
+    start: Slot[P]
+    estimate: Tensor
+    greatest: Tensor
+    numerator: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prodigy(Elementwise):
+    r"""Adam with a step size :math:`d_t \eta`, where d is a lower bound of the distance to the solution; the last transform of a chain.
+
+    .. math::
+        r_t = \beta_3 r_{t-1} + \tfrac{d_t}{d_0} d_t \eta \langle g_t, p_0 - p_t\rangle \qquad
+        s_t = \beta_3 s_{t-1} + \tfrac{d_t}{d_0} d_t \eta\, g_t \qquad
+        \hat d_{t+1} = c\, r_t / \lVert s_t \rVert_1
+
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) d_t g_t \qquad
+        v_t = \beta_2 v_{t-1} + (1-\beta_2) d_t^2 g_t^2 \qquad
+        u_t = -d_t \eta \left(\frac{m_t}{\sqrt{v_t} + d_{t+1}\epsilon} + \lambda p_t\right)
+
+    with :math:`d_{t+1}` the greatest estimate so far, but at most ``growth_rate`` times :math:`d_t`. The two sums are over all parameters
+    that share the step, on all ranks, in float64. So the parameters of one model are stepped by one transform: in a ``partition``, each
+    part has an estimate of its own.
+
+    At a learning rate of zero nothing changes, and while all gradients are zero no weight does.
+
+    Args:
+        learning_rate: :math:`\eta`, a factor of the estimate, at least zero; 1, or a schedule that ends at 0.
+        b1: Decay rate of the mean, in [0, 1).
+        b2: Decay rate of the square, in [0, 1).
+        b3: Decay rate of the sums, in [0, 1); None: the root of ``b2``.
+        eps: Added to the root; same unit as the gradient.
+        weight_decay: :math:`\lambda`, decoupled, at least zero. For an L2 penalty put ``add_decayed_weights`` before.
+        d0: The first estimate, above zero.
+        d_coef: :math:`c`, a factor of all later estimates, at least zero.
+        growth_rate: The most that the estimate is multiplied by in an update, at least 1; None: no limit.
+        bias_correction: Multiply the step by :math:`\sqrt{1-\beta_2^t} / (1-\beta_1^t)`.
+        safeguard_warmup: Leave :math:`\eta` out of s, so that a warm-up of the learning rate does not raise the estimate.
+
+    Raises:
+        TypeError: A schedule for ``d0``.
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Mishchenko & Defazio 2023, https://arxiv.org/abs/2306.06101, Algorithm 4, as in ``prodigyopt``.
+    """
+
+    learning_rate: Hyperparameter = 1.0
+    b1: Hyperparameter = 0.9
+    b2: Hyperparameter = 0.999
+    b3: Hyperparameter | None = None
+    eps: Hyperparameter = 1e-8
+    weight_decay: Hyperparameter = 0.0
+    d0: Hyperparameter = 1e-6
+    d_coef: Hyperparameter = 1.0
+    growth_rate: Hyperparameter | None = None
+    bias_correction: bool = False
+    safeguard_warmup: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("b1", "b2"):
+            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
+        for name in ("learning_rate", "eps", "weight_decay", "d_coef"):
+            require(name, getattr(self, name), 0.0)
+        if self.b3 is not None:
+            require("b3", self.b3, 0.0, 1.0, open_high=True)
+        if self.growth_rate is not None:
+            require("growth_rate", self.growth_rate, 1.0)
+        require("d0", self.d0, 0.0, schedule=False)
+        if is_zero(self.d0):
+            raise ValueError("d0: got 0.0; accepted is a number above zero.")
+
+    @property
+    def reduces(self) -> bool:
+        """It asks for sums over all parameters."""
+        return True
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` decays with ``b1``, ``variance`` with ``b2``, ``weighted_sum`` with ``b3``; ``start`` has to stay what it is."""
+        return (
+            SlotDecay("momentum", self.b1),
+            SlotDecay("variance", self.b2, squares=True),
+            SlotDecay("weighted_sum", self.b2 if self.b3 is None else self.b3),
+            SlotDecay("start", 1.0),
+        )
+
+    def init(self, params: P) -> ProdigyState[P]:
+        """Return moments of zero, the first weights and the first estimate."""
+        leaves = tree.leaves(params)
+        nothing = torch.zeros((), dtype=torch.float64, device=leaves[0].device if leaves else None)
+        first = nothing + at(self.d0, None, name="d0")
+        momentum, variance, weighted = (tree.zeros_like(params) for _ in range(3))
+        start = tree.map(torch.clone, params)
+        return ProdigyState(momentum, variance, weighted, start, first, first.clone(), nothing)
+
+    def update(
+        self, updates: P, state: ProdigyState[Any], params: P, ctx: Context = ALONE
+    ) -> tuple[P, ProdigyState[P]]:
+        """Update moments and estimate, and take a step with the estimate before."""
+        step = require_step(ctx.step, "prodigy")
+        d = state.estimate
+        b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
+        b3 = _root(b2) if self.b3 is None else at(self.b3, step, name="b3")
+        eps, decay = at(self.eps, step, name="eps"), at(self.weight_decay, step, name="weight_decay")
+        rate = at(self.learning_rate, step, name="learning_rate") * torch.ones_like(d)
+        moves = rate > 0
+        size = d * rate
+        if self.bias_correction:
+            size = size * bias_correction(b2, step).sqrt() / bias_correction(b1, step)
+        relative = d / at(self.d0, None, name="d0")
+        size, gain = materialize(size), materialize(relative * (d if self.safeguard_warmup else size))
+        b1_share, b2_share = materialize(d * (1 - b1)), materialize(d * d * (1 - b2))
+
+        weighted = tree.elementwise(lambda g, s: b3 * s + gain * g, updates, state.weighted_sum)
+        momentum = tree.elementwise(lambda g, m: b1 * m + b1_share * g, updates, state.momentum)
+        variance = tree.elementwise(lambda g, v: b2 * v + b2_share * (g * g), updates, state.variance)
+
+        owned = tree.leaves(ctx.axis.owned(updates))
+        ways = [_inner(g, p0, p) for g, p0, p in zip(owned, tree.leaves(state.start), tree.leaves(params), strict=True)]
+        lengths = [barriers.sum(s.double().abs()) for s in tree.leaves(ctx.axis.owned(weighted))]
+        sums = ctx.axis.sum(torch.stack([_total(ways, d), _total(lengths, d)]))
+        numerator = b3 * state.numerator + relative * size * sums[0]
+        known = moves & (sums[1] > 0)
+
+        found = at(self.d_coef, step, name="d_coef") * numerator / torch.where(known, sums[1], 1.0)
+        greatest = torch.maximum(state.greatest, found)
+        begun = torch.where(d == at(self.d0, None, name="d0"), torch.maximum(d, found), d)
+        # Without a limit the estimate is the greatest one.
+        grown = greatest if self.growth_rate is None else begun * at(self.growth_rate, step, name="growth_rate")
+        estimate = torch.where(known, torch.minimum(greatest, grown), d)
+        least, shrink = materialize(estimate * eps), materialize(size * decay)
+
+        def moved(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
+            u = -size * (m / (sqrt(v) + least))
+            return torch.where(known, u if is_zero(decay) else torch.where(shrink == 0, u, u - shrink * p), 0.0)
+
+        return tree.elementwise(moved, momentum, variance, params), ProdigyState(
+            tree.where(moves, momentum, state.momentum),
+            tree.where(moves, variance, state.variance),
+            tree.where(moves, weighted, state.weighted_sum),
+            tree.map(torch.clone, state.start),
+            estimate,
+            torch.where(known, greatest, state.greatest),
+            torch.where(known, numerator, state.numerator),
+        )
+
+
+def _root(x: Scalar) -> Scalar:
+    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
+
+
+def _inner(g: Tensor, start: Tensor, p: Tensor) -> Tensor:
+    """The inner product of the gradient and the way back to the first weights: float64, 0-d."""
+    return barriers.sum(g.double() * (start.double() - p.double()))
+
+
+def _total(terms: list[Tensor], like: Tensor) -> Tensor:
+    return barriers.sum(torch.stack(terms)) if terms else torch.zeros_like(like)
+
+
+prodigy = Prodigy

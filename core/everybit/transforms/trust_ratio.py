@@ -1,0 +1,140 @@
+"""Trust ratios: updates in proportion to the norm of the parameter that they move, as LAMB and LARS have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.context import ALONE, Context
+from everybit.scalars import Hyperparameter, at, require
+from everybit.transform import Elementwise
+from everybit.transforms.stateless import Empty
+
+P = TypeVar("P")
+
+
+class _PerTensor(Elementwise):
+    """A transform that asks for numbers of each whole parameter, and may be cut anywhere all the same."""
+
+    __slots__ = ()
+    per_tensor: ClassVar[bool] = True
+
+    @property
+    def reduces(self) -> bool:
+        """Pieces of a parameter are added up for its norm."""
+        return True
+
+    def init(self, params: P) -> Empty:
+        """Return the empty state of a transform without memory."""
+        return Empty()
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByTrustRatio(_PerTensor):
+    r"""Multiply each parameter's update by the ratio of the parameter's norm to the update's.
+
+    .. math::
+        u \leftarrow u \min\left(\frac{c \lVert p \rVert}{\lVert u \rVert + \epsilon},\; \rho\right)
+
+    The ratio is 1 if one of the norms is zero. Norms are of whole parameters, in float64, wherever their pieces are.
+
+    Args:
+        coefficient: :math:`c`, at least zero.
+        eps: Added to the norm of the update, whose unit it has; at least zero.
+        max_ratio: :math:`\rho`, at least zero; 1 for LAMBC. None: no limit.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        You et al. 2020, https://arxiv.org/abs/1904.00962, Algorithm 2, with the identity for :math:`\phi`; LAMBC: Fong et al. 2020,
+        https://arxiv.org/abs/2011.13584.
+    """
+
+    coefficient: Hyperparameter = 1.0
+    eps: Hyperparameter = 0.0
+    max_ratio: Hyperparameter | None = None
+
+    def __post_init__(self) -> None:
+        require("coefficient", self.coefficient, 0.0)
+        require("eps", self.eps, 0.0)
+        if self.max_ratio is not None:
+            require("max_ratio", self.max_ratio, 0.0)
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """Return the scaled updates."""
+        coefficient, eps = at(self.coefficient, ctx.step, name="coefficient"), at(self.eps, ctx.step, name="eps")
+        most = None if self.max_ratio is None else at(self.max_ratio, ctx.step, name="max_ratio")
+
+        def ratio(weight: Tensor, move: Tensor) -> Tensor:
+            found = _ratio(weight, move, coefficient * weight, move + eps)
+            return found if most is None else torch.minimum(found, most * torch.ones_like(found))
+
+        ratios = tree.map(ratio, ctx.per_tensor.norm(params), ctx.per_tensor.norm(updates))
+        return tree.elementwise(lambda u, r: u * r, updates, ctx.per_tensor.expand(ratios, updates)), state
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByLars(_PerTensor):
+    r"""Add weight decay to the gradient, and scale both by a trust ratio of the gradient alone.
+
+    .. math::
+        u = (g + \lambda p)\, \frac{c \lVert p \rVert}{\lVert g \rVert + \lambda \lVert p \rVert + \epsilon}
+
+    The ratio is 1 if one of the norms is zero. It is the paper's and timm's; optax takes the norm of the sum,
+    :math:`\lVert g + \lambda p \rVert`: ``chain(add_decayed_weights(...), scale_by_trust_ratio(...))``.
+
+    Args:
+        weight_decay: :math:`\lambda`, at least zero.
+        coefficient: :math:`c`, at least zero.
+        eps: Added to the norms, whose unit it has; at least zero.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        You et al. 2017, https://arxiv.org/abs/1708.03888, Algorithm 1.
+    """
+
+    weight_decay: Hyperparameter = 0.0
+    coefficient: Hyperparameter = 1e-3
+    eps: Hyperparameter = 1e-8
+
+    def __post_init__(self) -> None:
+        require("weight_decay", self.weight_decay, 0.0)
+        require("coefficient", self.coefficient, 0.0)
+        require("eps", self.eps, 0.0)
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """Return decayed and scaled gradients."""
+        decay = at(self.weight_decay, ctx.step, name="weight_decay")
+        coefficient, eps = at(self.coefficient, ctx.step, name="coefficient"), at(self.eps, ctx.step, name="eps")
+
+        def decayed(w: Tensor, nothing: float) -> Tensor:
+            # Zero times an infinite weight would be NaN; the zero of a compiled step is a tensor.
+            if isinstance(decay, Tensor):
+                return torch.where(decay == 0, nothing, decay * w)
+            return torch.full_like(w, nothing) if decay == 0 else decay * w
+
+        def ratio(weight: Tensor, move: Tensor) -> Tensor:
+            return _ratio(weight, move, coefficient * weight, move + decayed(weight, 0.0) + eps)
+
+        def scaled(g: Tensor, p: Tensor, r: Tensor) -> Tensor:
+            return (g + decayed(p, -0.0)) * r
+
+        ratios = tree.map(ratio, ctx.per_tensor.norm(params), ctx.per_tensor.norm(updates))
+        return tree.elementwise(scaled, updates, params, ctx.per_tensor.expand(ratios, updates)), state
+
+
+def _ratio(weight: Tensor, move: Tensor, above: Tensor, below: Tensor) -> Tensor:
+    """``above / below`` where both norms are above zero, and 1 elsewhere."""
+    counts = (weight > 0) & (move > 0)
+    return torch.where(counts, above / torch.where(counts, below, 1.0), 1.0)
+
+
+scale_by_trust_ratio = ScaleByTrustRatio
+scale_by_lars = ScaleByLars

@@ -164,7 +164,8 @@ def after_a_fall(variance: eb.StateFormat) -> float | None:
     state = optimizer.init(params)
     for gradient in itertools.chain([1e-3] * 200, [1e-5] * 1000):
         params, state = optimizer.step(params, torch.full((64,), gradient), state)
-    return float(optimizer.decode(params, state)[1].inner.variance.double().mean())
+    decoded: Any = optimizer.decode(params, state)[1].inner
+    return float(decoded.variance.double().mean())
 
 
 @functools.cache

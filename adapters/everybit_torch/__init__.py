@@ -15,6 +15,7 @@ from everybit_torch.checkpoint_audit import audit_checkpoint
 from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.evaluation import evaluation_weights
+from everybit_torch.freezing import freeze, unfreeze
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, NAdam, RAdam, Rprop
@@ -108,6 +109,7 @@ __all__ = [
     "enable_gradient_release",
     "evaluation_weights",
     "export_weights",
+    "freeze",
     "import_weights",
     "latest_checkpoint",
     "load_audit",
@@ -119,5 +121,6 @@ __all__ = [
     "save_checkpoint",
     "save_safetensors",
     "save_sharded",
+    "unfreeze",
     "weight_decay_groups",
 ]

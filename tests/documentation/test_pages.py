@@ -97,6 +97,12 @@ def check_learned_rate(names: dict[str, Any], printed: str, folder: Path) -> Non
     assert names["after"] < 0.7 * names["before"]
 
 
+def check_hypergradients(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """100 steps have the first three digits of the derivative at the optimum. (The implicit ones are compared on the page.)"""
+    assert float(names["unrolled"]) == pytest.approx(float(names["exact"]), rel=1e-3)
+    assert int(names["losses"].argmin()) not in (0, 31)
+
+
 def check_adapters(names: dict[str, Any], printed: str, folder: Path) -> None:
     """Plain bfloat16 adapters lose most updates of `A`, and compensated ones end where float32 ends."""
     lost = [layer.lost_share for layer in names["audit"].layers if layer.name.endswith(".a") and layer.step > 100]
@@ -255,6 +261,7 @@ PAGES = {
         check=check_choice,
     ),
     "docs/tutorials/meta_learning_rate.md": Page(check=check_learned_rate),
+    "docs/how-to/differentiate_training.md": Page(check=check_hypergradients),
     "docs/tutorials/lora_in_bf16.md": Page(check=check_adapters),
     "docs/tutorials/shard_a_model.md": Page(
         smaller={"--steps 20": "--steps 2", "--steps 40": "--steps 4"}, check=check_sharded

@@ -12,20 +12,11 @@ from torch import Tensor
 from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.masked import Partition, PartitionState
+from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.scalars import Scalar, require, require_step
-from everybit.transform import (
-    Cut,
-    SlotDecay,
-    Transform,
-    any_draws,
-    any_per_tensor,
-    decays,
-    eval_params,
-    periods,
-    require_transform,
-)
+from everybit.transform import Transform, require_transform
 
 P = TypeVar("P")
 
@@ -59,47 +50,8 @@ class FreezableState:
     inner: Any
 
 
-class _Gate:
-    """What a transform that runs another one only now and then has in common with it."""
-
-    __slots__ = ()
-    transform: Transform[Any]
-
-    @property
-    def cut(self) -> Cut:
-        """How finely parameters may be cut: as those of the inner transform."""
-        return self.transform.cut
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the inner transform does."""
-        return self.transform.reduces
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the inner transform reduces over each parameter."""
-        return any_per_tensor([self.transform])
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the inner transform declares."""
-        return decays(self.transform)
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
-
-    def eval_params(self, params: P, state: Any) -> P:
-        """Return the inner transform's weights for evaluation."""
-        return eval_params(self.transform, params, state.inner)
-
-
 @dataclass(frozen=True, slots=True)
-class Conditionally(_Gate):
+class Conditionally(Wrapping):
     """A transform that runs while a condition holds; made by :func:`conditionally`."""
 
     transform: Transform[Any]
@@ -141,7 +93,7 @@ class Conditionally(_Gate):
 
 
 @dataclass(frozen=True, slots=True)
-class Freezable(_Gate):
+class Freezable(Wrapping):
     """A transform whose parameters can be frozen; made by :func:`freezable`."""
 
     transform: Transform[Any]

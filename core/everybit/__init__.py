@@ -16,6 +16,7 @@ from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.conditional import conditionally, freezable, freeze, unfreeze
+from everybit.combinators.ema_nesterov import ema_nesterov
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
@@ -139,7 +140,7 @@ __all__ = [
     "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "begin_after",
     "bias_correction", "by_dtype", "by_label", "by_name", "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms",
     "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule",
-    "cosine_restarts_schedule", "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters",
+    "cosine_restarts_schedule", "ema_nesterov", "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters",
     "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule",
     "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "nadam", "named_chain",
     "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "partition", "piecewise_constant_schedule",

@@ -15,6 +15,7 @@ from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
 from everybit.combinators.conditional import conditionally, freezable
+from everybit.combinators.ema_nesterov import ema_nesterov
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
@@ -144,6 +145,7 @@ _BUILDS: dict[str, Build] = {
     "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2, share=0.3)),
     "injected": lambda lr: inject_hyperparameters(adamw(lr), "b1", "weight_decay"),
     "large updates skipped": lambda lr: skip_large_updates(adamw(lr), 20.0),
+    "ema nesterov": lambda lr: chain(ema_nesterov(adamw(lr), lambda done: 0.1 * _decay(done) + 0.3, 0.9)),
     "conditionally": lambda lr: conditionally(adamw(lr), lambda done: done % 2 == 0),
     "conditionally by updates": lambda lr: chain(
         conditionally(clip_by_global_norm(1.0), torch.tensor(1.0), judge=_is_large, otherwise="pass"), sgd(lr)

@@ -43,7 +43,7 @@ from everybit.formats import (
     StateFormat,
     Stochastic,
 )
-from everybit.labels import by_name, label_table, layerwise_decay
+from everybit.labels import by_name, label_table, layerwise_decay, mup_scales
 from everybit.metrics import Metrics, with_metrics
 from everybit.more_aliases import (
     adabelief,
@@ -142,7 +142,7 @@ __all__ = [
     "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule",
     "cosine_restarts_schedule", "ema_nesterov", "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters",
     "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule",
-    "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "nadam", "named_chain",
+    "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "mup_scales", "nadam", "named_chain",
     "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "partition", "piecewise_constant_schedule",
     "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy",
     "proximal_decay", "radam", "reduce_variance", "require_step", "rmsprop", "rprop", "running_mean", "scale", "scale_by_adadelta",

@@ -20,6 +20,7 @@ from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, NAdam, RAdam, Rprop
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.sharpness import sam_weights
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
 from everybit_torch.weight_decay import weight_decay_groups
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
@@ -118,6 +119,7 @@ __all__ = [
     "load_sharded",
     "load_sharded_into",
     "plan",
+    "sam_weights",
     "save_checkpoint",
     "save_safetensors",
     "save_sharded",

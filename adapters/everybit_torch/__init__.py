@@ -20,6 +20,7 @@ from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, NAdam, RAdam, Rprop
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.outer import OuterOptimizer
 from everybit_torch.sharpness import sam_weights
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
 from everybit_torch.weight_decay import weight_decay_groups
@@ -99,6 +100,7 @@ __all__ = [
     "NAdam",
     "NonFinite",
     "Offload",
+    "OuterOptimizer",
     "Plan",
     "RAdam",
     "RMSprop",

@@ -64,6 +64,7 @@ from everybit.more_aliases import (
 )
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
+from everybit.outer import outer_gradient
 from everybit.per_tensor import Members
 from everybit.piecewise_schedules import (
     cosine_one_cycle_schedule,
@@ -144,14 +145,15 @@ __all__ = [
     "cosine_restarts_schedule", "ema_nesterov", "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters",
     "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule",
     "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "mup_scales", "nadam", "named_chain",
-    "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "partition", "piecewise_constant_schedule",
-    "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy",
-    "proximal_decay", "radam", "reduce_variance", "require_step", "rmsprop", "rprop", "running_mean", "sam_point", "scale",
-    "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt",
-    "scale_by_belief", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_radam",
-    "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_stable_adam", "scale_by_torch_adafactor",
-    "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_sgd", "set_to_zero", "sgd",
-    "sgdr_schedule", "signum", "skip_large_updates", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decayed_weights", "tiger",
-    "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
-    "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
+    "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "outer_gradient", "partition",
+    "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights",
+    "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance", "require_step", "rmsprop", "rprop", "running_mean",
+    "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix",
+    "scale_by_adopt", "scale_by_belief", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd",
+    "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_stable_adam",
+    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_sgd",
+    "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sqrt", "stable_adamw", "state", "state_dict",
+    "subtract_decayed_weights", "tiger", "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "yogi", "zero_nans",
 ]  # fmt: skip

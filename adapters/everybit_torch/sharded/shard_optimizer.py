@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +148,9 @@ class ShardOptimizer(torch_optimizers.Optimizer):
     ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` work on it as on an optimizer of the whole model, if every rank calls
     them. What would read or write this rank's part alone (state dicts, ``import_fp32``, ``export_fp32``) is refused, and says what to use.
     """
+
+    of_shards: ClassVar[bool] = True
+    """For who would add up squares of gradients: this rank has some of them only."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
+from everybit.memory_aliases import adafactor
 from everybit.more_aliases import (
     adabelief,
     adan,
@@ -152,6 +153,11 @@ _BUILDS: dict[str, Build] = {
     "mars": lambda lr: mars(lr, weight_decay=0.1),
     "mars lion": lambda lr: mars(lr, gamma=0.1, max_norm=None, zero_before=True, sign=True),
     "novograd": lambda lr: novograd(lr, weight_decay=0.1),
+    "adafactor": lambda lr: adafactor(lr, weight_decay=0.1),
+    "adafactor momentum": lambda lr: adafactor(lr, b1=0.9, b2_cap=0.95, weight_decay=0.1, dimensions="largest"),
+    "adafactor directions": lambda lr: adafactor(
+        lr, b1=0.9, momentum_of="directions", clip_threshold=None, scale_parameter=False, weight_decay=0.1
+    ),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

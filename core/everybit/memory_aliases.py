@@ -1,0 +1,107 @@
+"""Optimizers whose second moments take less memory than their parameters, each a composition of transforms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from everybit.combinators.chain import Chain, chain
+from everybit.decay_schedules import relative_step_schedule
+from everybit.factored import Which
+from everybit.scalars import Hyperparameter
+from everybit.transform import Transform
+from everybit.transforms.adafactor import scale_by_factored_rms, scale_by_parameter_rms, subtract_relative_decay
+from everybit.transforms.running_mean import running_mean
+from everybit.transforms.stateless import identity, scale_by_learning_rate
+from everybit.transforms.weight_decay import add_decayed_weights, subtract_decayed_weights
+
+MomentumOf = Literal["steps", "directions"]
+"""What Adafactor's momentum averages: steps, with their sizes, or the directions before them."""
+
+DecayBy = Literal["step", "learning_rate", "alone"]
+"""What Adafactor's weight decay is multiplied by: the size of the step, the learning rate without that of the weights, or nothing."""
+
+
+def adafactor(
+    learning_rate: Hyperparameter | None = None,
+    *,
+    b1: Hyperparameter | None = None,
+    beta2_decay: Hyperparameter = -0.8,
+    b2_cap: Hyperparameter = 1.0,
+    eps1: Hyperparameter = 1e-30,
+    eps2: Hyperparameter = 1e-3,
+    clip_threshold: Hyperparameter | None = 1.0,
+    scale_parameter: bool = True,
+    weight_decay: Hyperparameter = 0.0,
+    decay_by: DecayBy = "step",
+    momentum_of: MomentumOf = "steps",
+    dimensions: Which = "last",
+    min_size_to_factor: int = 1,
+    step_offset: int = 0,
+) -> Chain:
+    """Adafactor as the paper has it (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235), and its other flavours by arguments.
+
+    The defaults are the paper's, of mesh-tensorflow and Hugging Face's ``Adafactor``. torch's flavour is :func:`everybit.torch_adafactor`.
+
+    Args:
+        learning_rate: Size of a step relative to the weights, at least zero. None: the paper's, :func:`everybit.relative_step_schedule`;
+            Hugging Face's ``warmup_init`` is ``relative_step_schedule(slope=1e-6)``.
+        b1: Decay rate of a momentum, in [0, 1); None keeps none.
+        beta2_decay: The share of the newest squares in step t is ``t ** beta2_decay``; at most zero.
+        b2_cap: The greatest decay rate of squares, in [0, 1]; timm has 0.999.
+        eps1: Added to the squares before their means are taken.
+        eps2: The least root mean square of weights that a step is relative to.
+        clip_threshold: The root mean square to which a direction is limited; None, as timm: it is not.
+        scale_parameter: Multiply steps by the root mean square of the weights; timm does not.
+        weight_decay: Decay.
+        decay_by: ``"step"``: a step shrinks weights by ``weight_decay`` times its size, learning rate times root mean square, as Hugging
+            Face's; ``"learning_rate"``: times the learning rate alone; ``"alone"``: by ``weight_decay`` itself, as optax.
+        momentum_of: ``"steps"``: the momentum averages steps, as the paper's code, Hugging Face and optax; ``"directions"``: what comes
+            before learning rate and weights are looked at, as timm.
+        dimensions: ``"last"``: factor over the last two dimensions, ``"largest"``: the two largest, as optax and timm.
+        min_size_to_factor: Factor a tensor only if both of these are at least so long; optax has 128, timm 16.
+        step_offset: Updates to leave out of t: those of an earlier run whose count goes on.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or another word.
+
+    Examples:
+        >>> import everybit as eb
+        >>> fine_tuning = eb.adafactor(1e-3, scale_parameter=False)  # as Hugging Face's Trainer has it
+        >>> vision = eb.adafactor(
+        ...     1e-3, b1=0.9, b2_cap=0.999, clip_threshold=None, scale_parameter=False, momentum_of="directions",
+        ...     dimensions="largest", min_size_to_factor=16,
+        ... )  # as timm's adafactor_bv
+    """
+    _require_word("momentum_of", momentum_of, MomentumOf)
+    _require_word("decay_by", decay_by, DecayBy)
+    rate: Hyperparameter = relative_step_schedule() if learning_rate is None else learning_rate
+    momentum: list[Transform[Any]] = [] if b1 is None else [running_mean(b1)]
+    size = scale_by_parameter_rms(eps2) if scale_parameter else identity()
+    first, last = (momentum, []) if momentum_of == "directions" else ([], momentum)
+    # Decay that passes through a momentum would not be decay.
+    before: list[Transform[Any]] = []
+    after: list[Transform[Any]] = []
+    if decay_by == "alone":
+        after = [subtract_decayed_weights(weight_decay)]
+    elif decay_by == "step" and scale_parameter and last:
+        after = [subtract_relative_decay(weight_decay, rate, eps2)]
+    elif decay_by == "step" and not last:
+        before = [add_decayed_weights(weight_decay)]
+    else:
+        after = [subtract_decayed_weights(weight_decay, rate, 1.0)]
+    return chain(
+        scale_by_factored_rms(
+            beta2_decay, b2_cap, eps1, clip_threshold, dimensions, min_size_to_factor, step_offset
+        ),
+        *first,
+        *before,
+        size,
+        scale_by_learning_rate(rate),
+        *last,
+        *after,
+    )
+
+
+def _require_word(name: str, value: object, words: Any) -> None:
+    if value not in get_args(words):
+        raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, get_args(words)))}.")

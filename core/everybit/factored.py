@@ -40,9 +40,9 @@ def factored_dimensions(x: Tensor, which: Which = "last", least: int = 1) -> tup
     """
     if x.ndim < 2 or not x.numel():
         return None
-    sizes = sorted((size, index - x.ndim) for index, size in enumerate(x.shape))
-    rows, columns = (-2, -1) if which == "last" else (sizes[-2][1], sizes[-1][1])
-    return (rows, columns) if min(x.shape[rows], x.shape[columns]) >= least else None
+    rows, columns = (-2, -1) if which == "last" else _largest(x)
+    is_long = least <= 1 or (x.shape[rows] >= least and x.shape[columns] >= least)
+    return (rows, columns) if is_long else None
 
 
 def zeros(p: Tensor, dimensions: tuple[int, int] | None) -> Any:
@@ -51,6 +51,12 @@ def zeros(p: Tensor, dimensions: tuple[int, int] | None) -> Any:
         return torch.zeros_like(p)
     rows, columns = dimensions
     return {"rows": torch.zeros_like(p.narrow(columns, 0, 1)), "columns": torch.zeros_like(p.narrow(rows, 0, 1))}
+
+
+def raised(square: Tensor, eps: Scalar) -> Tensor:
+    """``square + eps``, in the dtype of ``square``."""
+    # A vector: a tensor without dimensions would take the dtype of what is added.
+    return (square.reshape(-1) + eps).reshape(square.shape)
 
 
 def moved(old: Any, square: Tensor, share: Scalar, dimensions: tuple[int, int] | None) -> Any:
@@ -83,6 +89,17 @@ def clipped_by_rms(x: Tensor, limit: Scalar) -> Tensor:
     above = square > limit * limit
     factor = materialize(torch.where(above, limit / sqrt(torch.where(above, square, 1.0)), 1.0))
     return (x.reshape(-1) * factor).reshape(x.shape)
+
+
+def _largest(x: Tensor) -> tuple[int, int]:
+    # Compared one by one: a compiler sorts no sizes that it does not know.
+    second, first = (-2, -1) if x.shape[-1] >= x.shape[-2] else (-1, -2)
+    for dim in range(-3, -x.ndim - 1, -1):
+        if x.shape[dim] > x.shape[first]:
+            second, first = first, dim
+        elif x.shape[dim] > x.shape[second]:
+            second = dim
+    return second, first
 
 
 def _moved(old: Tensor, new: Tensor, share: Scalar) -> Tensor:

@@ -10,6 +10,7 @@ from everybit.factored import Which
 from everybit.scalars import Hyperparameter
 from everybit.transform import Transform
 from everybit.transforms.adafactor import scale_by_factored_rms, scale_by_parameter_rms, subtract_relative_decay
+from everybit.transforms.came import scale_by_came
 from everybit.transforms.running_mean import running_mean
 from everybit.transforms.stateless import identity, scale_by_learning_rate
 from everybit.transforms.weight_decay import add_decayed_weights, subtract_decayed_weights
@@ -99,6 +100,39 @@ def adafactor(
         scale_by_learning_rate(rate),
         *last,
         *after,
+    )
+
+
+def came(
+    learning_rate: Hyperparameter = 2e-4,
+    *,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    b3: Hyperparameter = 0.9999,
+    eps1: Hyperparameter = 1e-30,
+    eps2: Hyperparameter = 1e-16,
+    clip_threshold: Hyperparameter = 1.0,
+    weight_decay: Hyperparameter = 0.0,
+) -> Chain:
+    """CAME (Luo et al. 2023, https://arxiv.org/abs/2307.02047), as the authors' ``CAME``.
+
+    Args:
+        learning_rate: At least zero; of the size of AdamW's.
+        b1: Decay rate of the mean of directions, in [0, 1).
+        b2: Decay rate of the squares, in [0, 1).
+        b3: Decay rate of the instability, in [0, 1).
+        eps1: Added to the squares.
+        eps2: Added to the squared differences.
+        clip_threshold: The root mean square to which a direction is limited.
+        weight_decay: Decoupled decay.
+
+    Raises:
+        ValueError: A hyperparameter out of range.
+    """
+    return chain(
+        scale_by_came(b1, b2, b3, eps1, eps2, clip_threshold),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(learning_rate),
     )
 
 

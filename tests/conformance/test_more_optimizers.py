@@ -5,16 +5,9 @@ Where implementations disagree, each is followed by the option that stands for i
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import torch
@@ -34,37 +27,12 @@ from tests.support.following import (
     start,
     theirs,
 )
-
-jax.config.update("jax_enable_x64", True)
+from tests.support.oracles import Noted, from_timm, optax_rate, theirs_of_optax
 
 # As in tests/core/test_more_optimizers.py: some 16 rounded numbers a step, none larger than the largest weight.
 FLOAT64 = STEPS * 16 * 2.0**-53
 FLOAT32 = STEPS * 16 * 2.0**-24
-Noted = Callable[[str, str, float], None]
-
-
-@pytest.fixture
-def noted(record_testsuite_property: Callable[[str, object], None]) -> Noted:
-    """Note the largest deviation from an oracle; ``--junitxml`` writes it, and ``benchmarks/vocabulary.py`` makes a table of it."""
-    return lambda oracle, name, apart: record_testsuite_property(f"{name}; {oracle}", apart)
-
-
 DECAY: dict[str, Any] = {"weight_decay": 0.1}
-
-
-def optax_rate(count: Any) -> Any:
-    return PEAK / (1 + jnp.asarray(count, jnp.float64) / 50)
-
-
-def theirs_of_optax(transform: Any) -> list[Tensors]:
-    params = {name: jnp.asarray(value.numpy()) for name, value in start().items()}
-    state, found = transform.init(params), []
-    step = jax.jit(transform.update)
-    for gradient in gradients():
-        updates, state = step({name: jnp.asarray(value.numpy()) for name, value in gradient.items()}, state, params)
-        params = optax.apply_updates(params, updates)
-        found.append({name: torch.tensor(np.asarray(value)) for name, value in params.items()})
-    return found
 
 
 OF_OPTAX: dict[str, tuple[Callable[[], eb.Transform[Any]], Callable[[], Any]]] = {
@@ -129,24 +97,6 @@ class Packages:
         return bitsandbytes.optim.AdEMAMix(params, weight_decay=0.1, t_alpha=150, t_beta3=150)
 
     @staticmethod
-    def timm(name: str, **options: Any) -> Callable[[list[Tensor]], Any]:
-        # Not among the packages of `make conformance`: the torchvision that it needs is one for CUDA. Its optimizers do not need that, but
-        # `timm` and `timm.optim` import it; so only the module that is asked for is imported, from packages that are empty.
-        found = importlib.util.find_spec("timm")
-        if found is None or found.submodule_search_locations is None:
-            pytest.skip("timm is not installed")
-        (folder,) = found.submodule_search_locations
-        for package, path in (("timm", folder), ("timm.optim", f"{folder}/optim")):
-            sys.modules[package] = types.ModuleType(package)
-            sys.modules[package].__path__ = [path]
-        try:
-            module: Any = importlib.import_module(f"timm.optim.{name.lower()}")
-        finally:
-            for package in ("timm", "timm.optim"):
-                del sys.modules[package]
-        return lambda params: getattr(module, name)(params, **options)
-
-    @staticmethod
     def optimi(params: list[Tensor]) -> Any:
         optimi: Any = pytest.importorskip("optimi")
         return optimi.StableAdamW(params, lr=PEAK, betas=(0.9, 0.5), weight_decay=0.1, foreach=False, triton=False)
@@ -204,7 +154,7 @@ def test_timm_is_followed(name: str, noted: Noted, monkeypatch: pytest.MonkeyPat
     foreach = {} if cls == "Mars" else {"foreach": False}
     # Counts and corrections of timm's are in torch's default dtype.
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
-    oracle = theirs(Packages.timm(cls, lr=PEAK, **foreach, **options), varying=name != "laprop")
+    oracle = theirs(from_timm(cls, lr=PEAK, **foreach, **options), varying=name != "laprop")
     apart = deviation(ours(make()), oracle)
     noted("timm", name, apart)
     assert apart <= FLOAT64

@@ -65,6 +65,18 @@ def adafactor(
     return follow
 
 
+def came(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
+    squares, apart, mean = (torch.zeros_like(p) for _ in range(3))
+    for done, g in enumerate(grads):
+        squares = 0.99 * squares + 0.01 * (g * g + 1e-30)
+        u = g / estimate(squares, (-2, -1)).sqrt()
+        u = u / max(1.0, rms(u))
+        mean = 0.9 * mean + 0.1 * u
+        apart = 0.999 * apart + 0.001 * ((u - mean) ** 2 + 1e-16)
+        p = p - lr(done) * ((mean / estimate(apart, (-2, -1)).sqrt() if p.ndim > 1 else mean) + 0.1 * p)
+        yield p
+
+
 def largest(p: Tensor) -> tuple[int, int] | None:
     return {3: (0, 2), 2: (0, 1)}.get(p.ndim)
 
@@ -100,6 +112,7 @@ FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
         eb.adafactor(schedule, decay_by="learning_rate", **DECAY),
         adafactor(decay_by="learning_rate"),
     ),
+    "came": (eb.came(schedule, b2=0.99, b3=0.999, **DECAY), came),
 }  # fmt: skip
 
 @pytest.mark.parametrize("name", FORMULAS)

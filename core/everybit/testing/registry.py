@@ -17,7 +17,7 @@ from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
-from everybit.memory_aliases import adafactor
+from everybit.memory_aliases import adafactor, came
 from everybit.more_aliases import (
     adabelief,
     adan,
@@ -158,6 +158,7 @@ _BUILDS: dict[str, Build] = {
     "adafactor directions": lambda lr: adafactor(
         lr, b1=0.9, momentum_of="directions", clip_threshold=None, scale_parameter=False, weight_decay=0.1
     ),
+    "came": lambda lr: came(lr, weight_decay=0.1),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

@@ -104,8 +104,7 @@ class ScaleByFactoredRms:
         share = materialize(torch.maximum(share, least))
 
         def means(g: Tensor, v: Any) -> Any:
-            square = (g * g).reshape(-1) + eps1
-            return factored.moved(v, square.reshape(g.shape), share, self._factored(g))
+            return factored.moved(v, factored.raised(g * g, eps1), share, self._factored(g))
 
         def direction(g: Tensor, v: Any) -> Tensor:
             u = factored.over_root(g, v, self._factored(g))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from everybit.combinators.chain import Chain, chain
+from everybit.combinators.masked import masked, partition
 from everybit.decay_schedules import relative_step_schedule
 from everybit.factored import Which
 from everybit.scalars import Hyperparameter
 from everybit.transform import Transform
 from everybit.transforms.adafactor import scale_by_factored_rms, scale_by_parameter_rms, subtract_relative_decay
+from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.adam_mini import AdamMiniBlocks, scale_by_adam_mini
 from everybit.transforms.came import scale_by_came
 from everybit.transforms.running_mean import running_mean
 from everybit.transforms.stateless import identity, scale_by_learning_rate
@@ -132,6 +135,58 @@ def came(
     return chain(
         scale_by_came(b1, b2, b3, eps1, eps2, clip_threshold),
         add_decayed_weights(weight_decay),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def adam_mini(
+    learning_rate: Hyperparameter = 1e-3,
+    *,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-8,
+    head_size: int | None = None,
+    weight_decay: Hyperparameter = 0.0,
+    mask: Any = None,
+    labels: Any = None,
+) -> Chain:
+    """Adam-mini (Zhang et al. 2024, https://arxiv.org/abs/2406.16793), as the authors' ``Adam_mini`` 1.1: one second moment for each block.
+
+    Blocks are told by names: a head of queries and keys, a row of embeddings, of the output layer, of values, projections and MLPs, and
+    whole tensors of the rest; biases have a second moment for each element, as in Adam. What went where is printed by
+    ``eb.label_table(eb.AdamMiniBlocks(), dict(model.named_parameters()))``.
+
+    Args:
+        learning_rate: At least zero; AdamW's.
+        b1: Decay rate of the first moment, in [0, 1).
+        b2: Decay rate of the second moment, in [0, 1).
+        eps: Added outside the root.
+        head_size: Rows of a query or key that belong to one head; without it, a query or key is refused.
+        weight_decay: Decoupled decay.
+        mask: Where weights decay, as :func:`everybit.adamw` has it.
+        labels: Instead of :class:`everybit.AdamMiniBlocks`: a function of (path, parameter), or a tree that is a prefix of the parameters',
+            with labels ``"element"``, ``"head"``, ``"row"`` and ``"tensor"``. (``"tensor"`` alone is a tree for all parameters.)
+
+    Raises:
+        ValueError: A hyperparameter out of range. From ``init``: a parameter that has no name or whose block is not known, rows that are
+            no multiple of ``head_size``, a ``head_size`` without queries and keys.
+
+    Examples:
+        >>> import everybit as eb
+        >>> optimizer = eb.with_policy(eb.adam_mini(3e-4, head_size=64, weight_decay=0.1, mask=eb.not_norm_or_bias), eb.policies.LEAN_BF16)
+    """
+    blocks: dict[str, Transform[Any]] = {
+        "element": scale_by_adam(b1, b2, eps),
+        "row": scale_by_adam_mini(b1, b2, eps, 1),
+        "tensor": scale_by_adam_mini(b1, b2, eps),
+    }
+    heads = {} if head_size is None else {"head": scale_by_adam_mini(b1, b2, eps, head_size)}
+    decay = add_decayed_weights(weight_decay)
+    return chain(
+        partition(
+            {**blocks, **heads}, AdamMiniBlocks(head_size is not None) if labels is None else labels, optional=blocks
+        ),
+        decay if mask is None else masked(decay, mask),
         scale_by_learning_rate(learning_rate),
     )
 

@@ -153,3 +153,44 @@ def test_came_is_followed(oracle: str, noted: Noted) -> None:
     apart = deviation(ours(tx, shapes=KERNELS), theirs(make, shapes=KERNELS))
     noted(oracle, "came", apart)
     assert apart <= FLOAT64
+
+
+MODEL = {
+    "wte.weight": (6, 4), "q_proj.weight": (6, 4), "mlp.weight": (4, 3), "other.weight": (3, 4), "norm.weight": (5,), "mlp.bias": (4,),
+}  # fmt: skip
+"""With a parameter of each of Adam-mini's kinds. A head is 3 rows: 6 * 6 / 3 elements, as the authors count."""
+
+
+def test_the_authors_adam_mini_is_followed(noted: Noted) -> None:
+    package: Any = pytest.importorskip("adam_mini")
+
+    def make(params: list[Tensor]) -> Any:
+        named = zip(MODEL, params, strict=True)
+        return package.Adam_mini(named, lr=PEAK, dim=6, n_heads=3, verbose=False, **DECAY)
+
+    tx = eb.adam_mini(schedule, head_size=3, mask=lambda path, _: "norm" not in path and "bias" not in path, **DECAY)
+    apart = deviation(ours(tx, shapes=MODEL), theirs(make, shapes=MODEL))
+    noted("authors", "adam mini", apart)
+    assert apart <= FLOAT64
+
+
+def test_pytorch_optimizers_adam_mini_keeps_all_squares_of_embeddings_and_one_of_other_matrices(noted: Noted) -> None:
+    """As the authors' first version, and in float32."""
+    package: Any = pytest.importorskip("pytorch_optimizer")
+
+    def make(params: list[Tensor]) -> Any:
+        model = torch.nn.Module()
+        for name, parameter in zip(MODEL, params, strict=True):
+            owner, _, own = name.partition(".")
+            if not hasattr(model, owner):
+                model.add_module(owner, torch.nn.Module())
+            getattr(model, owner).register_parameter(own, parameter)
+        return package.AdamMini(model, lr=PEAK, num_embeds=6, num_heads=3, **DECAY)
+
+    def labels(path: str, _: Tensor) -> str:
+        return "element" if "wte" in path else "head" if "q_proj" in path else "tensor"
+
+    tx = eb.adam_mini(schedule, head_size=3, labels=labels, mask=lambda path, _: "norm" not in path, **DECAY)
+    apart = deviation(ours(tx, torch.float32, MODEL), theirs(make, torch.float32, shapes=MODEL))
+    noted("pytorch_optimizer (float32)", "adam mini", apart)
+    assert apart <= FLOAT32

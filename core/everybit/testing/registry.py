@@ -17,7 +17,7 @@ from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
-from everybit.memory_aliases import adafactor, came
+from everybit.memory_aliases import adafactor, adam_mini, came
 from everybit.more_aliases import (
     adabelief,
     adan,
@@ -66,6 +66,12 @@ def _is_matrix(_path: str, leaf: Tensor) -> bool:
 
 def _kind(_path: str, leaf: Tensor) -> str:
     return "matrix" if leaf.ndim > 1 else "vector" if leaf.ndim else "number"
+
+
+def _mini_block(path: str, leaf: Tensor) -> str:
+    if leaf.ndim > 1:
+        return "row" if len(leaf) % 3 else "head"
+    return "element" if path.endswith("['b']") else "tensor"
 
 
 _decay = warmup_cosine_decay_schedule(0.1, 3, 50, end=0.01)
@@ -159,6 +165,7 @@ _BUILDS: dict[str, Build] = {
         lr, b1=0.9, momentum_of="directions", clip_threshold=None, scale_parameter=False, weight_decay=0.1
     ),
     "came": lambda lr: came(lr, weight_decay=0.1),
+    "adam mini": lambda lr: adam_mini(lr, head_size=3, weight_decay=0.1, labels=_mini_block),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

@@ -15,6 +15,7 @@ from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.adam_mini import AdamMiniBlocks, scale_by_adam_mini
 from everybit.transforms.came import scale_by_came
 from everybit.transforms.running_mean import running_mean
+from everybit.transforms.sm3 import scale_by_sm3
 from everybit.transforms.stateless import identity, scale_by_learning_rate
 from everybit.transforms.weight_decay import add_decayed_weights, subtract_decayed_weights
 
@@ -187,6 +188,36 @@ def adam_mini(
             {**blocks, **heads}, AdamMiniBlocks(head_size is not None) if labels is None else labels, optional=blocks
         ),
         decay if mask is None else masked(decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def sm3(
+    learning_rate: Hyperparameter = 1e-1,
+    *,
+    b1: Hyperparameter | None = 0.9,
+    b2: Hyperparameter | None = None,
+    eps: Hyperparameter = 1e-30,
+    keep_greatest: bool = False,
+    weight_decay: Hyperparameter = 0.0,
+) -> Chain:
+    """SM3 (Anil et al. 2019, https://arxiv.org/abs/1901.11150), as the authors', optax's and pytorch_optimizer's.
+
+    Args:
+        learning_rate: At least zero.
+        b1: Decay rate of a mean of directions, in [0, 1); None keeps none.
+        b2: Decay rate of the squares, in [0, 1); None: they are summed up, as in the paper.
+        eps: Added inside the root; optax has 1e-8.
+        keep_greatest: Let no kept square fall; see :class:`~everybit.transforms.sm3.ScaleBySm3`.
+        weight_decay: Decoupled decay.
+
+    Raises:
+        ValueError: A hyperparameter out of range.
+    """
+    return chain(
+        scale_by_sm3(b2, eps, keep_greatest),
+        identity() if b1 is None else running_mean(b1),
+        add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
 

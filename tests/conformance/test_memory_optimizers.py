@@ -194,3 +194,25 @@ def test_pytorch_optimizers_adam_mini_keeps_all_squares_of_embeddings_and_one_of
     apart = deviation(ours(tx, torch.float32, MODEL), theirs(make, torch.float32, shapes=MODEL))
     noted("pytorch_optimizer (float32)", "adam mini", apart)
     assert apart <= FLOAT32
+
+
+@pytest.mark.parametrize("b2", [None, 0.9])
+def test_optax_sm3_is_followed(b2: float | None, noted: Noted) -> None:
+    oracle = optax.chain(
+        optax.scale_by_sm3(0.9, 1.0 if b2 is None else b2),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(optax_rate),
+    )
+    tx = eb.sm3(schedule, b2=b2, eps=1e-8, **DECAY)
+    apart = deviation(ours(tx, shapes=KERNELS), theirs_of_optax(oracle, KERNELS))
+    noted("optax", "sm3" if b2 is None else "sm3, averaged", apart)
+    assert apart <= FLOAT64
+
+
+@pytest.mark.parametrize("b2", [None, 0.9])
+def test_pytorch_optimizers_sm3_is_followed(b2: float | None, noted: Noted) -> None:
+    make = from_pytorch_optimizer("SM3", momentum=0.9, beta=b2 or 0.0)
+    tx = eb.sm3(schedule, b2=b2, keep_greatest=b2 is not None)
+    apart = deviation(ours(tx, shapes=KERNELS), theirs(make, shapes=KERNELS))
+    noted("pytorch_optimizer", "sm3" if b2 is None else "sm3, averaged", apart)
+    assert apart <= FLOAT64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,6 +92,28 @@ def adam_mini(rows: int | None) -> Follow:
     return follow
 
 
+def sm3(b1: float, b2: float | None, eps: float, greatest: bool) -> Follow:
+    """By the slices of each element, one by one."""
+
+    def follow(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
+        mean = torch.zeros_like(p)
+        kept = [torch.zeros(size, dtype=p.dtype) for size in p.shape]
+        for done, g in enumerate(grads):
+            total = torch.zeros_like(p)
+            for index in itertools.product(*map(range, p.shape)):
+                least = min(float(one[place]) for one, place in zip(kept, index, strict=True))
+                square = float(g[index]) ** 2
+                total[index] = least + square if b2 is None else b2 * least + (1 - b2) * square
+            for dim, one in enumerate(kept):
+                new = torch.stack([slice.max() for slice in total.unbind(dim)])
+                kept[dim] = torch.maximum(new, one) if greatest else new
+            mean = b1 * mean + (1 - b1) * g / (total + eps).sqrt()
+            p = p - lr(done) * (mean + 0.1 * p)
+            yield p
+
+    return follow
+
+
 def largest(p: Tensor) -> tuple[int, int] | None:
     return {3: (0, 2), 2: (0, 1)}.get(p.ndim)
 
@@ -128,6 +151,12 @@ FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
     ),
     "adam mini, tensors": (eb.adam_mini(schedule, labels="tensor", **DECAY), adam_mini(None)),
     "adam mini, rows": (eb.adam_mini(schedule, labels="row", **DECAY), adam_mini(1)),
+    "sm3": (eb.sm3(schedule, **DECAY), sm3(0.9, None, 1e-30, greatest=False)),
+    "sm3, averaged": (eb.sm3(schedule, b1=None, b2=0.9, eps=1e-8, **DECAY), sm3(0.0, 0.9, 1e-8, greatest=False)),
+    "sm3, averaged, greatest": (
+        eb.sm3(schedule, b1=None, b2=0.9, keep_greatest=True, **DECAY),
+        sm3(0.0, 0.9, 1e-30, greatest=True),
+    ),
     "came": (eb.came(schedule, b2=0.99, b3=0.999, **DECAY), came),
 }  # fmt: skip
 

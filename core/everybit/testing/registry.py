@@ -17,7 +17,7 @@ from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
-from everybit.memory_aliases import adafactor, adam_mini, came
+from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.more_aliases import (
     adabelief,
     adan,
@@ -166,6 +166,8 @@ _BUILDS: dict[str, Build] = {
     ),
     "came": lambda lr: came(lr, weight_decay=0.1),
     "adam mini": lambda lr: adam_mini(lr, head_size=3, weight_decay=0.1, labels=_mini_block),
+    "sm3": lambda lr: sm3(lr, weight_decay=0.1),
+    "sm3 averaged": lambda lr: sm3(lr, b1=None, b2=0.9, eps=1e-8, keep_greatest=True),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

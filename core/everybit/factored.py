@@ -1,8 +1,8 @@
-"""Second moments of a tensor from their means along two of its dimensions, as Adafactor keeps them.
+r"""Second moments of a tensor from their means along two of its dimensions, as Adafactor keeps them.
 
-Of a matrix V with row means r and column means c, the estimate is :math:`r c^\\top / \\operatorname{mean} r`: it has V's row and column means.
-A slot holds ``{"rows": r, "columns": c}`` of a tensor that is factored, with a dimension of 1 where a mean was taken, and V itself of any
-other.
+Of a matrix V with row means r and column means c, the estimate is :math:`r c^\top / \operatorname{mean} r`, which has V's row and column
+means. A slot holds ``{"rows": r, "columns": c}`` of a tensor that is factored, with a dimension of 1 where a mean was taken, and V itself
+of any other.
 """
 
 from __future__ import annotations

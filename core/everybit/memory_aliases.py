@@ -95,9 +95,7 @@ def adafactor(
     else:
         after = [subtract_decayed_weights(weight_decay, rate, 1.0)]
     return chain(
-        scale_by_factored_rms(
-            beta2_decay, b2_cap, eps1, clip_threshold, dimensions, min_size_to_factor, step_offset
-        ),
+        scale_by_factored_rms(beta2_decay, b2_cap, eps1, clip_threshold, dimensions, min_size_to_factor, step_offset),
         *first,
         *before,
         size,

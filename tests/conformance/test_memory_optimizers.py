@@ -145,10 +145,10 @@ def of_the_authors(params: list[Tensor]) -> Any:
     return came_pytorch.CAME(params, lr=PEAK, **CAME)
 
 
-@pytest.mark.parametrize("oracle", ["authors", "pytorch_optimizer"])
+@pytest.mark.parametrize("oracle", ["came-pytorch", "pytorch_optimizer"])
 def test_came_is_followed(oracle: str, noted: Noted) -> None:
     """pytorch_optimizer's for vectors, too: the release of 4.1.0 does not scale the momentum itself any more."""
-    make = of_the_authors if oracle == "authors" else from_pytorch_optimizer("CAME", **CAME)
+    make = of_the_authors if oracle == "came-pytorch" else from_pytorch_optimizer("CAME", **CAME)
     tx = eb.came(schedule, b2=0.99, b3=0.999, **DECAY)
     apart = deviation(ours(tx, shapes=KERNELS), theirs(make, shapes=KERNELS))
     noted(oracle, "came", apart)
@@ -170,7 +170,7 @@ def test_the_authors_adam_mini_is_followed(noted: Noted) -> None:
 
     tx = eb.adam_mini(schedule, head_size=3, mask=lambda path, _: "norm" not in path and "bias" not in path, **DECAY)
     apart = deviation(ours(tx, shapes=MODEL), theirs(make, shapes=MODEL))
-    noted("authors", "adam mini", apart)
+    noted("adam-mini", "adam mini", apart)
     assert apart <= FLOAT64
 
 

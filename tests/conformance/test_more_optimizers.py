@@ -19,7 +19,6 @@ from tests.support.following import (
     STEPS,
     Tensors,
     deviation,
-    gradients,
     ours,
     ours_with_averages,
     rate,
@@ -116,6 +115,14 @@ def test_optimis_stable_adamw_is_followed(noted: Noted) -> None:
     assert apart <= FLOAT64
 
 
+def test_lucidrains_adam_atan2_is_followed(noted: Noted) -> None:
+    package: Any = pytest.importorskip("adam_atan2_pytorch.adam_atan2")
+    oracle = theirs(lambda params: package.AdamAtan2(params, lr=PEAK, b=0.5, **DECAY))
+    apart = deviation(ours(eb.adam_atan2(schedule, b=0.5, **DECAY)), oracle)
+    noted("adam-atan2-pytorch", "adam atan2", apart)
+    assert apart <= FLOAT64
+
+
 OF_TIMM: dict[str, tuple[Callable[[], eb.Transform[Any]], str, dict[str, Any]]] = {
     "adopt": (lambda: eb.adopt(schedule, clip_power=0.333, **DECAY), "Adopt", {"decoupled": True, **DECAY}),
     "lamb": (lambda: eb.lamb(schedule, max_grad_norm=1.0, **DECAY), "Lamb", DECAY),
@@ -154,7 +161,7 @@ def test_timm_is_followed(name: str, noted: Noted, monkeypatch: pytest.MonkeyPat
     foreach = {} if cls == "Mars" else {"foreach": False}
     # Counts and corrections of timm's are in torch's default dtype.
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
-    oracle = theirs(from_timm(cls, lr=PEAK, **foreach, **options), varying=name != "laprop")
+    oracle = theirs(from_timm(cls, None, lr=PEAK, **foreach, **options), varying=name != "laprop")
     apart = deviation(ours(make()), oracle)
     noted("timm", name, apart)
     assert apart <= FLOAT64

@@ -160,6 +160,7 @@ FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
     "came": (eb.came(schedule, b2=0.99, b3=0.999, **DECAY), came),
 }  # fmt: skip
 
+
 @pytest.mark.parametrize("name", FORMULAS)
 def test_it_is_the_papers_formula(name: str) -> None:
     transform, follow = FORMULAS[name]
@@ -181,8 +182,17 @@ def test_adam_minis_heads_have_a_second_moment_each() -> None:
 
 
 def test_adam_minis_blocks_are_told_by_names() -> None:
-    matrix = ["embed.weight", "layers.0.q_proj.weight", "layers.0.o_proj.weight", "layers.0.mlp.up.weight", "other.weight"]
-    params = {name: torch.ones(4, 4) for name in matrix} | {"layers.0.norm.weight": torch.ones(4), "q_proj.bias": torch.ones(4)}
+    matrix = [
+        "embed.weight",
+        "layers.0.q_proj.weight",
+        "layers.0.o_proj.weight",
+        "layers.0.mlp.up.weight",
+        "other.weight",
+    ]
+    params = {name: torch.ones(4, 4) for name in matrix} | {
+        "layers.0.norm.weight": torch.ones(4),
+        "q_proj.bias": torch.ones(4),
+    }
     expected = dict(zip(params, ["row", "head", "row", "row", "tensor", "tensor", "element"], strict=True))
     assert dict(zip(params, eb.tree.label(eb.AdamMiniBlocks(), params), strict=True)) == expected
     state: Any = eb.adam_mini(head_size=2).init(params)

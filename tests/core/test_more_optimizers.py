@@ -185,9 +185,18 @@ def novograd(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
         yield p
 
 
+def adam_atan2(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
+    for t in range(1, STEPS + 1):
+        mean = decayed_mean(grads[:t], 0.9) / (1 - 0.9**t)
+        square = decayed_mean([x * x for x in grads[:t]], 0.99) / (1 - 0.99**t)
+        p = p - lr(t - 1) * (1.5 * torch.atan2(mean, 0.5 * square.sqrt()) + 0.1 * p)
+        yield p
+
+
 DECAY: dict[str, Any] = {"weight_decay": 0.1}
 FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
     "ademamix": (eb.ademamix(schedule, alpha_warmup=150, b3_warmup=150, **DECAY), ademamix),
+    "adam-atan2": (eb.adam_atan2(schedule, a=1.5, b=0.5, **DECAY), adam_atan2),
     "adopt": (eb.adopt(schedule, b2=0.99, **DECAY), adopt(0.25, nesterov=False)),
     "adopt, unclipped, nesterov": (
         eb.adopt(schedule, b2=0.99, clip_power=None, nesterov=True, **DECAY),
@@ -339,3 +348,14 @@ def test_a_tensor_without_norm_is_moved_by_a_ratio_of_one() -> None:
     params, gradient = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     moved, _ = optimizer.step(params, gradient, optimizer.init(params))
     assert torch.equal(moved, torch.full((3,), -PEAK, dtype=torch.float64))
+
+
+def test_adam_atan2_has_angles_where_there_are_no_squares() -> None:
+    """Of a gradient whose square is zero in float32, and of no gradient."""
+    params = torch.zeros(4)
+    gradient = torch.tensor([1e-30, -1e-30, 0.0, 1e-3])
+    optimizer = eb.with_policy(eb.adam_atan2(1.0, a=1.0), eb.policies.FP32)
+    moved, _ = optimizer.step(params, gradient, optimizer.init(params))
+    expected = torch.tensor([-math.pi / 2, math.pi / 2, 0.0, -math.pi / 4])
+    # Of a half-way point of pi, rounded twice, and of the moments' roundings.
+    torch.testing.assert_close(moved, expected, rtol=0, atol=8 * 2.0**-24)

@@ -41,9 +41,7 @@ def gradients(dtype: torch.dtype = torch.float64, shapes: Shapes = SHAPES) -> li
     return [{name: value + 0.5 for name, value in _draw(step, dtype, shapes).items()} for step in range(1, STEPS + 1)]
 
 
-def ours(
-    transform: eb.Transform[Any], dtype: torch.dtype = torch.float64, shapes: Shapes = SHAPES
-) -> list[Tensors]:
+def ours(transform: eb.Transform[Any], dtype: torch.dtype = torch.float64, shapes: Shapes = SHAPES) -> list[Tensors]:
     """The weights after each step of a transform."""
     return [weights for weights, _ in ours_with_averages(transform, dtype, shapes)]
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from everybit.adaptive_aliases import adam_atan2
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
@@ -168,6 +169,7 @@ _BUILDS: dict[str, Build] = {
     "adam mini": lambda lr: adam_mini(lr, head_size=3, weight_decay=0.1, labels=_mini_block),
     "sm3": lambda lr: sm3(lr, weight_decay=0.1),
     "sm3 averaged": lambda lr: sm3(lr, b1=None, b2=0.9, eps=1e-8, keep_greatest=True),
+    "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

@@ -131,7 +131,10 @@ class _OfWholeTensors:
 
 @dataclass(frozen=True, slots=True)
 class ScaleByParameterRms(_OfWholeTensors):
-    r"""Multiply each parameter's update by the root mean square of the parameter: :math:`u \leftarrow \max(\epsilon_2, \operatorname{rms}\, p) \, u`.
+    r"""Multiply each parameter's update by the root mean square of the parameter.
+
+    .. math::
+        u \leftarrow \max(\epsilon_2, \operatorname{rms}\, p) \, u
 
     Args:
         eps2: :math:`\epsilon_2`, at least zero: the least root mean square, so that parameters of zeros can be trained.

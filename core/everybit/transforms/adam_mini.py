@@ -136,7 +136,7 @@ class AdamMiniBlocks:
         name = plain_name(path).lower()
         if not name or name.isdecimal():
             raise ValueError(
-                f"adam_mini: params{path} has no name, by which it could be seen what shares a second moment; accepted are named parameters,"
+                f"adam_mini: params{path} has no name, which would tell what shares a second moment; accepted are named parameters,"
                 " such as model.named_parameters(), or labels=."
             )
         if "bias" in name:
@@ -146,7 +146,7 @@ class AdamMiniBlocks:
         if any(one in name for one in ("q_proj", "k_proj", "wq", "wk", "query", "key")):
             if not self.heads:
                 raise ValueError(
-                    f"head_size: got None, and {plain_name(path)!r} is a query or key by its name; accepted is the number of rows of a head."
+                    f"head_size: got None, and {plain_name(path)!r} is a query or key by its name; accepted is a head's number of rows."
                 )
             return "head"
         return "row" if any(one in name for one in _BY_ROW) else "tensor"

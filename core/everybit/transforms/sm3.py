@@ -36,8 +36,8 @@ class ScaleBySm3:
         u_t(i) = \frac{g_t(i)}{\sqrt{\nu_t(i) + \epsilon}} \qquad
         \mu_t(r) = \max_{i \in r} \nu_t(i)
 
-    where r goes over the slices of a tensor along its dimensions: the rows and the columns of a matrix. A vector has a sum for each element,
-    and SM3 is Adagrad. Where :math:`\nu = 0` the update is zero.
+    where r goes over the slices of a tensor along its dimensions: the rows and the columns of a matrix. A vector has a sum for each
+    element, and SM3 is Adagrad. Where :math:`\nu = 0` the update is zero.
 
     Args:
         b2: Average, :math:`\nu_t = \beta_2 \min \mu_{t-1} + (1-\beta_2) g_t^2`, with a decay rate in [0, 1); None: sum, as the paper.
@@ -82,7 +82,7 @@ class ScaleBySm3:
         b2 = None if self.b2 is None else at(self.b2, ctx.step, name="b2")
 
         def sums(g: Tensor, old: Any) -> Tensor:
-            least = reduce(torch.minimum, old.values()) if isinstance(old, dict) else old
+            least: Tensor = reduce(torch.minimum, old.values()) if isinstance(old, dict) else old
             # Vectors: a tensor without dimensions would take the dtype of the decay rate.
             square, before = (g * g).reshape(-1), least.expand(g.shape).reshape(-1)
             return (before + square if b2 is None else b2 * before + (1 - b2) * square).reshape(g.shape)

@@ -9,7 +9,7 @@ stored.
 """
 
 from everybit import policies, tree
-from everybit.adaptive_aliases import adam_atan2
+from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.axis import Axis, Local
 from everybit.barriers import sqrt
@@ -105,6 +105,7 @@ from everybit.transforms.averages import average_weights, mean_weights, power_av
 from everybit.transforms.belief import scale_by_belief
 from everybit.transforms.came import scale_by_came
 from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
+from everybit.transforms.d_adaptation import dadapt_adam
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.lion import scale_by_lion
@@ -146,19 +147,19 @@ __all__ = [
     "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at",
     "average_weights", "averaged_descent", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious",
     "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "constant_schedule",
-    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "exponential_decay_schedule", "identity",
-    "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
-    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "nadam",
-    "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "partition",
+    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "exponential_decay_schedule",
+    "identity", "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars",
+    "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked",
+    "mean_weights", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "partition",
     "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights",
     "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance", "relative_step_schedule", "require_step", "rmsprop",
     "rprop", "running_mean", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini",
     "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms",
     "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms",
     "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam",
-    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_sgd",
-    "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sm3", "sqrt", "stable_adamw", "state", "state_dict",
-    "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree", "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
-    "yogi", "zero_nans",
+    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",
+    "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sm3", "sqrt", "stable_adamw", "state",
+    "state_dict", "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree",
+    "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule",
+    "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

@@ -141,6 +141,17 @@ OF_TIMM: dict[str, tuple[Callable[[], eb.Transform[Any]], str, dict[str, Any]]] 
     ),
     "adan": (lambda: eb.adan(schedule, **DECAY), "Adan", DECAY),
     "adan, no prox": (lambda: eb.adan(schedule, proximal=False, **DECAY), "Adan", {"no_prox": True, **DECAY}),
+    "lion": (lambda: eb.lion(schedule, **DECAY), "Lion", DECAY),
+    "lion, cautious": (
+        lambda: eb.chain(eb.cautious(eb.scale_by_lion()), eb.add_decayed_weights(0.1), eb.scale_by_learning_rate(schedule)),
+        "Lion",
+        {"caution": True, **DECAY},
+    ),
+    "lion, corrected decay": (
+        lambda: eb.chain(eb.scale_by_lion(), eb.add_corrected_decay(0.1, schedule, PEAK), eb.scale_by_learning_rate(schedule)),
+        "Lion",
+        {"corrected_weight_decay": True, **DECAY},
+    ),
     "laprop": (lambda: eb.laprop(PEAK), "LaProp", {"eps": 1e-15}),
     "mars": (
         lambda: eb.mars(schedule, b1=0.9, **DECAY),
@@ -167,18 +178,14 @@ def test_timm_is_followed(name: str, noted: Noted, monkeypatch: pytest.MonkeyPat
     assert apart <= FLOAT64
 
 
-@pytest.mark.parametrize("adam", [False, True])
-@pytest.mark.parametrize(("warmup", "r"), [(0, 0.0), (30, 2.0)])
-def test_schedulefree_is_followed_in_both_of_its_modes(adam: bool, warmup: int, r: float, noted: Noted) -> None:
-    """It switches its parameters between modes at each step here; ours stay where they are."""
+def in_both_modes(name: str, averages: list[Tensors], **options: Any) -> Callable[[list[Tensor]], Any]:
+    """An optimizer of ``schedulefree`` that notes its averages after each step, switching to them and back."""
     schedulefree = pytest.importorskip("schedulefree")
-    cls = schedulefree.AdamWScheduleFree if adam else schedulefree.SGDScheduleFree
-    averages: list[Tensors] = []
 
     class InBothModes:
         def __init__(self, params: list[Tensor]) -> None:
             self.params = params
-            self.inner = cls(params, lr=PEAK, warmup_steps=warmup, r=r, weight_decay=0.1)
+            self.inner = getattr(schedulefree, name)(params, lr=PEAK, weight_decay=0.1, **options)
             self.param_groups = self.inner.param_groups
             self.inner.train()
 
@@ -188,11 +195,40 @@ def test_schedulefree_is_followed_in_both_of_its_modes(adam: bool, warmup: int, 
             averages.append(dict(zip(start(), (p.detach().clone() for p in self.params), strict=True)))
             self.inner.train()
 
-    oracle = theirs(InBothModes)
-    make = eb.schedule_free_adamw if adam else eb.schedule_free_sgd
-    found = ours_with_averages(make(schedule, warmup_steps=warmup, r=r, weight_decay=0.1))
+    return InBothModes
+
+
+SCHEDULE_FREE: dict[str, tuple[Callable[[], eb.Transform[Any]], str, dict[str, Any]]] = {
+    "schedule-free sgd": (lambda: eb.schedule_free_sgd(schedule, **DECAY), "SGDScheduleFree", {}),
+    "schedule-free sgd, warmed up": (
+        lambda: eb.schedule_free_sgd(schedule, warmup_steps=30, r=2.0, **DECAY),
+        "SGDScheduleFree",
+        {"warmup_steps": 30, "r": 2.0},
+    ),
+    "schedule-free adamw": (lambda: eb.schedule_free_adamw(schedule, **DECAY), "AdamWScheduleFree", {}),
+    "schedule-free adamw, warmed up": (
+        lambda: eb.schedule_free_adamw(schedule, warmup_steps=30, r=2.0, **DECAY),
+        "AdamWScheduleFree",
+        {"warmup_steps": 30, "r": 2.0},
+    ),
+    "schedule-free radam": (lambda: eb.schedule_free_radam(schedule, r=1.0, **DECAY), "RAdamScheduleFree", {"r": 1.0}),
+    "schedule-free radam, sgd": (
+        lambda: eb.schedule_free_radam(schedule, sgd_phase=True, **DECAY),
+        "RAdamScheduleFree",
+        {"silent_sgd_phase": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_schedulefree_is_followed_in_both_of_its_modes(name: str, noted: Noted) -> None:
+    """It switches its parameters between modes at each step here; ours stay where they are."""
+    make, cls, options = SCHEDULE_FREE[name]
+    averages: list[Tensors] = []
+    oracle = theirs(in_both_modes(cls, averages, **options))
+    found = ours_with_averages(make())
     trained, evaluated = deviation([one[0] for one in found], oracle), deviation([one[1] for one in found], averages)
-    noted("schedulefree", f"schedule-free {'adamw' if adam else 'sgd'}", max(trained, evaluated))
+    noted("schedulefree", name, max(trained, evaluated))
     assert max(trained, evaluated) <= FLOAT64
 
 
@@ -220,6 +256,30 @@ def test_prodigyopt_is_followed(options: dict[str, Any], same: dict[str, Any], n
     apart = deviation(ours(tx), oracle)
     assert made[0].param_groups[0]["d"] > 1.5e-3, "the estimate has grown"
     noted("prodigyopt", "prodigy", apart)
+    assert apart <= FLOAT64 * 10
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"weight_decay": 0.1}, {"decouple": True, "weight_decay": 0.1}),
+        ({"growth_rate": 1.02}, {"growth_rate": 1.02}),
+        ({"bias_correction": True}, {"use_bias_correction": True}),
+    ],
+)
+def test_dadaptation_is_followed(options: dict[str, Any], same: dict[str, Any], noted: Noted) -> None:
+    """As Prodigy."""
+    dadaptation = pytest.importorskip("dadaptation")
+    made: list[Any] = []
+
+    def make(params: list[Tensor]) -> Any:
+        made.append(dadaptation.DAdaptAdam(params, d0=1e-3, **same))
+        return made[0]
+
+    oracle = theirs(make, factor=5)
+    apart = deviation(ours(eb.dadapt_adam(lambda done: 5 * schedule(done), d0=1e-3, **options)), oracle)
+    assert made[0].param_groups[0]["d"] > 1.5e-3, "the estimate has grown"
+    noted("dadaptation", "dadapt adam", apart)
     assert apart <= FLOAT64 * 10
 
 

@@ -96,6 +96,7 @@ def formula(
 def deviation(found: list[Tensors], expected: list[Tensors]) -> float:
     """The largest difference of two runs, over the largest weight."""
     assert len(found) == len(expected) == STEPS
+    assert all(bool(value.isfinite().all()) for run in (found, expected) for one in run for value in one.values())
     largest = max(float(value.abs().max()) for one in expected for value in one.values())
     apart = max(
         float((one[name] - other[name]).abs().max())

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from everybit.adaptive_aliases import adam_atan2
+from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
@@ -44,6 +44,7 @@ from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
 from everybit.transforms.averages import average_weights, power_average_weights
 from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
+from everybit.transforms.d_adaptation import dadapt_adam
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.prodigy import prodigy
@@ -170,6 +171,10 @@ _BUILDS: dict[str, Build] = {
     "sm3": lambda lr: sm3(lr, weight_decay=0.1),
     "sm3 averaged": lambda lr: sm3(lr, b1=None, b2=0.9, eps=1e-8, keep_greatest=True),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
+    "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
+    "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),
+    "schedule-free radam": lambda lr: schedule_free_radam(lr, b2=0.9, r=1.0, weight_decay=0.1),
+    "schedule-free radam sgd": lambda lr: schedule_free_radam(lr, b2=0.9, sgd_phase=True),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

@@ -27,6 +27,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "adam": (lambda: eb.adam(1e-2, b2=0.95), lambda: optax.adam(1e-2, b2=0.95)),
     "adam, eps_root": (lambda: eb.adam(1e-2, eps_root=1e-3), lambda: optax.adam(1e-2, eps_root=1e-3)),
+    "amsgrad, corrected": (lambda: eb.adam(1e-2, b2=0.95, amsgrad="corrected"), lambda: optax.amsgrad(1e-2, b2=0.95)),
     "adamw": (lambda: eb.adamw(1e-2, weight_decay=0.1), lambda: optax.adamw(1e-2, weight_decay=0.1)),
     "lion": (lambda: eb.lion(1e-3, weight_decay=0.1), lambda: optax.lion(1e-3, weight_decay=0.1)),
     "rmsprop, eps outside": (

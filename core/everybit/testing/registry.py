@@ -114,6 +114,7 @@ _BUILDS: dict[str, Build] = {
     "averaged": lambda lr: chain(sgd(lr), average_weights(lambda step: 0.9 - _decay(step), start=2)),
     "averaged by a power": lambda lr: chain(sgd(lr), power_average_weights()),
     "adam amsgrad": lambda lr: adam(lr, amsgrad=True),
+    "adam amsgrad corrected": lambda lr: adam(lr, amsgrad="corrected"),
     "nadam": lambda lr: nadam(lr, weight_decay=0.1, decoupled_weight_decay=True),
     "radam": lambda lr: radam(lr, b2=0.9, weight_decay=0.1),
     "adagrad": lambda lr: adagrad(lr, lr_decay=0.01, initial_accumulator_value=0.1),

@@ -16,6 +16,8 @@ from everybit.barriers import sqrt
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
+from everybit.combinators.conditional import conditionally, freezable, freeze, unfreeze
+from everybit.combinators.ema_nesterov import ema_nesterov
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
@@ -43,7 +45,7 @@ from everybit.formats import (
     StateFormat,
     Stochastic,
 )
-from everybit.labels import by_name, label_table, layerwise_decay
+from everybit.labels import by_name, label_table, layerwise_decay, mup_scales
 from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.metrics import Metrics, with_metrics
 from everybit.more_aliases import (
@@ -65,6 +67,7 @@ from everybit.more_aliases import (
 )
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
+from everybit.outer import outer_gradient
 from everybit.per_tensor import Members
 from everybit.piecewise_schedules import (
     cosine_one_cycle_schedule,
@@ -87,6 +90,7 @@ from everybit.schedules import (
     warmup_cosine_decay_schedule,
     warmup_stable_decay_schedule,
 )
+from everybit.sharpness import sam_point
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
 from everybit.transform import Cut, Elementwise, SlotDecay, Transform
 from everybit.transforms.adadelta import scale_by_adadelta
@@ -146,20 +150,21 @@ __all__ = [
     "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay",
     "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at",
     "average_weights", "averaged_descent", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious",
-    "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "constant_schedule",
-    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "exponential_decay_schedule",
-    "identity", "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars",
-    "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked",
-    "mean_weights", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "partition",
-    "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights",
-    "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance", "relative_step_schedule", "require_step", "rmsprop",
-    "rprop", "running_mean", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini",
-    "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms",
-    "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms",
-    "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam",
+    "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally",
+    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "ema_nesterov",
+    "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules",
+    "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict",
+    "lookahead", "mars", "masked", "mean_weights", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias",
+    "novograd", "one_cycle_schedule", "outer_gradient", "partition", "piecewise_constant_schedule", "piecewise_interpolate_schedule",
+    "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy", "proximal_decay", "radam",
+    "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "rprop", "running_mean", "sam_point", "scale",
+    "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax",
+    "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars",
+    "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam",
+    "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam",
     "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",
     "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sm3", "sqrt", "stable_adamw", "state",
-    "state_dict", "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree",
+    "state_dict", "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree", "unfreeze",
     "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule",
     "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

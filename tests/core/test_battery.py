@@ -171,12 +171,6 @@ def test_vmap_over_the_step_itself_draws_each_members_own_bits() -> None:
         testing.assert_same_bits(got, expected, f"member {index}")
 
 
-def test_check_all_says_which_check_failed() -> None:
-    with pytest.raises(AssertionError) as caught:
-        testing.check_all(lambda lr: MutatesItsInput())
-    assert "'pure'" in caught.value.__notes__[0]
-
-
 # Liars. Each breaks one promise.
 
 

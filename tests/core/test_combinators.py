@@ -363,13 +363,13 @@ def test_a_parameter_that_is_none_is_a_hole_everywhere() -> None:
     at: dict[str, Any] = {"w": torch.ones(2), "frozen": None, "rest": [torch.ones(()), None]}
     g = {"w": torch.ones(2), "frozen": None, "rest": [torch.ones(()), None]}
     for name, build in testing.REGISTRY.items():
-        if name in ("partition", "masked"):  # want a matrix too
+        if name in ("partition", "masked", "adam mini"):  # want a matrix too
             continue
         optimizer = eb.with_policy(build(0.1), eb.policies.FP32)
         after, state = optimizer.step(at, g, optimizer.init(at))
         assert after["frozen"] is None, name
         assert after["rest"][1] is None, name
-        assert [path for path in eb.tree.paths(state) if "frozen" in path] == [], name
+        assert [path for path in eb.tree.paths(state) if "'frozen'" in path] == [], name
 
 
 def test_a_missing_gradient_is_named() -> None:

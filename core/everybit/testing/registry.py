@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from everybit import tree
 from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
+from everybit.combinators.conditional import conditionally, freezable
+from everybit.combinators.ema_nesterov import ema_nesterov
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
+from everybit.context import Context
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
 from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.more_aliases import (
@@ -74,6 +80,14 @@ def _mini_block(path: str, leaf: Tensor) -> str:
     if leaf.ndim > 1:
         return "row" if len(leaf) % 3 else "head"
     return "element" if path.endswith("['b']") else "tensor"
+
+
+def _dimensions(_path: str, leaf: Tensor) -> str:
+    return "tensor" if leaf.ndim else "number"
+
+
+def _is_large(updates: Any, ctx: Context) -> Tensor:
+    return ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))) > 4.0
 
 
 _decay = warmup_cosine_decay_schedule(0.1, 3, 50, end=0.01)
@@ -140,6 +154,14 @@ _BUILDS: dict[str, Build] = {
     "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2, share=0.3)),
     "injected": lambda lr: inject_hyperparameters(adamw(lr), "b1", "weight_decay"),
     "large updates skipped": lambda lr: skip_large_updates(adamw(lr), 20.0),
+    "ema nesterov": lambda lr: chain(ema_nesterov(adamw(lr), lambda done: 0.1 * _decay(done) + 0.3, 0.9)),
+    "conditionally": lambda lr: conditionally(adamw(lr), lambda done: done % 2 == 0),
+    "conditionally by updates": lambda lr: chain(
+        conditionally(clip_by_global_norm(1.0), torch.tensor(1.0), judge=_is_large, otherwise="pass"), sgd(lr)
+    ),
+    "freezable": lambda lr: freezable(
+        {"tensor": adamw(lr), "number": sgd(lr, momentum=0.9)}, _dimensions, frozen=("number",)
+    ),
     "ademamix": lambda lr: ademamix(lr, b3=0.99, alpha_warmup=3, b3_warmup=4, eps_root=1e-12),
     "adopt": lambda lr: adopt(lr, nesterov=True, weight_decay=0.1),
     "adopt unclipped": lambda lr: adopt(lr, eps=0.1, clip_power=None, weight_decay=0.1, decay_at_first=True),

@@ -216,7 +216,7 @@ def measure(case: Case, seconds: float, shapes: list[Shape]) -> Result:
         one.step()
     turns = list(zip(optimizers, samples, strict=False))
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(result.samples) < 6:
+    while time.perf_counter() < end or len(result.samples) < 3:
         turns.append(turns.pop(0))
         for one, found in turns:
             found.append(seconds_of(one.step, "cpu"))

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 @pytest.mark.parametrize("case", [Case("", "adafactor", False, False), Case("", "lamb", True, False)])
 def test_a_case_has_a_time_and_temporaries_of_all_three(case: Case) -> None:
     result = measure(case, 0.0, [(3, 2), (4,)])
-    assert len(result.samples) == len(result.adamw_samples) >= 6
+    assert len(result.samples) == len(result.adamw_samples) >= 3
     assert min(result.peak, result.adamw_peak) > 0
     assert result.peer != "torch" or (len(result.peer_samples) == len(result.samples) and result.peer_peak > 0)
     assert len(cells(result)) == len(reductions.COLUMNS)

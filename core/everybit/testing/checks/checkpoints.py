@@ -8,13 +8,13 @@ import torch
 
 from everybit import tree
 from everybit.optimizer import with_policy
-from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
+from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 
 
-def check_resume_equals_continue(build: Build) -> None:
+def check_resume_equals_continue(build: Build, stored: Stored = STORED) -> None:
     """Saved, loaded with ``weights_only=True`` into a state freshly made, and continued: the bits of a run never interrupted."""
-    for dtype, policy in STORED:
+    for dtype, policy in stored:
         optimizer, params = with_policy(build(LEARNING_RATE), policy, seed=7), example_params(dtype)
         state = optimizer.init(params)
         for step in range(1, 4):

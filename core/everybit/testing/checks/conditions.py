@@ -19,8 +19,11 @@ Build = Callable[[Hyperparameter], Transform[Any]]
 LEARNING_RATE = 0.05
 """Large, so that a step is felt in every format."""
 
+Stored = tuple[tuple[torch.dtype, Policy], ...]
+"""Dtypes of parameters, each with a policy that stores them."""
+
 # What a stored step is tried under: all exact, and all that is lossy or random.
-STORED: tuple[tuple[torch.dtype, Policy], ...] = (
+STORED: Stored = (
     (torch.float32, policies.FP32),
     (torch.bfloat16, policies.LEAN_BF16),
     (torch.float16, policies.TIGHT_BF16),

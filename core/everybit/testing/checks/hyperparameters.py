@@ -10,12 +10,12 @@ import torch
 from everybit import tree
 from everybit.hyperparameters import hyperparameters, map_hyperparameters
 from everybit.optimizer import with_policy
-from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
+from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 from everybit.transform import Transform
 
 
-def check_hyperparameters_are_data(build: Build) -> None:
+def check_hyperparameters_are_data(build: Build, stored: Stored = STORED) -> None:
     """A hyperparameter may be a 0-d tensor wherever its field accepts one: the same bits as with the number, and no look at its value.
 
     That is how compiled steps get hyperparameters, so that another value is no other code. A transform may take a number for what it is,
@@ -26,7 +26,7 @@ def check_hyperparameters_are_data(build: Build) -> None:
         # Each as it is, and each at zero, where transforms like to take another way.
         given = numbers if value is None else _at_zero(numbers)
         tensors = map_hyperparameters(lambda _name, x: torch.as_tensor(x, dtype=torch.float64), given)
-        for dtype, policy in STORED:
+        for dtype, policy in stored:
             one, other = (with_policy(x, policy, unsafe="allow") for x in (given, tensors))
             params = example_params(dtype)
             params["w"][0] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1.0, 2.0])

@@ -9,7 +9,7 @@ from everybit import tree
 from everybit.optimizer import with_policy
 from everybit.scalars import Hyperparameter
 from everybit.schedules import warmup_cosine_decay_schedule
-from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, at_step
+from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored, at_step
 from everybit.testing.examples import assert_same_bits, assert_same_kind, example_grads, example_params
 
 
@@ -41,7 +41,7 @@ def check_pure(build: Build) -> None:
         _no_shared_memory("what Optimizer.step returns", out, params=params, grads=grads, state=stored)
 
 
-def check_state_is_a_fixed_point(build: Build) -> None:
+def check_state_is_a_fixed_point(build: Build, stored: Stored = STORED) -> None:
     """A state keeps structure, shapes, dtypes and devices over any number of steps, and updates those of the gradients.
 
     Whatever the learning rate is given as, and, under a policy, whatever dtype the gradients come in.
@@ -62,16 +62,16 @@ def check_state_is_a_fixed_point(build: Build) -> None:
                 updates, state = transform.update(grads, state, params, at_step(step))
                 assert_same_kind(updates, grads, f"updates of step {step}, learning rate {rate!r}")
                 assert_same_kind(state, first, f"state after step {step}, learning rate {rate!r}")
-    for dtype, policy in STORED:
+    for dtype, policy in stored:
         optimizer = with_policy(build(LEARNING_RATE), policy)
         for grad_dtype in (torch.float32, torch.bfloat16, torch.float16):
             params = before = example_params(dtype)
-            stored = initial = optimizer.init(params)
+            now = initial = optimizer.init(params)
             for step in (1, 2, 3):
-                params, stored = optimizer.step(params, example_grads(params, step, dtype=grad_dtype), stored)
+                params, now = optimizer.step(params, example_grads(params, step, dtype=grad_dtype), stored)
                 assert_same_kind(params, before, f"{dtype} parameters after step {step} with {grad_dtype} gradients")
                 assert_same_kind(
-                    stored, initial, f"state of {dtype} parameters after step {step} with {grad_dtype} gradients"
+                    now, initial, f"state of {dtype} parameters after step {step} with {grad_dtype} gradients"
                 )
 
 

@@ -17,7 +17,7 @@ from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.parts import needs_whole_tensors, transforms_in
 from everybit.per_tensor import Members
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
-from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
+from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.checks.cuts import flattened, promises, stored_slots
 from everybit.testing.checks.parts import decided
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
@@ -28,7 +28,7 @@ AGREEMENT = 1e-5
 The 58 elements of the examples, added up in float32 in another order, differ by at most 58 * 2**-24 = 3.5e-6 of their magnitudes."""
 
 
-def check_shards_equal_whole(build: Build) -> None:
+def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
     """The pieces of a model, stepped on the ranks of a sharded run, get the bits that the whole model gets.
 
     The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors: one for each tensor, and then, of a
@@ -40,7 +40,7 @@ def check_shards_equal_whole(build: Build) -> None:
     the whole contributes to a reduction has to be what its pieces contribute together, a maximum exactly, and a sum to the rounding of
     another order of addition; pieces and whole then go on with the same number.
     """
-    for dtype, policy in STORED:
+    for dtype, policy in stored:
         params = example_params(dtype)
         transform = decided(build(LEARNING_RATE), params)
         sizes = [leaf.numel() for leaf in tree.leaves(params)]

@@ -37,7 +37,7 @@ from everybit.optimizer import with_policy
 from everybit.policy import Policy
 from everybit.policy_names import PolicyName, with_name_resolved
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
-from everybit.transform import Cut, Transform
+from everybit.transform import Cut, Transform, eval_params
 from everybit.transforms.prodigy import prodigy
 
 OptimizerName = Literal[
@@ -111,6 +111,12 @@ class NamedOptimizer:
         if getattr(transform, "per_tensor", False):
             return "per tensor"
         return "over everything" if transform.reduces else "none"
+
+    @property
+    def has_evaluation_weights(self) -> bool:
+        """Whether other weights are to be evaluated than those that are trained, such as an average of them."""
+        transform, params = self.function(), torch.empty(EXAMPLE, device="meta")
+        return eval_params(transform, params, transform.init(params)) is not params
 
     def slots(self, **arguments: Any) -> tuple[str, ...]:
         """Return the names of what it keeps for each parameter.

@@ -54,6 +54,11 @@ def test_an_entry_says_what_its_function_says(name: OptimizerName) -> None:
         assert one.link in doc
 
 
+def test_those_with_other_weights_for_evaluation_say_so() -> None:
+    found = {name for name, one in eb.optimizers().items() if one.has_evaluation_weights}
+    assert found == {"asgd", "schedule_free_sgd", "schedule_free_adamw"}
+
+
 def test_hyperparameters_choose_what_is_kept() -> None:
     found = eb.optimizers()
     assert found["sgd"].slots() == ()

@@ -13,10 +13,12 @@ import everybit as eb
 from everybit_torch.cli.errors import FAILED, OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
+from everybit_torch.cli.optimizers import Chosen, require_policies
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
-from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject, unit_of
+from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject, unit_of, usable_strategies
+from everybit_torch.cli.whole_tensors import is_whole
 from everybit_torch.sharded.plan import Plan
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 
@@ -81,22 +83,30 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
         raise OptionError("--reserve", options.reserve, f"less than --memory, which is {options.memory}")
     chosen = subject(options)
     policies = dict(map(named_policy, options.policies or _defaults(chosen)))
+    require_policies(chosen.optimizer, policies)
     if options.out is not None:
         check_out(options.out)
-    choices = plan_all(policies, STRATEGIES, partial(planned, options, chosen, ranks=options.ranks), console)
+    strategies = usable_strategies(chosen, STRATEGIES, console)
+    choices = plan_all(policies, strategies, partial(planned, options, chosen, ranks=options.ranks), console)
     best = best_of(choices, budget)
-    enough = {} if best else _enough_ranks(options, chosen, policies, budget)
+    sharded = "optim_grads_params" in strategies
+    enough = {} if best or not sharded else _enough_ranks(options, chosen, policies, budget)
     title = (
-        f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {options.optimizer}, {options.ranks} ranks of"
+        f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {chosen.optimizer.shown}, {options.ranks} ranks of"
         f" {_sized(memory)}, {_sized(reserve)} of it reserved; units: {chosen.unit_names}."
     )
     console.print(title, highlight=False)
     show(_sheet(choices, best, budget), console)
-    said = _reasons(choices, best, budget, policies, options) if best else _too_small(choices, enough, budget)
+    said = (
+        _reasons(choices, best, budget, policies, options, chosen.optimizer)
+        if best
+        else _too_small(choices, enough, budget)
+    )
     for line in said:
         console.print(line, highlight=False)
     results = {
-        "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options), "budget": budget,
+        "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options),
+        "optimizer": chosen.optimizer.described(), "budget": budget,
         "advice": {"policy": best.policy, "strategy": best.strategy} if best else None, "reasons": said, "enough_ranks": enough,
         "choices": [
             {
@@ -170,7 +180,8 @@ def _sheet(choices: list[Planned], best: Planned | None, budget: int) -> Sheet:
         f"{unit} of one rank at the step's peak. The budget is {_sized(budget)}; what is in brackets exceeds it."
         + (" The arrow points to what is advised." if best else "")
     )
-    sheet = Sheet(("", *(name.replace("_params", "_\nparams") for name in STRATEGIES)), caption=caption)
+    strategies = dict.fromkeys(one.strategy for one in choices)
+    sheet = Sheet(("", *(name.replace("_params", "_\nparams") for name in strategies)), caption=caption)
     for policy in dict.fromkeys(choice.policy for choice in choices):
         cells = []
         for one in (one for one in choices if one.policy == policy):
@@ -187,8 +198,8 @@ def _sized(nbytes: int) -> str:
 
 
 def _reasons(
-    choices: list[Planned], best: Planned, budget: int, policies: dict[str, eb.Policy], options: AdviseOptions
-) -> list[str]:
+    choices: list[Planned], best: Planned, budget: int, policies: dict[str, eb.Policy], options: AdviseOptions, optimizer: Chosen
+) -> list[str]:  # fmt: skip
     plan = best.plan
     said = [
         f"{best.policy} under {best.strategy}: {_sized(plan.peak_bytes)} at the peak, {_sized(budget - plan.peak_bytes)} of"
@@ -205,11 +216,14 @@ def _reasons(
         if one.policy == best.policy and one.plan.wire_bytes < plan.wire_bytes
     ]
     written = f"eb.policies.{best.policy}" if best.policy in eb.policies.PRESETS else f'load_policy("{best.policy}...")'
-    if options.ranks == 1 and options.optimizer == "adamw":
+    if options.ranks == 1 and optimizer.shown == "adamw":
         said.append(f"As code: AdamW(model.parameters(), policy={written}, flat_gradients=True)")
+    elif options.ranks == 1 or is_whole(optimizer):
+        given = "".join(f", {name}={value!r}" for name, value in optimizer.given_to_torch().items())
+        said.append(f"As code: create({optimizer.name!r}, model, policy={written}{given})")
     else:
         said.append(
-            f"As code: FlatStepper(model, eb.{options.optimizer}(...), policy={written}, strategy={best.strategy!r}, units=[...])"
+            f"As code: FlatStepper(model, {optimizer.code}, policy={written}, strategy={best.strategy!r}, units=[...])"
         )
     return said
 

@@ -37,6 +37,11 @@ class Chosen:
         return self.entry.name
 
     @property
+    def learning_rate(self) -> float:
+        """That which was given, or the optimizer's default."""
+        return float(self.given.get("learning_rate", self.entry.learning_rate))
+
+    @property
     def shown(self) -> str:
         """As it is typed."""
         return ",".join([self.entry.name, *(f"{name}={_typed(value)}" for name, value in self.given.items())])
@@ -129,7 +134,7 @@ def require_policies(optimizer: Chosen, policies: Mapping[str, Any], option: str
     """
     for name, policy in policies.items():
         if (reason := refusal(optimizer, policy)) is not None:
-            got = f"{name}, which {optimizer.shown} refuses ({reason})"
+            got = f"{name}, which {optimizer.name} refuses ({reason})"
             raise OptionError(option, got, "policies under which its state moves")
 
 

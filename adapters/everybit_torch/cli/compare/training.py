@@ -15,6 +15,7 @@ from everybit_torch.cli.compare.model import ModelSize, Transformer, loss_of
 from everybit_torch.cli.compare.options import CompareOptions, optimizer_of
 from everybit_torch.cli.compare.results import Point, Probe, Record
 from everybit_torch.cli.device import timed, wait_for
+from everybit_torch.cli.optimizers import Chosen
 from everybit_torch.evaluation import evaluation_weights
 
 WARMUP_SHARE = 0.1
@@ -34,6 +35,7 @@ class Trainee:
         options: The optimizer and its hyperparameters.
         device: Where the model lives.
         autocast: Compute in bfloat16 where ``torch.autocast`` does.
+        optimizer: With all its hyperparameters; None: as the options say.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Trainee:
         options: CompareOptions,
         device: torch.device,
         autocast: bool = False,
+        optimizer: Chosen | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
@@ -54,7 +57,7 @@ class Trainee:
         self.model = new_model(size, seed).to(device=device, dtype=getattr(torch, policy.model_dtype))
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         gains = [p for p in self.model.parameters() if p.ndim <= 1]
-        chosen = optimizer_of(options)
+        chosen = optimizer_of(options) if optimizer is None else optimizer
         exempt = {"weight_decay": 0.0} if "weight_decay" in chosen.torch_names else {}
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, **exempt}]
         self.optimizer = chosen.create(groups, policy=policy, compile=options.compile, seed=seed)

@@ -54,7 +54,8 @@ def create(
 ) -> TorchOptimizer:
     """Return the torch optimizer of this name: of its own class where it has one (``"adamw"`` is :class:`AdamW`).
 
-    All its hyperparameters are in ``param_groups``, so that groups and schedulers can have values of their own.
+    All its hyperparameters are in ``param_groups``, so that groups and schedulers can have values of their own; of a class with torch's
+    signature torch's, and those that are given.
 
     Args:
         name: One of :func:`everybit.optimizers`.

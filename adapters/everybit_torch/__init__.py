@@ -16,10 +16,13 @@ from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
 from everybit_torch.creating import create
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.evaluation import evaluation_weights
+from everybit_torch.freezing import freeze, unfreeze
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, NAdam, RAdam, Rprop
 from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.outer import OuterOptimizer
+from everybit_torch.sharpness import sam_weights
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
 from everybit_torch.weight_decay import weight_decay_groups
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
@@ -98,6 +101,7 @@ __all__ = [
     "NAdam",
     "NonFinite",
     "Offload",
+    "OuterOptimizer",
     "Plan",
     "RAdam",
     "RMSprop",
@@ -110,6 +114,7 @@ __all__ = [
     "enable_gradient_release",
     "evaluation_weights",
     "export_weights",
+    "freeze",
     "import_weights",
     "latest_checkpoint",
     "load_audit",
@@ -118,8 +123,10 @@ __all__ = [
     "load_sharded",
     "load_sharded_into",
     "plan",
+    "sam_weights",
     "save_checkpoint",
     "save_safetensors",
     "save_sharded",
+    "unfreeze",
     "weight_decay_groups",
 ]

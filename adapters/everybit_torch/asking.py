@@ -209,6 +209,9 @@ def ask_without_elements(
 ) -> NeedsReductionError | None:
     """Run a transform on a chunk of a unit without elements; return the reduction that ``axis`` does not answer, None if there is none."""
     tensor, state = without_elements(unit)
+    if needs_whole_tensors(optimizer.transform):
+        # The state of a matrix is not that of a vector.
+        state = optimizer.init([tensor])
     none = torch.empty_like(tensor, dtype=torch.float32)
     ctx = eb.Context(first_element=unit.first, axis=axis, members=no_members_of(unit), due=due)
     # Where there are no elements nothing has to be decoded.

@@ -131,10 +131,10 @@ def export_piece(optimizer: eb.Optimizer[Any], tensor: Tensor, state: OptimizerS
         optimizer: How they are stored.
         tensor: The parameter.
         state: Of it.
-        into: Of its shape.
+        into: Of as many elements.
     """
     (weights,) = optimizer.export_fp32([tensor], state)
-    into.copy_(weights)
+    into.view(weights.shape).copy_(weights)
 
 
 def begin_again(optimizer: eb.Optimizer[Any], tensor: Tensor, state: OptimizerState[Any]) -> None:

@@ -104,11 +104,12 @@ def _all_partial_results(
     """Yield the partial results for the first reduction whose total is still unknown; nothing if ``totals`` answer all.
 
     The first is that of a chunk without elements, which a process that has nothing to step contributes too. A transform that must see whole
-    tensors is not run on one: its parts are in one process.
+    tensors is run on one only where there is nothing to step.
     """
     if not parts[0].optimizer.transform.reduces:
         return
-    if not reads.promises(parts[0].optimizer, parts[0].unit).whole:
+    whole = reads.promises(parts[0].optimizer, parts[0].unit).whole
+    if not whole or all(part.grad is None for part in parts):
         pending = _pending_reduction(parts[0], totals, reads)
         if pending is None:
             return

@@ -205,6 +205,8 @@ class Unit:
     ) -> Iterator[tuple[slice, Unit]]:
         """Cut a flat unit into pieces without members, for work that goes through a long buffer a part at a time.
 
+        One that is not flat is one piece.
+
         Args:
             elements: Of a piece, or about as many: pieces begin at multiples of a block.
             on_shared: What a piece has in the place of a count, and of other state that is not cut. Copies: every piece counts from the
@@ -214,6 +216,9 @@ class Unit:
         Yields:
             Which elements a piece is, and the piece, whose tensor and state are views; one without elements of a unit without.
         """
+        if not self.flat:
+            yield slice(0, self.tensor.numel()), self
+            return
         if stops is None:
             size, numel = max(elements // self.block, 1) * self.block, self.tensor.numel()
             stops = (min(start + size, numel) for start in range(0, max(numel, 1), size))

@@ -15,6 +15,8 @@ from everybit.barriers import sqrt
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
+from everybit.combinators.conditional import conditionally, freezable, freeze, unfreeze
+from everybit.combinators.ema_nesterov import ema_nesterov
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
@@ -41,7 +43,7 @@ from everybit.formats import (
     StateFormat,
     Stochastic,
 )
-from everybit.labels import by_name, label_table, layerwise_decay
+from everybit.labels import by_name, label_table, layerwise_decay, mup_scales
 from everybit.metrics import Metrics, with_metrics
 from everybit.more_aliases import (
     adabelief,
@@ -63,6 +65,7 @@ from everybit.more_aliases import (
 from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizers
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
+from everybit.outer import outer_gradient
 from everybit.per_tensor import Members
 from everybit.piecewise_schedules import (
     cosine_one_cycle_schedule,
@@ -85,6 +88,7 @@ from everybit.schedules import (
     warmup_cosine_decay_schedule,
     warmup_stable_decay_schedule,
 )
+from everybit.sharpness import sam_point
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
 from everybit.transform import Cut, Elementwise, SlotDecay, Transform
 from everybit.transforms.adadelta import scale_by_adadelta
@@ -138,19 +142,20 @@ __all__ = [
     "accumulate", "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay",
     "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at",
     "average_weights", "averaged_descent", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "cautious",
-    "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "constant_schedule",
-    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "exponential_decay_schedule", "identity",
-    "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
-    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "nadam",
-    "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "optimizers", "partition",
+    "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally",
+    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "ema_nesterov",
+    "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters", "inverse_sqrt_schedule",
+    "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule",
+    "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "mup_scales", "nadam", "named_chain",
+    "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "optimizers", "outer_gradient", "partition",
     "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights",
     "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance", "require_step", "rmsprop", "rprop",
-    "running_mean", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adamax", "scale_by_adan",
+    "running_mean", "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adamax", "scale_by_adan",
     "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion",
     "scale_by_nadam", "scale_by_novograd", "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_running_square",
     "scale_by_sign", "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free",
     "schedule_free_adamw", "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sqrt",
-    "stable_adamw", "state", "state_dict", "subtract_decayed_weights", "tiger", "torch_adafactor", "trace", "tree",
+    "stable_adamw", "state", "state_dict", "subtract_decayed_weights", "tiger", "torch_adafactor", "trace", "tree", "unfreeze",
     "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule",
     "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

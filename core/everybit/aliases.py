@@ -8,7 +8,7 @@ from everybit.combinators.chain import Chain, chain
 from everybit.combinators.masked import masked
 from everybit.scalars import Hyperparameter, Scalar
 from everybit.transform import Transform
-from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.adam import Amsgrad, scale_by_adam
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.stateless import identity, scale, scale_by_learning_rate
@@ -59,7 +59,7 @@ def adam(
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-8,
     eps_root: Hyperparameter = 0.0,
-    amsgrad: bool = False,
+    amsgrad: Amsgrad = False,
     weight_decay: Hyperparameter = 0.0,
     maximize: bool = False,
 ) -> Chain:
@@ -93,7 +93,7 @@ def adamw(
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-8,
     eps_root: Hyperparameter = 0.0,
-    amsgrad: bool = False,
+    amsgrad: Amsgrad = False,
     weight_decay: Hyperparameter = 1e-2,
     fully_decoupled: bool = False,
     max_learning_rate: Scalar | None = None,

@@ -354,7 +354,7 @@ class Optimizer(Generic[S]):
         """Return the bytes that persist between steps for these parameters, by use, without allocating them.
 
         Keys: ``parameter``, ``compensation`` (parts of parameters beside the model's tensor), ``gradient``, each slot by name, and
-        ``counters``.
+        ``counters``. A slot called ``gradient``, as that of :func:`everybit.accumulate`, is counted with the gradients.
         """
         formats = self.formats(params)
         shadow = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
@@ -366,7 +366,9 @@ class Optimizer(Generic[S]):
             leaf.numel() * torch_dtype(one.grads_main).itemsize
             for leaf, one in zip(tree.leaves(shadow), formats, strict=True)
         )
-        return table | state_bytes(state.inner, counters=state.step.nbytes)
+        for use, size in state_bytes(state.inner, counters=state.step.nbytes).items():
+            table[use] = table.get(use, 0) + size
+        return table
 
 
 def with_policy(

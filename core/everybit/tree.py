@@ -77,11 +77,37 @@ def state(cls: C) -> C:
     register(cls, flatten, unflatten, path_entry_type=optree.DataclassEntry, namespace=NAMESPACE)
     torch_pytree.register_pytree_node(
         cls,
-        lambda node: (list(flatten(node)[0]), None),
-        lambda children, _: cls(*children),
+        lambda node: ([_with_holes(child) for child in flatten(node)[0]], None),
+        lambda children, _: cls(*(_without_holes(child) for child in children)),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
     )
     return cls
+
+
+class _Hole:
+    """Stands for None inside of a state's field where torch's own trees look: to them None is a leaf, which ``torch.func.vmap`` refuses."""
+
+
+torch_pytree.register_pytree_node(
+    _Hole, lambda _: ([], None), lambda *_: _Hole(), serialized_type_name=f"{__name__}._Hole"
+)
+
+
+def _with_holes(node: Any) -> Any:
+    """A field with a mark for each None inside. A field that is None stays: in the ``in_dims`` of ``vmap`` it says that it has no batch."""
+    if isinstance(node, dict):
+        return {key: _Hole() if child is None else _with_holes(child) for key, child in node.items()}
+    if type(node) in (tuple, list):
+        return type(node)(_Hole() if child is None else _with_holes(child) for child in node)
+    return node
+
+
+def _without_holes(node: Any) -> Any:
+    if isinstance(node, _Hole):
+        return None
+    if isinstance(node, dict):
+        return {key: _without_holes(child) for key, child in node.items()}
+    return type(node)(_without_holes(child) for child in node) if type(node) in (tuple, list) else node
 
 
 def slot_fields(node: object) -> dict[str, bool] | None:

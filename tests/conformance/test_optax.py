@@ -27,6 +27,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "adam": (lambda: eb.adam(1e-2, b2=0.95), lambda: optax.adam(1e-2, b2=0.95)),
     "adam, eps_root": (lambda: eb.adam(1e-2, eps_root=1e-3), lambda: optax.adam(1e-2, eps_root=1e-3)),
+    "amsgrad, corrected": (lambda: eb.adam(1e-2, b2=0.95, amsgrad="corrected"), lambda: optax.amsgrad(1e-2, b2=0.95)),
     "adamw": (lambda: eb.adamw(1e-2, weight_decay=0.1), lambda: optax.adamw(1e-2, weight_decay=0.1)),
     "lion": (lambda: eb.lion(1e-3, weight_decay=0.1), lambda: optax.lion(1e-3, weight_decay=0.1)),
     "rmsprop, eps outside": (
@@ -89,6 +90,16 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "normalized": (
         lambda: eb.chain(eb.normalize_by_global_norm(2.0, 0.1), eb.scale(-0.1)),
         lambda: optax.chain(optax.normalize_by_update_norm(2.0, 0.1), optax.scale(-0.1)),
+    ),
+    "only at some steps": (
+        lambda: eb.chain(eb.conditionally(eb.adam(1e-2), lambda done: done % 3 != 1)),
+        lambda: optax.transforms.conditionally_mask(optax.adam(1e-2), lambda step: step % 3 != 1),
+    ),
+    "passed on at other steps": (
+        lambda: eb.chain(eb.conditionally(eb.adam(1e-2), lambda done: done >= 7, otherwise="pass"), eb.scale(0.1)),
+        lambda: optax.chain(
+            optax.transforms.conditionally_transform(optax.adam(1e-2), lambda step: step >= 7), optax.scale(0.1)
+        ),
     ),
     "accumulated": (lambda: eb.accumulate(eb.adam(1e-2), 3), lambda: optax.MultiSteps(optax.adam(1e-2), 3)),
 }

@@ -189,3 +189,55 @@ def test_a_decay_rate_in_the_state_asks_for_a_format_that_follows_every_rate() -
     eb.with_policy(eb.lion(0.1, b2=0.5), policy)
     with pytest.raises(ValueError, match="momentum"):
         eb.with_policy(eb.inject_hyperparameters(eb.lion(0.1, b2=0.5), "b2"), policy)
+
+
+def widths(width: int, heads: int = 2) -> dict[str, Tensor]:
+    shapes = {
+        "embed.weight": (11, width),
+        "hidden.weight": (3 * width, width),
+        "conv.weight": (width, width, 3),
+        "norm.weight": (width,),
+        "head.weight": (5, width),
+        "scale": (heads,),
+    }
+    return {name: torch.ones(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # Table 8 of the paper: Adam's hidden matrices by 1 / fan-in, and nothing else; SGD's vectors by their width.
+        ("adam", {"hidden.weight": 1 / 8, "conv.weight": 1 / 8}),
+        ("sgd", {"embed.weight": 8.0, "norm.weight": 8.0, "head.weight": 8.0}),
+    ],
+)
+def test_learning_rates_are_scaled_by_width(kind: Any, expected: dict[str, float]) -> None:
+    params = widths(32)
+    tx = eb.mup_scales(params, widths(4), kind)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert {name: float(u.mean()) for name, u in updates.items()} == {name: expected.get(name, 1.0) for name in params}
+    same = eb.mup_scales(params, params, kind)
+    updates, _ = same.update(params, same.init(params), params)
+    assert all(torch.equal(u, params[name]) for name, u in updates.items())
+
+
+def test_widths_that_differ_have_the_ratio_of_both() -> None:
+    wide, narrow = {"w": torch.ones(12, 32)}, {"w": torch.ones(4, 4, device="meta")}
+    for kind, factor in (("adam", 1 / 8), ("sgd", 3 / 8)):
+        tx = eb.mup_scales(wide, narrow, kind)  # type: ignore[arg-type]
+        updates, _ = tx.update(wide, tx.init(wide), wide)
+        assert float(updates["w"].mean()) == factor
+        assert eb.label_table(tx.labels, wide).splitlines()[0].startswith({"adam": "1/8:", "sgd": "3/8:"}[kind])
+
+
+def test_widths_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^base: has other names than params, head\.weight in one of them only\."):
+        eb.mup_scales(widths(8), {name: p for name, p in widths(4).items() if "head" not in name})
+    with pytest.raises(ValueError, match=r"^base: w has the shape \(2,\), and \(4, 4\) in params"):
+        eb.mup_scales({"w": torch.ones(4, 4)}, {"w": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"^params: w of the shape \(4, 4, 4\) has 3 widths"):
+        eb.mup_scales({"w": torch.ones(4, 4, 4)}, {"w": torch.ones(2, 2, 2)})
+    with pytest.raises(ValueError, match=r"^params: w of the shape \(4, 3, 4\) has 2 widths, .* the first two"):
+        eb.mup_scales({"w": torch.ones(4, 3, 4)}, {"w": torch.ones(2, 3, 2)})
+    with pytest.raises(ValueError, match=r"^kind: got 'lion'; accepted are 'adam' and 'sgd'"):
+        eb.mup_scales(widths(8), widths(4), "lion")  # type: ignore[arg-type]

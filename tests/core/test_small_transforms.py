@@ -285,3 +285,44 @@ def test_lookahead() -> None:
 def test_what_makes_no_sense_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_gradients_ahead_of_the_weights(decay: float) -> None:
+    """As the authors' two calls a step do it: ahead along the mean of the moves, and the optimizer's step from there."""
+    schedule = eb.join_schedules(
+        [eb.constant_schedule(0.0), eb.linear_schedule(0.6, 0.1, 100), eb.constant_schedule(0.0)], [20, 150]
+    )
+    weights = draws(0)
+    mean, momentum = (each(torch.zeros_like, weights) for _ in range(2))
+    tx = eb.chain(eb.ema_nesterov(eb.sgd(RATE, momentum=0.5, weight_decay=0.1), schedule, decay))
+    params, state = draws(0), tx.init(draws(0))
+    for step in range(STEPS):
+        share = float(schedule(torch.tensor(step)))
+        # What the optimizer sees is ahead of the weights.
+        there = each(lambda x, m, share=share: x + share * m, weights, mean)
+        grads = each(lambda g, y: g + 0.1 * y, draws(step + 1), there)
+        momentum = each(lambda m, g: 0.5 * m + g, momentum, each(lambda g, y: g + 0.1 * y, grads, there))
+        new = each(lambda y, m: y - RATE * m, there, momentum)
+        mean = each(lambda m, x, old: decay * m + (1 - decay) * (x - old), mean, new, weights)
+        weights = new
+        updates, state = tx.update(each(lambda g, y: g + 0.1 * y, draws(step + 1), params), state, params)
+        params = eb.apply_updates(params, updates)
+        for name, value in tx.eval_params(params, state).items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_lookahead_it_is_the_optimizer() -> None:
+    follow(eb.ema_nesterov(eb.adamw(0.1), 0.0), _as_reference(eb.adamw(0.1)))
+    with pytest.raises(ValueError, match=r"^decay: got 1\.0"):
+        eb.ema_nesterov(eb.adamw(0.1), 0.5, 1.0)
+
+
+def _as_reference(tx: eb.Transform[Any]) -> Reference:
+    state = [tx.init(draws(0))]
+
+    def reference(step: int, grads: Params, params: Params) -> Params:
+        updates, state[0] = tx.update(grads, state[0], params)
+        return updates
+
+    return reference

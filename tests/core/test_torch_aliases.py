@@ -71,6 +71,23 @@ def test_nadam_with_constant_momentum() -> None:
     assert greatest_difference(run_ours(ours, torch.float64), run_formula(step)) <= FLOAT64_BOUND
 
 
+def test_amsgrad_of_squares_whose_bias_is_corrected() -> None:
+    b1, b2, eps = 0.9, 0.99, 1e-8
+
+    def step(t: int, p: Tensor, g: Tensor, own: dict[str, Tensor]) -> Tensor:
+        m = own["m"] = b1 * own.get("m", torch.zeros_like(g)) + (1 - b1) * g
+        v = own["v"] = b2 * own.get("v", torch.zeros_like(g)) + (1 - b2) * g**2
+        own["w"] = torch.maximum(own.get("w", torch.zeros_like(g)), v / (1 - b2**t))
+        return -0.01 * m / (1 - b1**t) / (own["w"].sqrt() + eps)
+
+    ours = eb.adam(0.01, b1=b1, b2=b2, eps=eps, amsgrad="corrected")
+    assert greatest_difference(run_ours(ours, torch.float64), run_formula(step)) <= FLOAT64_BOUND
+    as_torch = run_ours(eb.adam(0.01, b1=b1, b2=b2, eps=eps, amsgrad=True), torch.float64)
+    assert greatest_difference(as_torch, run_formula(step)) > 1e-3
+    with pytest.raises(ValueError, match=r"^amsgrad: got 'torch'; accepted are True, False and 'corrected'"):
+        eb.adam(amsgrad="torch")  # type: ignore[arg-type]
+
+
 def test_amsgrad_keeps_the_greatest_square() -> None:
     tx = eb.scale_by_adam(b2=0.5, amsgrad=True)
     params = [torch.zeros(1, dtype=torch.float64)]

@@ -17,7 +17,7 @@ import torch
 import everybit as eb
 from everybit_torch.config import OptimizerConfig, load_config
 from everybit_torch.config.algorithms import ALGORITHMS as NAMES_OF_ALGORITHMS
-from tests.support.pages import Page, launch_by_torchrun, pages_with_blocks, run_page, without_what_is_taken_away
+from tests.support.pages import ROOT, Page, launch_by_torchrun, pages_with_blocks, run_page, without_what_is_taken_away
 
 
 def check_readme(names: dict[str, Any], printed: str, folder: Path) -> None:
@@ -52,7 +52,13 @@ def check_transforms(names: dict[str, Any], printed: str, folder: Path) -> None:
 
 
 def check_own_optimizer(names: dict[str, Any], printed: str, folder: Path) -> None:
-    """The table that the page shows is printed, what freezes is refused, and the policy trains as float32 does."""
+    """The tables that the page shows are printed, what freezes is refused, and the policy trains as float32 does, on two ranks, too."""
+    shown = re.findall(r"```text\n(.*?)```", (ROOT / "docs/tutorials/write_an_optimizer.md").read_text(), re.DOTALL)
+    (checked,) = (text for text in shown if text.startswith("ademamix: keeps"))
+    assert checked in printed
+    (broken,) = (text for text in shown if text.startswith("Normalized"))
+    assert all(line.removesuffix(" ...") in printed for line in broken.splitlines() if line != "...")
+    assert (folder / "checkpoint").is_dir()
     assert (
         "{'parameter': 2.0, 'compensation': 2.0, 'gradient': 2, 'momentum': 2.0, 'slow': 4.0, 'variance': 2.0}"
         in printed
@@ -89,6 +95,12 @@ def check_learned_rate(names: dict[str, Any], printed: str, folder: Path) -> Non
     assert float(names["lean_derivative"]) == pytest.approx(float(names["float32_derivative"]), rel=0.02)
     assert float(names["derivative"]) == pytest.approx(float(names["difference"]), rel=1e-7)
     assert names["after"] < 0.7 * names["before"]
+
+
+def check_hypergradients(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """100 steps have the first three digits of the derivative at the optimum. (The implicit ones are compared on the page.)"""
+    assert float(names["unrolled"]) == pytest.approx(float(names["exact"]), rel=1e-3)
+    assert int(names["losses"].argmin()) not in (0, 31)
 
 
 def check_adapters(names: dict[str, Any], printed: str, folder: Path) -> None:
@@ -249,6 +261,7 @@ PAGES = {
         check=check_choice,
     ),
     "docs/tutorials/meta_learning_rate.md": Page(check=check_learned_rate),
+    "docs/how-to/differentiate_training.md": Page(check=check_hypergradients),
     "docs/tutorials/lora_in_bf16.md": Page(check=check_adapters),
     "docs/tutorials/shard_a_model.md": Page(
         smaller={"--steps 20": "--steps 2", "--steps 40": "--steps 4"}, check=check_sharded
@@ -291,6 +304,17 @@ def test_what_takes_long_on_a_page_comes_to_what_it_says(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     page = "docs/tutorials/write_an_optimizer.md"
     assert "compiled_loss" in run_page(page, Page(), tmp_path, slow=True)
+
+
+@pytest.mark.exhaustive
+def test_an_optimizer_of_ones_own_runs_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``torchrun`` itself, with two processes."""
+    monkeypatch.chdir(tmp_path)
+    page = "docs/tutorials/write_an_optimizer.md"
+    names = run_page(page, Page(launcher=launch_by_torchrun), tmp_path)
+    check_own_optimizer(names, capfd.readouterr().out, tmp_path)
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everybit_torch.sharded.layout import Layout, ParameterSpec, boxes, build
+from everybit_torch.sharded.layout import Group, Layout, ParameterSpec, boxes, build
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (5, 1), (2, 3, 4), (3, 1, 5), (4, 3, 2), (2, 2, 2, 3)]
 
@@ -80,6 +81,38 @@ def test_every_element_lies_in_exactly_one_rank(layout: Layout) -> None:
     assert hash(layout) == hash(
         build(sorted(layout.specs, key=lambda s: s.name), shards=layout.shards, units=layout.units)
     )
+
+
+@given(layouts())
+@settings(max_examples=100, deadline=None)
+def test_whole_tensors_lie_in_one_share_each(given: Layout) -> None:
+    specs = [dataclasses.replace(spec, whole=spec.label == "decay") for spec in given.specs]
+    layout = build(specs, shards=given.shards, units=given.units)
+    seen: dict[str, list[int]] = {spec.name: [] for spec in specs}
+    for group in layout.groups:
+        assert group.padded % layout.shards == 0
+        shares = [list(group.slices(*group.shard(rank, layout.shards))) for rank in range(layout.shards)]
+        for slices in shares:
+            for s in slices:
+                seen[s.placement.spec.name] += range(s.low, s.high)
+                assert s.high - s.low == s.placement.spec.numel or not s.placement.spec.whole
+        if group.label == "decay":
+            # Graham's bound: 4/3 of the best that there is, which is at least the mean and the largest tensor.
+            least = max(-(-group.numel // layout.shards), *(place.spec.numel for place in group.placements))
+            assert 3 * (group.padded // layout.shards) <= 4 * max(least, _second(group, layout.shards))
+    assert seen == {spec.name: list(range(spec.numel)) for spec in specs}
+
+
+def _second(group: Group, shards: int) -> int:
+    """With more tensors than shares, one share holds two of the ``shards + 1`` largest: another bound of the best there is."""
+    sizes = sorted((place.spec.numel for place in group.placements), reverse=True)
+    return sizes[shards - 1] + sizes[shards] if len(sizes) > shards else 0
+
+
+def test_groups_with_fewer_tensors_than_ranks_lie_on_different_ranks() -> None:
+    specs = [ParameterSpec((f"p{n}",), (5,), torch.float32, unit=n, whole=True) for n in range(4)]
+    layout = build(specs, shards=4, units=[f"u{n}" for n in range(4)])
+    assert [group.placements[0].start // 5 for group in layout.groups] == [0, 1, 2, 3]
 
 
 def test_padding_is_small_where_whole_rows_would_multiply_memory() -> None:

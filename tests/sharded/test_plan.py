@@ -163,6 +163,9 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
     ),
     (None, False, 1, eb.sgd(1e-3)),  # whose step takes less than the norm of the gradient
     (eb.policies.LEAN_BF16, True, 1, lamb(1e-3)),  # whose norms of each parameter are computed from all slots
+    # Whole tensors, with factors in the place of a slot; ranks without a tensor.
+    (eb.policies.LEAN_BF16, True, 1, eb.chain(eb.clip_by_global_norm(1.0), eb.torch_adafactor(1e-3))),
+    (None, False, 2, eb.novograd(1e-3)),
 ]
 
 

@@ -335,12 +335,6 @@ def test_main_weights_in_float64_train_as_float64_does(dtype: Any) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------------------------
 
 
-class Trust(eb.transforms.stateless.Identity):  # type: ignore[name-defined, misc]
-    """Says that it must see whole tensors."""
-
-    cut = "tensor"
-
-
 def meta() -> nn.Module:
     with torch.device("meta"):
         return nn.Linear(2, 2)
@@ -371,7 +365,6 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: FlatStepper(Addend((2,)), eb.adamw), TypeError, r"transform: got .*which has no"),  # type: ignore[arg-type]
     (lambda: FlatStepper(nn.Module(), eb.sgd(0.1)), ValueError, r"model: has no parameters"),
     (lambda: FlatStepper(meta(), eb.sgd(0.1)), ValueError, r"model: is on the meta device.*everybit plan"),
-    (lambda: FlatStepper(Addend((2,)), Trust()), ValueError, r"transform: got .*whole tensors \(cut 'tensor'\)"),
     (
         lambda: FlatStepper(Addend((2,)).bfloat16(), eb.adamw(1e-3), policy=eb.policies.PURE_BF16),
         ValueError,

@@ -48,6 +48,13 @@ def test_an_agent_in_bfloat16_learns_under_a_policy_and_not_without(example: Any
     assert found["LEAN_BF16"] > 1.5 * found["PURE_BF16"]
 
 
+@pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16"])
+def test_a_population_has_the_bits_of_its_members_alone(policy: str, example: Any) -> None:
+    losses = example("population").main(["--steps", "15", "--check", "2", "--policy", policy])
+    assert len(losses) == 32
+    assert min(losses.values()) < 0.1 * losses[min(losses)]
+
+
 def test_the_sharded_programs_learn_in_one_process(example: Any, tmp_path: Path) -> None:
     for name, arguments in (("sharded_fsdp2", []), ("sharded_stepper", ["--out", str(tmp_path)])):
         losses = example(name).main(["--steps", "5", *arguments])
@@ -64,7 +71,7 @@ def test_a_program_is_listed_and_fits_on_one_page(path: Path) -> None:
     assert 'if __name__ == "__main__":' in source
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "lora", "reinforcement", "sharded_fsdp2", "sharded_stepper"])
+@pytest.mark.parametrize("name", ["nanogpt", "lora", "population", "reinforcement", "sharded_fsdp2", "sharded_stepper"])
 def test_a_program_explains_its_options(name: str, example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         example(name).main(["--help"])

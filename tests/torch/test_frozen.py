@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import everybit as eb
-from everybit_torch import AdamW
+import everybit_torch
+from everybit_torch import AdamW, TorchOptimizer
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 
@@ -138,3 +139,91 @@ def test_a_parameter_put_into_a_group_joins_it() -> None:
     got, expected = train(model, optimizer, 3, start=2), train(reference, theirs, 3, start=2)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# freeze, unfreeze
+
+
+def moments(optimizer: AdamW, parameter: nn.Parameter) -> list[Any]:
+    return [value.clone() for value in optimizer.state[parameter].values()]
+
+
+@pytest.mark.parametrize(("layout", "flat_gradients"), [("flat", False), ("flat", True), ("tree", False)])
+@pytest.mark.parametrize("policy", ["LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"])
+def test_frozen_in_mid_run_keeps_weights_and_state_and_changes_no_bit_elsewhere(
+    policy: Any, layout: Any, flat_gradients: bool
+) -> None:
+    frozen, never = Awkward(torch.bfloat16), Awkward(torch.bfloat16)
+    arguments: dict[str, Any] = {"lr": 1e-2, "policy": policy, "layout": layout, "flat_gradients": flat_gradients}
+    mine, other = AdamW(frozen.parameters(), **arguments), AdamW(never.parameters(), **arguments)
+    train(frozen, mine, 3)
+    train(never, other, 3)
+    assert everybit_torch.freeze(frozen, "mat*", "other") == ["matrix", "other"]
+    matrix, other_one = frozen.matrix.detach().clone(), frozen.other.detach().clone()
+    state = moments(mine, frozen.matrix)
+    train(frozen, mine, 3, start=3, without=without_frozen(frozen))
+    train(never, other, 3, start=3)
+    assert torch.equal(frozen.matrix, matrix)
+    assert torch.equal(frozen.other, other_one)
+    assert same_bits(moments(mine, frozen.matrix), state)
+    assert torch.equal(frozen.vector, never.vector)
+    assert torch.equal(frozen.scalar, never.scalar)
+    assert everybit_torch.unfreeze(frozen) == [name for name, _ in frozen.named_parameters()]
+    train(frozen, mine, 1, start=6)
+    assert int(mine.state[frozen.matrix]["step"]) == 4
+    assert int(mine.state[frozen.vector]["step"]) == 7
+
+
+@pytest.mark.parametrize("flat_gradients", [False, True])
+def test_a_gradient_of_zeros_that_is_left_over_does_not_move_what_is_frozen(flat_gradients: bool) -> None:
+    """``requires_grad_(False)`` alone leaves it, and then torch's optimizers and ours go on by momentum and decay."""
+    moved = {}
+    for who in ("ours", "torch's"):
+        model = nn.Linear(3, 3)
+        make: Any = AdamW if who == "ours" else torch.optim.AdamW
+        optimizer = make(model.parameters(), **({"flat_gradients": flat_gradients} if who == "ours" else {}))
+        for how in ("trained", "requires_grad_", "freeze"):
+            before = model.bias.detach().clone()
+            if how == "requires_grad_":
+                model.bias.requires_grad_(False)
+            elif how == "freeze":
+                everybit_torch.freeze(model, "bias")
+            for _ in range(2):
+                model(torch.ones(2, 3)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            moved[who, how] = not torch.equal(model.bias, before)
+    for who in ("ours", "torch's"):
+        assert [moved[who, how] for how in ("trained", "requires_grad_", "freeze")] == [True, True, False]
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^patterns: got 'body\.\*', which matches no name; the model's parameters are 'matrix', "
+    ):
+        everybit_torch.freeze(Awkward(), "matrix", "body.*")
+
+
+def test_a_condition_is_switched_in_the_param_groups() -> None:
+    """An argument of the factory that is handed on to ``conditionally``: the group stands still."""
+
+    def switched(learning_rate: eb.Hyperparameter, active: eb.Hyperparameter = 1.0) -> Any:
+        return eb.conditionally(eb.adamw(learning_rate), active)
+
+    model = Awkward(torch.bfloat16)
+    optimizer = TorchOptimizer(
+        [{"params": [model.matrix]}, {"params": [model.vector, model.other]}],
+        switched,
+        lr=1e-2,
+        active=1.0,
+        policy="LEAN_BF16",
+    )
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["active"] = 0.0
+    matrix, vector = model.matrix.detach().clone(), model.vector.detach().clone()
+    train(model, optimizer, 2, start=2)
+    assert torch.equal(model.matrix, matrix)
+    assert not torch.equal(model.vector, vector)
+    optimizer.param_groups[0]["active"] = 1.0
+    train(model, optimizer, 1, start=4)
+    assert not torch.equal(model.matrix, matrix)

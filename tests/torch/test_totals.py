@@ -277,7 +277,8 @@ def test_transforms_of_the_library_ask_for_the_same_reductions_at_every_step(nam
         assert asking.has_fixed_reductions(transform)
         state = transform.init(params) if state is None else state
         axis = Asked()
-        _, state = transform.update({"w": torch.full((3, 2), gradient)}, state, params, eb.Context(axis=axis))
+        ctx = eb.Context(step=torch.tensor(step + 1), axis=axis)
+        _, state = transform.update({"w": torch.full((3, 2), gradient)}, state, params, ctx)
         found.add(tuple(axis.kinds))
     assert len(found) == 1
 

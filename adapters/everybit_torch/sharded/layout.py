@@ -4,6 +4,8 @@ A layout is made of names, shapes and dtypes alone, so it can be built from a mo
 reduced together (one unit's), with one dtype, one ``requires_grad`` and one label, form a *group*, and lie one after the other in its
 buffer, element by element: tensors are cut wherever a rank's share ends, and the only padding is at a group's end, at most
 ``shards - 1`` elements. (Padding each tensor to whole rows instead, as row-sharding does, can multiply small odd shapes by thousands.)
+Parameters whose optimizer must see whole tensors lie whole in one rank's share each. A share then is as long as the fullest one, and the
+padding is what the others have less (:func:`_packed`).
 Where a policy stores one number for a block of elements, each parameter begins at a multiple of the block, and so does each rank's share:
 then no share ends inside a block, whose elements are counted from their parameter's first.
 
@@ -117,6 +119,7 @@ class ParameterSpec:
             for so many.
         part: The part of a larger tensor that it is, of which ``shape`` is then; None in a model without tensor parallelism.
         counted: Whether this rank counts its elements in what goes over the whole model; else another one with the same elements does.
+        whole: Whether it lies in one rank's share as a whole, because its optimizer must see whole tensors.
     """
 
     names: tuple[str, ...]
@@ -129,6 +132,7 @@ class ParameterSpec:
     block: int = 1
     part: Part | None = None
     counted: bool = True
+    whole: bool = False
 
     @property
     def name(self) -> str:
@@ -185,7 +189,7 @@ class Group:
         dtype: Of the model's tensors.
         requires_grad: Whether they are trained.
         label: Theirs.
-        placements: In the model's order.
+        placements: In the order of the buffer, which is the model's, or with whole tensors the model's in each share.
         numel: Elements without padding.
         padded: Elements with padding, a multiple of the layout's ``shards`` and of the parameters' ``block``.
     """
@@ -290,16 +294,56 @@ def build(specs: Sequence[ParameterSpec], *, shards: int = 1, units: Sequence[st
         seen.update(spec.names)
         members.setdefault((spec.unit, spec.dtype, spec.requires_grad, spec.label), []).append(spec)
     groups = []
+    loads = [0] * shards
     for key in sorted(members, key=lambda key: key[0]):
-        end = 0
-        placements = []
-        for spec in members[key]:
-            start = _up(end, spec.block)
-            end = start + spec.numel
-            placements.append(Placement(spec, start, end))
-        padded = _up(end, shards * math.lcm(*(spec.block for spec in members[key])))
+        block = math.lcm(*(spec.block for spec in members[key]))
+        whole = any(spec.whole for spec in members[key])
+        shares = _packed(members[key], loads) if whole else [members[key]]
+        lengths = [_one_after_another(share, 0)[1] for share in shares]
+        length = _up(max(lengths), block if whole else shards * block)
+        placements = [
+            placement
+            for number, share in enumerate(shares)
+            for placement in _one_after_another(share, number * length)[0]
+        ]
+        padded = length * len(shares)
         groups.append(Group(*key, tuple(placements), sum(spec.numel for spec in members[key]), padded))
     return Layout(shards, tuple(units), tuple(groups))
+
+
+def _one_after_another(specs: Sequence[ParameterSpec], start: int) -> tuple[list[Placement], int]:
+    """The places of parameters from an element of a buffer on, each at a multiple of its block; and the element after the last."""
+    end, placements = start, []
+    for spec in specs:
+        begin = _up(end, spec.block)
+        end = begin + spec.numel
+        placements.append(Placement(spec, begin, end))
+    return placements, end
+
+
+def _packed(specs: Sequence[ParameterSpec], loads: list[int]) -> list[list[ParameterSpec]]:
+    """Distribute whole tensors over shares so that the fullest share is short.
+
+    The largest tensor comes first, and each goes to the share with the fewest elements (Graham 1969, longest processing time first). Of
+    shares with equally many the one is taken that has the fewest in all groups before: groups with fewer tensors than ranks do not all lie
+    on the first ranks.
+
+    Args:
+        specs: Of a group, in the model's order.
+        loads: Elements of each share in all groups before; this group's are added.
+
+    Returns:
+        The parameters of each share, in the model's order.
+    """
+    own = [0] * len(loads)
+    share_of: dict[int, int] = {}
+    for number in sorted(range(len(specs)), key=lambda number: -specs[number].numel):
+        share = min(range(len(loads)), key=lambda share: (own[share], loads[share], share))
+        share_of[number] = share
+        own[share] += specs[number].numel
+    for share, elements in enumerate(own):
+        loads[share] += elements
+    return [[spec for number, spec in enumerate(specs) if share_of[number] == share] for share in range(len(loads))]
 
 
 def _up(count: int, multiple: int) -> int:

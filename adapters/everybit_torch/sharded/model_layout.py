@@ -78,8 +78,8 @@ def describe(
 
     Raises:
         TypeError: A unit that is no module, a parameter that is not floating-point, or a transform that is none.
-        ValueError: A unit that the model does not have, a transform that must see whole tensors, a label without transform, or a policy
-            that does not fit a parameter. Messages name what it is about.
+        ValueError: A unit that the model does not have, a transform that must see whole tensors for a parameter that tensor parallelism
+            cuts, a label without transform, or a policy that does not fit a parameter. Messages name what it is about.
     """
     found, left_alone = _find_units(model, units), ignored_ids(model, ignored)
     names: dict[int, list[str]] = {}
@@ -119,6 +119,12 @@ def describe(
         require_as_cut(name, parameter)
         part = part_beside(parameter, mesh)
         first = first_element_of_part(name, parameter, block, draws_bits=one is not None and one.draws_bits)
+        whole = one is not None and needs_whole_tensors(one.transform)
+        if whole and part is not None and part.sizes != part.whole:
+            raise ValueError(
+                f"transform: got one that must see whole tensors (its cut is 'tensor') for {name}, of which tensor parallelism gives this"
+                f" rank {part.sizes} of {part.whole}; accepted for it is a transform whose parts all have the cut 'element'."
+            )
         specs.append(
             ParameterSpec(
                 tuple(names[key]),
@@ -131,6 +137,7 @@ def describe(
                 block,
                 part,
                 name not in copies and (part is None or part.counted),
+                whole,
             )
         )
         if name not in copies:  # whose places are those of another part's parameter
@@ -211,11 +218,6 @@ def _label(
     for name, one in transforms.items():
         who = "transform" + (f"[{name!r}]" if name else "")
         require_transform(one, who=who)
-        if needs_whole_tensors(one):
-            raise ValueError(
-                f"{who}: got {one!r}, a part of which must see whole tensors (cut 'tensor'), and ranks hold parts of tensors, cut"
-                " anywhere. Accepted are transforms whose parts all have the cut 'element'."
-            )
     source = {name: labels(name, p) if labels else "" for name, p in trained.items()}
     for name, label in source.items():
         if label not in transforms:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from everybit.parts import needs_whole_tensors
 from everybit.transform import any_per_tensor
 from everybit_torch.sharded.gradient_norm import reduces_otherwise
 from everybit_torch.sharded.offload import Offload
@@ -25,6 +26,12 @@ def require_offload(
     Raises:
         ValueError: The message says what it does not go with.
     """
+    whole = next((one.transform for one in labelled.values() if needs_whole_tensors(one.transform)), None)
+    if offload.anything and whole is not None:
+        raise ValueError(
+            f"offload: got {offload!r} for {whole!r}, a part of which must see whole tensors (cut 'tensor'), while what lies on the host is"
+            " stepped a piece at a time. Accepted are False, and transforms whose parts all have the cut 'element'."
+        )
     if not (offload.weights or offload.gradients):
         return
     problem = None

@@ -189,7 +189,7 @@ def plan_layout(
     prefetch: Prefetch | None = None,
     offload: bool | Offload = False,
     device: torch.device | str = "cpu",
-    runs: Sequence[Sequence[int]] | None = None,
+    runs: Sequence[Sequence[tuple[int, ...]]] | None = None,
     others: tuple[Sequence[int], Sequence[int]] = ((), ()),
     nan: NanCheck = "off",
 ) -> Plan:
@@ -207,7 +207,7 @@ def plan_layout(
         keep_gradients: See there.
         metrics: See there.
         device: See there.
-        runs: For each group that is trained, the elements of its runs, where they are known.
+        runs: For each group that is trained, the shapes of its runs, where they are known.
         defer_reduction: As :func:`plan`'s.
         second_order: See there.
         prefetch: What the stepper was told of gathers; None: nothing.

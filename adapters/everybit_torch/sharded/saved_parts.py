@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from everybit.entries import Entry
+import everybit as eb
+from everybit.entries import Entry, entries
 from everybit_torch.dtensors import is_dtensor, local
-from everybit_torch.sharded.layout import Slice
+from everybit_torch.sharded.layout import ParameterSpec, Slice
 from everybit_torch.sharded.saved_fit import elements
 from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.shard_tensor import ShardTensor
@@ -90,11 +92,14 @@ def state_parts(stepper: FlatStepper, *, whole: bool = True) -> Flat:
                 key = f"optimizer.state.{spec.name}.{entry.name}"
                 if entry.role == "shared":
                     found[key] = value
+                elif entry.cut == "tensor":
+                    # Of a whole tensor, which is here: its factors have shapes of their own.
+                    found[key] = ShardTensor(value.reshape(-1), value.shape, 0)
                 else:
                     low, _ = entry.range(s.low, s.high)
                     block = 1 if entry.part is None else entry.part.block
                     own = part if part is None or block == 1 else part.blocks(block)
-                    found[key] = ShardTensor(value, entry.shape(shape, value.shape), low, own)
+                    found[key] = ShardTensor(value.reshape(-1), entry.shape(shape, value.shape), low, own)
     return found
 
 
@@ -121,7 +126,8 @@ def by_parameter(optimizer: ShardOptimizer, aside: Flat) -> dict[int, dict[str, 
     """This rank's elements of the entries of each parameter, by its id."""
     return {
         id(member.parameter): {
-            entry.name: elements(aside[f"optimizer.state.{member.name}.{entry.name}"]) for entry in unit.kept_entries()
+            entry.name: elements(aside[f"optimizer.state.{member.name}.{entry.name}"]).view(value.shape)
+            for entry, value in unit.entries(member)
         }
         for unit in optimizer.engine.units
         for member in unit.members
@@ -144,12 +150,25 @@ def kept_entries(stepper: FlatStepper) -> dict[str, list[Entry]]:
     """Return the entries of each parameter that is trained, by the parameter's name, over all ranks."""
     optimizer = stepper.as_optimizer()
     by_label: dict[str, list[Entry]] = {}
+    stored = {
+        group["label"]: one.optimizers
+        for group, one in zip(optimizer.param_groups, optimizer.engine.groups, strict=True)
+    }
     for unit in optimizer.engine.units:
         label = optimizer.param_groups[unit.group]["label"]
         by_label.setdefault(label, unit.kept_entries())
     return {
-        placement.spec.name: by_label.get(group.label, [])
+        placement.spec.name: _entries_of(placement.spec, stored[group.label][group.dtype])
+        if placement.spec.whole
+        else by_label.get(group.label, [])
         for group in stepper.layout.groups
         for placement in group.placements
         if group.requires_grad and placement.spec.whole_numel
     }
+
+
+def _entries_of(spec: ParameterSpec, optimizer: eb.Optimizer[Any]) -> list[Entry]:
+    """The entries of a whole tensor, which may depend on its shape; another rank may have it."""
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    (formats,) = optimizer.formats([tensor])
+    return [entry for entry, _ in entries(optimizer.init([tensor]), [tensor], 0, formats)]

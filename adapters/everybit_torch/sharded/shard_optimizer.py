@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -118,15 +118,19 @@ class Shard:
 
 
 class _ShardGradients:
-    """The part of a main gradient (``source``) that belongs to a unit; its memory may come and go."""
+    """The part of a main gradient (``source``) that belongs to a unit; its memory may come and go.
 
-    def __init__(self, source: GradientBuffer, low: int, high: int) -> None:
-        self.source, self._low, self._high = source, low, high
+    ``shape``: of the unit's tensor, if that is a whole tensor and no run of elements.
+    """
+
+    def __init__(self, source: GradientBuffer, low: int, high: int, shape: tuple[int, ...] | None = None) -> None:
+        self.source, self._low, self._high, self._shape = source, low, high, shape
 
     @property
     def buffer(self) -> Tensor:
         """The gradients, while their memory is allocated."""
-        return self.source.own[self._low : self._high]
+        own = self.source.own[self._low : self._high]
+        return own if self._shape is None else own.view(self._shape)
 
     def part(self, low: int, high: int, start: int, stop: int) -> _ShardGradients:  # noqa: ARG002  # the protocol's
         return _ShardGradients(self.source, self._low + start, self._low + stop)
@@ -144,6 +148,9 @@ class ShardOptimizer(torch_optimizers.Optimizer):
     ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` work on it as on an optimizer of the whole model, if every rank calls
     them. What would read or write this rank's part alone (state dicts, ``import_fp32``, ``export_fp32``) is refused, and says what to use.
     """
+
+    of_shards: ClassVar[bool] = True
+    """For who would add up squares of gradients: this rank has some of them only."""
 
     def __init__(
         self,
@@ -233,8 +240,12 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.engine.groups.append(group)
         for shard in shards:
             optimizer = group.optimizers[shard.weights.group.dtype]
-            for run in contiguous_runs(shard.slices, by_index=one.draws_bits, block=one.policy.block):
-                self._add_run(number, optimizer, shard, run)
+            if any(s.placement.spec.whole for s in shard.slices):
+                for n in range(len(shard.slices)):
+                    self._add_tensor(number, optimizer, shard, n)
+            else:
+                for run in contiguous_runs(shard.slices, by_index=one.draws_bits, block=one.policy.block):
+                    self._add_run(number, optimizer, shard, run)
 
     def _add_run(self, number: int, optimizer: eb.Optimizer[Any], shard: Shard, run: list[int]) -> None:
         low = shard.slices[run[0]].offset if run else 0
@@ -247,6 +258,16 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         state = map_state(state, lambda x: x, lambda x: x.to(self._device))
         gradients = _ShardGradients(shard.gradients, low, high)
         self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=True, gradients=gradients))
+
+    def _add_tensor(self, number: int, optimizer: eb.Optimizer[Any], shard: Shard, n: int) -> None:
+        """Step a whole tensor by itself."""
+        s, parameter = shard.slices[n], shard.parameters[n]
+        spec, stop = s.placement.spec, s.offset + parameter.numel()
+        tensor = shard.weights.own[s.offset : stop].view(spec.shape)
+        state = self.engine.init_state(optimizer, tensor, spec.index)
+        gradients = _ShardGradients(shard.gradients, s.offset, stop, spec.shape)
+        named = [(spec.name, parameter)]
+        self.engine.add(Unit.of(number, optimizer, tensor, named, state, spec.index, flat=False, gradients=gradients))
 
     def _parameter_table(self) -> ParameterTable:
         """Number all parameters that are trained, wherever they lie, those of other stages too."""
@@ -285,12 +306,12 @@ class ShardOptimizer(torch_optimizers.Optimizer):
             arguments |= spread(name, as_python(name, group[name]), fields)
         return arguments
 
-    def runs(self) -> list[list[int]]:
-        """Return for each shard the elements of each unit: runs, or the parts into which parameters without a gradient cut them."""
-        found: dict[int, list[int]] = {id(shard.gradients): [] for shard in self.shards}
+    def runs(self) -> list[list[tuple[int, ...]]]:
+        """Return for each shard the shape of each unit: runs, the parts into which parameters without a gradient cut them, or tensors."""
+        found: dict[int, list[tuple[int, ...]]] = {id(shard.gradients): [] for shard in self.shards}
         for unit in self.engine.units:
             assert isinstance(unit.gradients, _ShardGradients)
-            found[id(unit.gradients.source)].append(unit.tensor.numel())
+            found[id(unit.gradients.source)].append(tuple(unit.tensor.shape))
         return list(found.values())
 
     # -- stepping -------------------------------------------------------------------------------------------------------------------

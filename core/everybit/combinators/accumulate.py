@@ -9,17 +9,13 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.combinators.chain import zero_step
+from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.transform import (
-    Cut,
     SlotDecay,
     Transform,
-    any_draws,
-    any_per_tensor,
     decays,
-    eval_params,
-    periods,
     require_transform,
 )
 from everybit.tree import Slot
@@ -39,7 +35,7 @@ class AccumulateState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulate:
+class Accumulate(Wrapping):
     r"""Accumulate gradients, and give their mean to the inner transform every ``every`` steps; in between, updates are zero.
 
     The mean is kept as a running one, :math:`a \leftarrow a + (g - a) / k`, which neither overflows nor loses the small gradients as a
@@ -61,37 +57,9 @@ class Accumulate:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every: got {self.every!r}; accepted is a whole number of gradients, at least 1.")
 
-    @property
-    def cut(self) -> Cut:
-        """How finely parameters may be cut: as those of the inner transform."""
-        return self.transform.cut
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the inner transform does."""
-        return self.transform.reduces
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the inner transform reduces over each parameter."""
-        return any_per_tensor([self.transform])
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the inner transform's decay rates, and that of the mean, which its last gradient changes by ``1 / every``."""
         return SlotDecay("gradient", 1 - 1 / self.every), *decays(self.transform)
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
-
-    def eval_params(self, params: P, state: AccumulateState[Any]) -> P:
-        """Return the inner transform's weights for evaluation."""
-        return eval_params(self.transform, params, state.inner)
 
     def init(self, params: P) -> AccumulateState[P]:
         """Return a state with a zero mean of gradients and the inner transform's state."""

@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.transform import (
-    Cut,
-    SlotDecay,
     Transform,
-    any_draws,
-    decays,
-    eval_params,
-    periods,
     require_transform,
 )
 
@@ -37,7 +32,7 @@ class CautiousState:
 
 
 @dataclass(frozen=True, slots=True)
-class Cautious:
+class Cautious(Wrapping):
     r"""Set the inner transform's updates to zero where their sign is not the gradient's, and make the others of the parameter larger.
 
     .. math::
@@ -75,28 +70,6 @@ class Cautious:
         require_transform(self.transform, who="cautious")
         if self.rescale not in get_args(Rescale):
             raise ValueError(f"rescale: got {self.rescale!r}; accepted are {', '.join(map(repr, get_args(Rescale)))}.")
-
-    @property
-    def cut(self) -> Cut:
-        """How finely parameters may be cut: as those of the inner transform."""
-        return self.transform.cut
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the inner transform declares."""
-        return decays(self.transform)
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
-
-    def eval_params(self, params: P, state: CautiousState) -> P:
-        """Return the inner transform's weights for evaluation."""
-        return eval_params(self.transform, params, state.inner)
 
     def init(self, params: P) -> CautiousState:
         """Return the inner transform's state."""

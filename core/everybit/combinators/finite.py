@@ -10,17 +10,11 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.combinators.chain import zero_step
+from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.transform import (
-    Cut,
-    SlotDecay,
     Transform,
-    any_draws,
-    any_per_tensor,
-    decays,
-    eval_params,
-    periods,
     require_transform,
 )
 
@@ -39,7 +33,7 @@ class ApplyIfFiniteState:
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyIfFinite:
+class ApplyIfFinite(Wrapping):
     """Skip a step whose gradients hold an infinity or NaN: the update is zero and the inner state stays as it was.
 
     All shards agree, through ``ctx.axis``. The decision is made on the device; the host never waits. Look at ``state.skipped``
@@ -61,36 +55,9 @@ class ApplyIfFinite:
             raise ValueError(f"max_consecutive: got {limit!r}; accepted is a whole number, at least 0, or None.")
 
     @property
-    def cut(self) -> Cut:
-        """How finely parameters may be cut: as those of the inner transform."""
-        return self.transform.cut
-
-    @property
     def reduces(self) -> bool:
         """True, since one element that is not finite stops the step of all."""
         return True
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the inner transform reduces over each parameter."""
-        return any_per_tensor([self.transform])
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the inner transform declares."""
-        return decays(self.transform)
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
-
-    def eval_params(self, params: P, state: ApplyIfFiniteState) -> P:
-        """Return the inner transform's weights for evaluation."""
-        return eval_params(self.transform, params, state.inner)
 
     def init(self, params: P) -> ApplyIfFiniteState:
         """Return the inner transform's state, and counters of zero skipped updates."""

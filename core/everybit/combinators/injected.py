@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.hyperparameters import accepting, hyperparameters, map_hyperparameters
 from everybit.transform import (
-    Cut,
     SlotDecay,
     Transform,
-    any_draws,
-    any_per_tensor,
     decays,
     eval_params,
-    periods,
     require_transform,
 )
 
@@ -37,7 +34,7 @@ class InjectedState:
 
 
 @dataclass(frozen=True, slots=True)
-class Injected:
+class Injected(Wrapping):
     """A transform some of whose hyperparameters are read from the state; made by :func:`inject_hyperparameters`."""
 
     transform: Transform[Any]
@@ -53,33 +50,9 @@ class Injected:
                 f" tensors: {', '.join(known)}."
             )
 
-    @property
-    def cut(self) -> Cut:
-        """How finely parameters may be cut: as those of the inner transform."""
-        return self.transform.cut
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the inner transform does."""
-        return self.transform.reduces
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the inner transform reduces over each parameter."""
-        return any_per_tensor([self.transform])
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the inner transform's decay rates; one that is in the state may be anything, and is declared as a tensor."""
         return decays(self._with({name: torch.empty((), dtype=torch.float64, device="meta") for name in self.names}))
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
 
     def eval_params(self, params: P, state: InjectedState) -> P:
         """Return the inner transform's weights for evaluation."""

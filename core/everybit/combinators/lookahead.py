@@ -9,17 +9,14 @@ import torch
 
 from everybit import tree
 from everybit.barriers import materialize
+from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.scalars import Hyperparameter, at, require, require_step
 from everybit.transform import (
-    Cut,
     SlotDecay,
     Transform,
-    any_draws,
-    any_per_tensor,
     decays,
-    periods,
     require_transform,
 )
 from everybit.tree import Slot
@@ -37,7 +34,7 @@ class LookaheadState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class Lookahead:
+class Lookahead(Wrapping):
     r"""Keep slow weights; after every ``period`` updates move them towards the trained ones, and train on from there.
 
     .. math::
@@ -74,34 +71,10 @@ class Lookahead:
         if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period < 1:
             raise ValueError(f"period: got {self.period!r}; accepted is a whole number of updates, at least 1.")
 
-    @property
-    def cut(self) -> Cut:
-        """How finely parameters may be cut: as those of the inner transform."""
-        return self.transform.cut
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the inner transform does."""
-        return self.transform.reduces
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the inner transform reduces over each parameter."""
-        return any_per_tensor([self.transform])
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the inner transform's decay rates, and that of ``slow``, which moves by ``share`` when it moves."""
         number = isinstance(self.share, (int, float))
         return SlotDecay("slow", 1.0 - float(self.share) if number else 1.0), *decays(self.transform)  # type: ignore[arg-type]
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
 
     def eval_params(self, params: P, state: LookaheadState[P]) -> P:  # noqa: ARG002  # the slow weights stand for them
         """Return the slow weights."""

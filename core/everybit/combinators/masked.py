@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from everybit import tree
+from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.transform import (
@@ -44,7 +45,7 @@ class PartitionState:
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
+class Masked(Wrapping):
     """The inner transform sees the selected leaves; the others pass unchanged and have no state."""
 
     transform: Transform[Any]
@@ -57,29 +58,6 @@ class Masked:
     def cut(self) -> Cut:
         """``"tensor"``: an element does not know its leaf. Code that evaluates the mask first may cut as the inner transform allows."""
         return "tensor"
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the inner transform does."""
-        return self.transform.reduces
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the inner transform reduces over each parameter."""
-        return any_per_tensor([self.transform])
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the inner transform declares."""
-        return decays(self.transform)
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
 
     def eval_params(self, params: P, state: MaskedState) -> P:
         """Return the inner transform's weights for evaluation where selected, else those given."""

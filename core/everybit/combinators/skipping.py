@@ -9,18 +9,12 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.combinators.chain import zero_step
+from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.scalars import Scalar, require
 from everybit.transform import (
-    Cut,
-    SlotDecay,
     Transform,
-    any_draws,
-    any_per_tensor,
-    decays,
-    eval_params,
-    periods,
     require_transform,
 )
 
@@ -38,7 +32,7 @@ class SkipLargeUpdatesState:
 
 
 @dataclass(frozen=True, slots=True)
-class SkipLargeUpdates:
+class SkipLargeUpdates(Wrapping):
     """Skip a step whose gradients' joint norm is not below a limit: the update is zero and the inner state stays as it was.
 
     A norm that is NaN is not below it either. As optax's ``skip_large_updates``, which names the square of the limit. All shards agree, and
@@ -60,33 +54,6 @@ class SkipLargeUpdates:
     def __post_init__(self) -> None:
         require_transform(self.transform, who="skip_large_updates")
         require("limit", self.limit, 0.0, schedule=False)
-
-    @property
-    def cut(self) -> Cut:
-        """How finely parameters may be cut: as those of the inner transform."""
-        return self.transform.cut
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the inner transform reduces over each parameter."""
-        return any_per_tensor([self.transform])
-
-    @property
-    def draws(self) -> bool:
-        """Whether the inner transform does."""
-        return any_draws([self.transform])
-
-    def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the inner transform declares."""
-        return decays(self.transform)
-
-    def periods(self) -> tuple[int, ...]:
-        """Return the periods that the inner transform declares."""
-        return periods(self.transform)
-
-    def eval_params(self, params: P, state: SkipLargeUpdatesState) -> P:
-        """Return the inner transform's weights for evaluation."""
-        return eval_params(self.transform, params, state.inner)
 
     def init(self, params: P) -> SkipLargeUpdatesState:
         """Return the inner transform's state, and counters of zero."""

@@ -1,6 +1,10 @@
 """Checks for transforms and formats of your own: the promises that the built-in ones keep.
 
-A check takes a *build*: a function from a learning rate (a float, a 0-d tensor or a schedule) to a transform, such as ``eb.adamw``
+One line runs all of them, and says of those that fail what is promised, what was found and what to look at::
+
+    print(everybit.testing.assert_transform_conforms(my_optimizer))
+
+A single check takes a *build*: a function from a learning rate (a float, a 0-d tensor or a schedule) to a transform, such as ``eb.adamw``
 or ``lambda lr: eb.chain(MyTransform(), eb.scale_by_learning_rate(lr))``. It returns nothing, or raises ``AssertionError`` with what
 was promised and what was found. With pytest::
 
@@ -13,7 +17,7 @@ A number format of your own is held to its promises by ``check_format(format)``.
 ``REGISTRY`` holds everybit's own builds by name. The checks that compile empty the compiler's caches first.
 """
 
-from everybit.testing.battery import CHECKS, check_all
+from everybit.testing.battery import CHECKS
 from everybit.testing.checks.checkpoints import check_resume_equals_continue
 from everybit.testing.checks.compiled import check_compiled_equals_eager, check_no_recompilation
 from everybit.testing.checks.conditions import Build
@@ -25,6 +29,7 @@ from everybit.testing.checks.hyperparameters import check_hyperparameters_are_da
 from everybit.testing.checks.periods import check_periodic_work
 from everybit.testing.checks.purity import check_pure, check_state_is_a_fixed_point
 from everybit.testing.checks.shards import check_shards_equal_whole
+from everybit.testing.conformance import Conformance, assert_transform_conforms
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 from everybit.testing.registry import REGISTRY
 
@@ -32,8 +37,9 @@ __all__ = [
     "CHECKS",
     "REGISTRY",
     "Build",
+    "Conformance",
     "assert_same_bits",
-    "check_all",
+    "assert_transform_conforms",
     "check_compiled_equals_eager",
     "check_cut",
     "check_differentiable",

@@ -34,18 +34,4 @@ CHECKS: Mapping[str, Callable[[Build], None]] = MappingProxyType(
         "no wait": check_no_wait,
     }
 )
-"""The checks by name, in the order in which :func:`check_all` runs them."""
-
-
-def check_all(build: Build) -> None:
-    """Every check in :data:`CHECKS`, the cheap ones as well as the two that compile (about ten seconds).
-
-    Raises:
-        AssertionError: From the first that fails; its note says which check that was.
-    """
-    for name, check in CHECKS.items():
-        try:
-            check(build)
-        except AssertionError as error:
-            error.add_note(f"everybit.testing: the check {name!r}")
-            raise
+"""The checks by name."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from everybit import tree
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
 from everybit.combinators.chain import chain, named_chain
+from everybit.combinators.conditional import conditionally, freezable
+from everybit.combinators.ema_nesterov import ema_nesterov
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
+from everybit.context import Context
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
 from everybit.more_aliases import (
     adabelief,
@@ -67,6 +73,14 @@ def _kind(_path: str, leaf: Tensor) -> str:
     return "matrix" if leaf.ndim > 1 else "vector" if leaf.ndim else "number"
 
 
+def _dimensions(_path: str, leaf: Tensor) -> str:
+    return "tensor" if leaf.ndim else "number"
+
+
+def _is_large(updates: Any, ctx: Context) -> Tensor:
+    return ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))) > 4.0
+
+
 _decay = warmup_cosine_decay_schedule(0.1, 3, 50, end=0.01)
 _schedules = (
     exponential_decay_schedule(1.0, 0.9, 3, end=0.2),
@@ -105,6 +119,7 @@ _BUILDS: dict[str, Build] = {
     "averaged": lambda lr: chain(sgd(lr), average_weights(lambda step: 0.9 - _decay(step), start=2)),
     "averaged by a power": lambda lr: chain(sgd(lr), power_average_weights()),
     "adam amsgrad": lambda lr: adam(lr, amsgrad=True),
+    "adam amsgrad corrected": lambda lr: adam(lr, amsgrad="corrected"),
     "nadam": lambda lr: nadam(lr, weight_decay=0.1, decoupled_weight_decay=True),
     "radam": lambda lr: radam(lr, b2=0.9, weight_decay=0.1),
     "adagrad": lambda lr: adagrad(lr, lr_decay=0.01, initial_accumulator_value=0.1),
@@ -130,6 +145,14 @@ _BUILDS: dict[str, Build] = {
     "lookahead": lambda lr: chain(lookahead(sgd(lr, momentum=0.9), period=2, share=0.3)),
     "injected": lambda lr: inject_hyperparameters(adamw(lr), "b1", "weight_decay"),
     "large updates skipped": lambda lr: skip_large_updates(adamw(lr), 20.0),
+    "ema nesterov": lambda lr: chain(ema_nesterov(adamw(lr), lambda done: 0.1 * _decay(done) + 0.3, 0.9)),
+    "conditionally": lambda lr: conditionally(adamw(lr), lambda done: done % 2 == 0),
+    "conditionally by updates": lambda lr: chain(
+        conditionally(clip_by_global_norm(1.0), torch.tensor(1.0), judge=_is_large, otherwise="pass"), sgd(lr)
+    ),
+    "freezable": lambda lr: freezable(
+        {"tensor": adamw(lr), "number": sgd(lr, momentum=0.9)}, _dimensions, frozen=("number",)
+    ),
     "ademamix": lambda lr: ademamix(lr, b3=0.99, alpha_warmup=3, b3_warmup=4, eps_root=1e-12),
     "adopt": lambda lr: adopt(lr, nesterov=True, weight_decay=0.1),
     "adopt unclipped": lambda lr: adopt(lr, eps=0.1, clip_power=None, weight_decay=0.1, decay_at_first=True),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from everybit import tree
 from everybit.barriers import materialize, sqrt
@@ -15,6 +16,9 @@ from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
 P = TypeVar("P")
+
+Amsgrad = bool | Literal["corrected"]
+"""Whether Adam divides by the greatest running square so far, and whether that is taken after the bias is corrected."""
 
 
 @tree.state
@@ -50,8 +54,9 @@ class ScaleByAdam(Elementwise):
         b2: Decay rate of the square, in [0, 1).
         eps: Added outside the root, as in the paper and torch; same unit as the gradient.
         eps_root: Added inside the root, as a derivative through the step needs at zero gradients; unit of the gradient squared.
-        amsgrad: Divide by the root of the greatest running square so far, :math:`\max_{s \le t} v_s`, in the place of :math:`v_t`. As in
-            torch the maximum is taken before the bias is corrected (Reddi et al. 2018, https://openreview.net/forum?id=ryQu7f-RZ).
+        amsgrad: Divide by the root of the greatest running square so far (Reddi et al. 2018, https://openreview.net/forum?id=ryQu7f-RZ).
+            True: of :math:`\max_{s \le t} v_s` in the place of :math:`v_t`, whose bias is corrected afterwards, as in torch.
+            ``"corrected"``: of :math:`\max_{s \le t} v_s / (1-\beta_2^s)`, as in optax.
 
     Raises:
         ValueError: A hyperparameter out of range, or not finite.
@@ -64,13 +69,15 @@ class ScaleByAdam(Elementwise):
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8
     eps_root: Hyperparameter = 0.0
-    amsgrad: bool = False
+    amsgrad: Amsgrad = False
 
     def __post_init__(self) -> None:
         require("b1", self.b1, 0.0, 1.0, open_high=True)
         require("b2", self.b2, 0.0, 1.0, open_high=True)
         require("eps", self.eps, 0.0)
         require("eps_root", self.eps_root, 0.0)
+        if not isinstance(self.amsgrad, bool) and self.amsgrad != "corrected":
+            raise ValueError(f"amsgrad: got {self.amsgrad!r}; accepted are True, False and 'corrected'.")
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``; ``max_variance``, if there is one, is replaced by greater numbers."""
@@ -98,14 +105,19 @@ class ScaleByAdam(Elementwise):
         momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
         variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
 
-        def direction(m: Any, v: Any) -> Any:
-            square = v * unbias_square if is_zero(eps_root) else v * unbias_square + eps_root
-            return (m * unbias_mean) / (sqrt(square) + eps)
+        def direction(m: Tensor, square: Tensor) -> Tensor:
+            return (m * unbias_mean) / (sqrt(square if is_zero(eps_root) else square + eps_root) + eps)
+
+        def corrected(m: Tensor, v: Tensor) -> Tensor:
+            return direction(m, v * unbias_square)
 
         if not isinstance(state, AmsgradState):
-            return tree.elementwise(direction, momentum, variance), AdamState(momentum, variance)
+            return tree.elementwise(corrected, momentum, variance), AdamState(momentum, variance)
+        if self.amsgrad == "corrected":
+            greatest = tree.elementwise(lambda v, w: torch.maximum(v * unbias_square, w), variance, state.max_variance)
+            return tree.elementwise(direction, momentum, greatest), AmsgradState(momentum, variance, greatest)
         greatest = tree.elementwise(torch.maximum, variance, state.max_variance)
-        return tree.elementwise(direction, momentum, greatest), AmsgradState(momentum, variance, greatest)
+        return tree.elementwise(corrected, momentum, greatest), AmsgradState(momentum, variance, greatest)
 
 
 scale_by_adam = ScaleByAdam

@@ -22,5 +22,6 @@ def store(optimizer: ShardOptimizer, shard: Shard, values: Tensor) -> None:
     for stored, where, piece in optimizer.pieces_of(shard, PIECE):
         # Without a name for what is returned, which would keep it while the next piece is computed.
         write(
-            ([piece.tensor], piece.state), begin_at(stored, values[where], piece.tensor, piece.state.step, piece.first)
+            ([piece.tensor], piece.state),
+            begin_at(stored, values[where].view(piece.tensor.shape), piece.tensor, piece.state.step, piece.first),
         )

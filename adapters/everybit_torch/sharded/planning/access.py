@@ -16,7 +16,7 @@ from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import Meter, StepBytes
 from everybit_torch.sharded.planning.peaks import SMALLEST
-from everybit_torch.sharded.planning.runs import elements, remembered, state_of
+from everybit_torch.sharded.planning.runs import Shape, elements, remembered, state_of
 from everybit_torch.sharded.scheduling.copies import copy_out
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -127,8 +127,8 @@ def _showing(*, copies: bool, keeps: bool, on_host: bool) -> Callable[..., Itera
     return shown
 
 
-RunKey = tuple[str, torch.dtype, int]
-"""The label, the dtype and the number of elements of a run."""
+RunKey = tuple[str, torch.dtype, Shape]
+"""The label, the dtype and the shape of a run."""
 
 
 def _main(
@@ -140,7 +140,7 @@ def _main(
 
     def with_main(one: GroupPlan) -> Iterator[tuple[int, int]]:
         if one.resolved is not None:
-            runs = [exporting[one.group.label, one.group.dtype, numel] for numel in one.runs(labelled)]
+            runs = [exporting[one.group.label, one.group.dtype, shape] for shape in one.runs(labelled)]
             yield 0, max(runs, default=0)
         yield from shown(one, _main_itemsize(one))
 
@@ -149,19 +149,21 @@ def _main(
 
 def _exported_by_run(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> dict[RunKey, int]:
     label = labelled[one.group.label]
-    return {(one.group.label, one.group.dtype, n): _exported(one, label, n) for n in dict.fromkeys(one.runs(labelled))}
+    shapes = dict.fromkeys(one.runs(labelled))
+    return {(one.group.label, one.group.dtype, shape): _exported(one, label, shape) for shape in shapes}
 
 
-def _exported(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
+def _exported(one: GroupPlan, label: LabelledTransform, shape: Shape) -> int:
     """The bytes allocated while the weights of a run are decoded, a piece at a time."""
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
-    return _exported_piece(optimizer, one.group.dtype, min(numel, pieces_of(label.policy.block)), label.policy.compute)
+    piece = shape if one.whole else (min(*shape, pieces_of(label.policy.block)),)
+    return _exported_piece(optimizer, one.group.dtype, piece, label.policy.compute)
 
 
 @remembered
-def _exported_piece(optimizer: eb.Optimizer[Any], dtype: torch.dtype, numel: int, compute: ComputeDType) -> int:
-    tensor, state = elements(dtype, numel), state_of(optimizer, dtype, numel)
-    into = elements(torch_dtype(compute), numel)
+def _exported_piece(optimizer: eb.Optimizer[Any], dtype: torch.dtype, shape: Shape, compute: ComputeDType) -> int:
+    tensor, state = elements(dtype, shape), state_of(optimizer, dtype, shape)
+    into = elements(torch_dtype(compute), shape)
     return _peak_of(lambda: export_piece(optimizer, tensor, state, into))
 
 
@@ -171,12 +173,12 @@ def _followed(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> int:
         return 0
     label = labelled[one.group.label]
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
-    return max((_followed_run(optimizer, one.group.dtype, numel) for numel in set(one.runs(labelled))), default=0)
+    return max((_followed_run(optimizer, one.group.dtype, shape) for shape in set(one.runs(labelled))), default=0)
 
 
 @remembered
-def _followed_run(optimizer: eb.Optimizer[Any], dtype: torch.dtype, numel: int) -> int:
-    tensor, state = elements(dtype, numel), state_of(optimizer, dtype, numel)
+def _followed_run(optimizer: eb.Optimizer[Any], dtype: torch.dtype, shape: Shape) -> int:
+    tensor, state = elements(dtype, shape), state_of(optimizer, dtype, shape)
     return _peak_of(lambda: begin_again(optimizer, tensor, state))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.peaks import SMALLEST
-from everybit_torch.sharded.planning.runs import elements, remembered, state_of
+from everybit_torch.sharded.planning.runs import Shape, elements, remembered, state_of
 from everybit_torch.sharded.scheduling.construction import ConstructionEvent, Tensors
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.units import init_state
@@ -58,15 +59,15 @@ def construction_peak(
     for one in groups if not offload.gradients else ():
         peak = max(peak, live + _seen(one.main_bytes))
         live += _seen(one.main_bytes) if keep_gradients else 0
-    known: dict[tuple[str, torch.dtype, int], tuple[int, int]] = {}
+    known: dict[tuple[str, torch.dtype, Shape], tuple[int, int]] = {}
     for label in labelled:
         for one in groups:
             if one.resolved is None or one.group.label != label:
                 continue
-            for numel in one.runs(labelled):
-                key = (label, one.group.dtype, numel)
+            for shape in one.runs(labelled):
+                key = (label, one.group.dtype, shape)
                 if key not in known:
-                    known[key] = _state_bytes(one, labelled[label], numel, offload)
+                    known[key] = _state_bytes(one, labelled[label], shape, offload)
                 kept, most = known[key]
                 peak, live = max(peak, live + most), live + kept
     for number in later:
@@ -152,33 +153,35 @@ def _seen(size: int) -> int:
     return size if size >= SMALLEST else 0
 
 
-def _state_bytes(one: GroupPlan, label: LabelledTransform, numel: int, offload: Offload) -> tuple[int, int]:
+def _state_bytes(one: GroupPlan, label: LabelledTransform, shape: Shape, offload: Offload) -> tuple[int, int]:
     """The bytes of a run's first state, and the most that is allocated while it is made."""
     if offload.weights:
         return 0, 0  # it is computed where the weights are
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     dtype = one.group.dtype
-    if numel <= PIECE and not offload.state:
-        return _made(optimizer, dtype, numel)
+    numel = math.prod(shape)
+    if one.whole or (numel <= PIECE and not offload.state):
+        return _made(optimizer, dtype, shape)
     block = label.policy.block
     size = max(PIECE // block, 1) * block
-    kept = sum(_seen(nbytes(leaf)) for leaf in eb.tree.leaves(state_of(optimizer, dtype, numel)))
+    kept = sum(_seen(nbytes(leaf)) for leaf in eb.tree.leaves(state_of(optimizer, dtype, shape)))
     pieces = {min(size, numel), numel % size} - {0}
     kept = 0 if offload.state else kept
-    return kept, kept + max((_made(optimizer, dtype, length)[1] for length in pieces), default=0)
+    return kept, kept + max((_made(optimizer, dtype, (length,))[1] for length in pieces), default=0)
 
 
-def _stored_bytes(one: GroupPlan, label: LabelledTransform, numel: int) -> int:
+def _stored_bytes(one: GroupPlan, label: LabelledTransform, shape: Shape) -> int:
     """The bytes allocated while main weights are made from values with more bits, a piece at a time."""
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     block = label.policy.block
-    return _begun(optimizer, one.group.dtype, min(numel, max(PIECE // block, 1) * block), label.policy.compute)
+    piece = shape if one.whole else (min(*shape, max(PIECE // block, 1) * block),)
+    return _begun(optimizer, one.group.dtype, piece, label.policy.compute)
 
 
 @remembered
-def _begun(optimizer: eb.Optimizer[object], dtype: torch.dtype, numel: int, compute: ComputeDType) -> int:
+def _begun(optimizer: eb.Optimizer[object], dtype: torch.dtype, shape: Shape, compute: ComputeDType) -> int:
     """What is allocated while a piece of main weights is made."""
-    tensor = elements(dtype, numel)
+    tensor = elements(dtype, shape)
     wide = tensor.to(torch_dtype(compute))
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         begin_at(optimizer, wide, tensor, torch.zeros((), dtype=torch.int64, device="meta"), 0)
@@ -187,9 +190,9 @@ def _begun(optimizer: eb.Optimizer[object], dtype: torch.dtype, numel: int, comp
 
 
 @remembered
-def _made(optimizer: eb.Optimizer[object], dtype: torch.dtype, numel: int) -> tuple[int, int]:
+def _made(optimizer: eb.Optimizer[object], dtype: torch.dtype, shape: Shape) -> tuple[int, int]:
     """The bytes of a run's first state, and the most that is allocated while it is made."""
-    tensor = elements(dtype, numel)
+    tensor = elements(dtype, shape)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         state = init_state(optimizer, tensor, 0, chunk=PIECE)
         kept = counter.live

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from everybit.policy import Resolved, resolve
 from everybit_torch.collectives.reduction import Wire, chunk_size
 from everybit_torch.sharded.layout import Group, ParameterSpec
 from everybit_torch.sharded.planning.report import Ranks
-from everybit_torch.sharded.planning.runs import state_of
+from everybit_torch.sharded.planning.runs import Shape, state_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.sharded.strategies import Sharding
@@ -37,7 +38,7 @@ class GroupPlan:
         outer_wire: How they are sent between the outer ranks.
         device: Where it lies.
         fused: Whether what an exact wire has received is added up by compiled code.
-        given_runs: Elements of each run that is stepped, where they are known; else they follow from the layout.
+        given_runs: The shape of each run that is stepped, where they are known; else they follow from the layout.
     """
 
     group: Group
@@ -51,7 +52,7 @@ class GroupPlan:
     outer_wire: Wire
     device: torch.device
     fused: bool
-    given_runs: tuple[int, ...] | None = None
+    given_runs: tuple[Shape, ...] | None = None
 
     @classmethod
     def of(
@@ -145,14 +146,21 @@ class GroupPlan:
             return None
         return scratch_bytes(self.stepped, self.main, device)
 
-    def runs(self, labelled: Mapping[str, LabelledTransform]) -> list[int]:
-        """Elements of each run that is stepped."""
+    @property
+    def whole(self) -> bool:
+        """Whether each run is a whole tensor."""
+        return any(place.spec.whole for place in self.group.placements)
+
+    def runs(self, labelled: Mapping[str, LabelledTransform]) -> list[Shape]:
+        """The shape of each run that is stepped: of elements of several parameters, or of a whole tensor."""
         if self.given_runs is not None:
             return list(self.given_runs)
         slices = list(self.group.slices(self.low, self.high))
+        if self.whole:
+            return [s.placement.spec.shape for s in slices] or [(0,)]
         own = labelled[self.group.label]
         runs = contiguous_runs(slices, by_index=own.draws_bits, block=own.policy.block)
-        return [sum(slices[number].high - slices[number].low for number in run) for run in runs]
+        return [(sum(slices[number].high - slices[number].low for number in run),) for run in runs]
 
     def members(
         self, labelled: Mapping[str, LabelledTransform], numbers: Mapping[ParameterSpec, int]
@@ -161,8 +169,8 @@ class GroupPlan:
         slices = iter(self.group.slices(self.low, self.high))
         sizes = torch.tensor([spec.numel for spec in numbers], dtype=torch.float64)
         found = []
-        for numel in self.runs(labelled):
-            here, edges = [], [0]
+        for shape in self.runs(labelled):
+            here, edges, numel = [], [0], math.prod(shape)
             while edges[-1] < numel:
                 one = next(slices)
                 here.append(numbers[one.placement.spec])
@@ -188,8 +196,8 @@ class GroupPlan:
         beside = (
             "main parameters" if any(part.name == "main" for part in self.resolved.params.parts()) else "compensation"
         )
-        for numel in self.runs(labelled):
-            state = state_of(optimizer, self.group.dtype, numel)
+        for shape in self.runs(labelled):
+            state = state_of(optimizer, self.group.dtype, shape)
             found[beside] += nbytes(state.extra)
             found.update(state_bytes(state.inner, counters=state.step.nbytes))
             found["bookkeeping"] += torch.int64.itemsize  # the run's first global index
@@ -201,7 +209,7 @@ class GroupPlan:
             return 0
         optimizer = eb.Optimizer(labelled[self.group.label].transform, labelled[self.group.label].policy)
         found = 0
-        for numel in filter(None, self.runs(labelled)):
-            state = state_of(optimizer, self.group.dtype, numel)
+        for shape in filter(math.prod, self.runs(labelled)):
+            state = state_of(optimizer, self.group.dtype, shape)
             found += nbytes((state.extra, state.inner, state.step))
         return found

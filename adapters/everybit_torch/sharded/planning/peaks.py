@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import answers_of, no_members, reduced_numbers, totals_of, unit_of
-from everybit_torch.sharded.planning.runs import state_of
+from everybit_torch.sharded.planning.runs import Shape, state_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.stepping import PIECE, step_in_place
@@ -74,12 +75,12 @@ def bucket_peak(
         ) -> tuple[int, int]:
             key = (one.group.label, one.group.dtype, numel)
             if key not in known:
-                run = replace(one, given_runs=(numel,))
+                run = replace(one, given_runs=((numel,),))
                 brief = of_all if asks else step_peak([run], labelled, numbers, compile, piece)
                 known[key] = _brought(one, label, numel, offload), brief
             return known[key]
 
-        for numel in filter(None, one.runs(labelled)):
+        for (numel,) in one.runs(labelled):  # what is offloaded is stepped in runs of elements
             buckets = [min(size, numel - start) for start in range(0, numel, size)]
             for here, after in zip(buckets, [*buckets[1:], 0], strict=True):
                 there, brief = bytes_of(here)
@@ -89,7 +90,7 @@ def bucket_peak(
 
 def _brought(one: GroupPlan, label: LabelledTransform, numel: int, offload: Offload) -> int:
     """Bytes of a bucket on the device."""
-    state = state_of(eb.Optimizer(label.transform, label.policy), one.group.dtype, numel)
+    state = state_of(eb.Optimizer(label.transform, label.policy), one.group.dtype, (numel,))
     sizes = [x.nbytes for x in eb.tree.leaves((state.extra, state.inner)) if x.ndim]
     sizes += [numel * one.group.dtype.itemsize] if offload.weights else []
     sizes += [numel * one.main.itemsize] if offload.gradients else []
@@ -128,7 +129,7 @@ def _peak_of_pieces(
 ) -> int:
     """Return the peak temporary bytes of ``run``, over pieces of at most ``piece`` elements; of ``largest`` it is measured."""
     peak = 0
-    known: dict[tuple[str, torch.dtype, int, int], int] = {}
+    known: dict[tuple[str, torch.dtype, Shape, int], int] = {}
     for one in groups:
         if one.resolved is None:
             continue
@@ -136,12 +137,13 @@ def _peak_of_pieces(
         asks = any_per_tensor([label.transform])
         nobody = no_members(torch.zeros(len(numbers), dtype=torch.float64))
         runs = one.runs(labelled)
-        for numel, members in zip(runs, one.members(labelled, numbers) if asks else [nobody] * len(runs), strict=True):
+        for shape, members in zip(runs, one.members(labelled, numbers) if asks else [nobody] * len(runs), strict=True):
             block = one.resolved.policy.block
-            size = min(numel, max(piece // block, 1) * block)
+            size = shape if one.whole else (min(*shape, max(piece // block, 1) * block),)
             key = (one.group.label, one.group.dtype, size, len(members.numbers))
-            if size and key not in known:
-                known[key] = _piece_bytes(one, label, members, size, largest, run)
+            if math.prod(size) and key not in known:
+                measured = _tensor_bytes(one, label, members, size, run) if one.whole else None
+                known[key] = _piece_bytes(one, label, members, size[0], largest, run) if measured is None else measured
             peak = max(peak, known.get(key, 0))
     return peak
 
@@ -152,6 +154,23 @@ def norm_peak(groups: list[GroupPlan], agreed: int, device: torch.device) -> int
     trained = [one for one in trained if one.squares_as_written(device) is None]
     scratch = max((scratch_bytes(one.stepped, one.main, device) for one in trained), default=0)
     return sum(size for size in (agreed, scratch) if size >= SMALLEST)
+
+
+def _tensor_bytes(one: GroupPlan, label: LabelledTransform, members: eb.Members, shape: Shape, run: Run) -> int:
+    """Of a whole tensor; of one with more than :data:`PIECE` elements what a smaller one takes, times the elements.
+
+    What is computed on the way has one number for each element, or few beside these: for each row, or one in all.
+    """
+    smaller = list(shape)
+    while math.prod(smaller) > PIECE:
+        largest = max(range(len(smaller)), key=smaller.__getitem__)
+        smaller[largest] = -(-smaller[largest] // 2)
+    optimizer = eb.Optimizer(label.transform, label.policy)
+    tensor, gradient = torch.zeros(smaller, dtype=one.group.dtype), torch.zeros(smaller, dtype=one.main)
+    measured = max(
+        run(optimizer, tensor, gradient, members, due) for due in answers_of(optimizer, members.sizes, alone=one.alone)
+    )
+    return measured * math.prod(shape) // math.prod(smaller)
 
 
 def _piece_bytes(
@@ -172,7 +191,7 @@ def _piece_bytes(
 def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members, due: Due) -> int:
     state, totals = optimizer.init([tensor]), totals_of(optimizer, members.sizes, due)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        here = (members.cut(0, len(tensor)) if len(tensor) < members.edges[-1] else members,)
+        here = (members.cut(0, tensor.numel()) if tensor.numel() < members.edges[-1] else members,)
         step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False, totals=totals, members=here, due=due)
     peak: int = counter.peak
     return peak

@@ -35,12 +35,16 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def elements(dtype: torch.dtype, numel: int) -> Tensor:
+Shape = tuple[int, ...]
+"""Of what is stepped at once: a vector of the elements of several parameters, or a whole tensor."""
+
+
+def elements(dtype: torch.dtype, shape: Shape) -> Tensor:
     """The parameters of a run, without memory."""
-    return torch.empty(numel, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @remembered
-def state_of(optimizer: eb.Optimizer[Any], dtype: torch.dtype, numel: int) -> eb.OptimizerState[Any]:
+def state_of(optimizer: eb.Optimizer[Any], dtype: torch.dtype, shape: Shape) -> eb.OptimizerState[Any]:
     """The state of a run, without memory."""
-    return optimizer.init([elements(dtype, numel)])
+    return optimizer.init([elements(dtype, shape)])

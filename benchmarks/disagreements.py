@@ -1,0 +1,350 @@
+"""How far implementations of one optimizer are from each other: the table of docs/optimizers.md, section "Where implementations disagree".
+
+python benchmarks/disagreements.py
+
+Each answer to a question is an option of everybit, which tests compare with the implementation that it stands for. So the options stand for
+the implementations here: each takes the same 200 steps from the same weights with the same gradients, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+
+STEPS = 200
+RATE = 0.01
+SHAPES = {"matrix": (4, 3), "vector": (5,), "scalar": ()}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What some implementations do, and a transform that does it; None where everybit has none."""
+
+    text: str
+    who: str
+    transform: eb.Transform[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A question to an optimizer that implementations answer differently, and the argument that chooses."""
+
+    optimizer: str
+    question: str
+    argument: str
+    answers: tuple[Answer, ...]
+
+
+def _averaged(transform: eb.Transform[Any]) -> eb.Transform[Any]:
+    """A preconditioner as an optimizer."""
+    return eb.chain(transform, eb.scale_by_learning_rate(RATE))
+
+
+def _halves(path: str, parameter: Tensor) -> str:  # noqa: ARG001  # what labels are called with
+    return "matrix" if "matrix" in path else "other"
+
+
+def _decaying(step: Tensor) -> Tensor:
+    return RATE / (1 + step.double() / 50)
+
+
+DISAGREEMENTS = (
+    Disagreement(
+        "Adam",
+        "Of which squares does AMSGrad take the maximum?",
+        "`amsgrad`",
+        (
+            Answer("of the running mean as it is", "torch", eb.adam(RATE, amsgrad=True)),
+            Answer("of the mean after its bias is corrected", "optax", eb.adam(RATE, amsgrad="corrected")),
+        ),
+    ),
+    Disagreement(
+        "AdamW",
+        "Does weight decay follow the learning rate?",
+        "`fully_decoupled`",
+        (
+            Answer("yes", "torch, optax", eb.adamw(_decaying, weight_decay=0.001)),
+            Answer(
+                "its schedule, not its size",
+                "paper, torch-optimi's `decouple_lr`",
+                eb.adamw(_decaying, weight_decay=0.001, fully_decoupled=True, max_learning_rate=RATE),
+            ),
+        ),
+    ),
+    Disagreement(
+        "RMSprop",
+        "Where is `eps`?",
+        "`eps_inside_root`",
+        (
+            Answer("outside of the root", "torch", eb.rmsprop(RATE, eps=1e-4)),
+            Answer("inside", "optax, TensorFlow", eb.rmsprop(RATE, eps=1e-4, eps_inside_root=True)),
+        ),
+    ),
+    Disagreement(
+        "NAdam",
+        "How does its momentum begin?",
+        "`momentum_decay`",
+        (
+            Answer("it rises from half of `b1` (Dozat's schedule)", "torch", eb.nadam(RATE)),
+            Answer("it is `b1` from the first step on", "optax", eb.nadam(RATE, momentum_decay=1e6)),
+        ),
+    ),
+    Disagreement(
+        "RAdam",
+        "From which length of the second moment on is it rectified?",
+        "`threshold`",
+        (
+            Answer("above 5", "torch, optax", eb.radam(RATE)),
+            Answer("above 4", "paper", eb.radam(RATE, threshold=4.0)),
+        ),
+    ),
+    Disagreement(
+        "RAdam",
+        "Where is `eps`?",
+        "`eps_after_correction`",
+        (
+            Answer("added before the bias of the root is corrected", "torch", eb.radam(RATE)),
+            Answer("after it", "optax", eb.radam(RATE, eps_after_correction=True)),
+        ),
+    ),
+    Disagreement(
+        "Adagrad",
+        "Where is `eps`, and where does the sum begin?",
+        "`eps_inside_root`, `initial_accumulator_value`",
+        (
+            Answer("outside of the root; 0", "torch", eb.adagrad(RATE)),
+            Answer(
+                "inside; 0.1",
+                "optax",
+                eb.adagrad(RATE, eps=1e-7, eps_inside_root=True, initial_accumulator_value=0.1),
+            ),
+        ),
+    ),
+    Disagreement(
+        "Rprop",
+        "By which gradient does a step go?",
+        "none: as torch",
+        (
+            Answer("by this step's", "torch", eb.rprop(RATE)),
+            Answer("by the one before, so that the first update is zero", "optax"),
+        ),
+    ),
+    Disagreement(
+        "ADOPT",
+        "How are normalized gradients limited?",
+        "`clip_power`",
+        (
+            Answer("by t^(1/4)", "authors, optax", eb.adopt(RATE)),
+            Answer("by t^(1/3)", "timm", eb.adopt(RATE, clip_power=1 / 3)),
+            Answer("not at all", "Algorithm 1", eb.adopt(RATE, clip_power=None)),
+        ),
+    ),
+    Disagreement(
+        "ADOPT",
+        "Does weight decay act at the first update, which moves nothing else?",
+        "`decay_at_first`",
+        (
+            Answer("no", "authors, timm", eb.adopt(RATE, weight_decay=0.1)),
+            Answer("yes", "optax", eb.adopt(RATE, weight_decay=0.1, decay_at_first=True)),
+        ),
+    ),
+    Disagreement(
+        "Adan",
+        "What is the weight of the gradients' differences?",
+        "`look_ahead`",
+        (
+            Answer("0.92", "paper, authors, timm", eb.adan(RATE)),
+            Answer("0.08", "optax, at the same arguments", eb.adan(RATE, look_ahead=0.08)),
+        ),
+    ),
+    Disagreement(
+        "Adan",
+        "How do weights decay?",
+        "`proximal`",
+        (
+            Answer("by a proximal step", "paper, timm", eb.adan(RATE, weight_decay=0.1)),
+            Answer("as in AdamW", "timm's `no_prox`, optax", eb.adan(RATE, weight_decay=0.1, proximal=False)),
+        ),
+    ),
+    Disagreement(
+        "LAMB",
+        "Is the global norm of gradients limited?",
+        "`max_grad_norm`",
+        (
+            Answer("no", "paper, optax", eb.lamb(RATE)),
+            Answer("to 1", "timm", eb.lamb(RATE, max_grad_norm=1.0)),
+        ),
+    ),
+    Disagreement(
+        "LAMB",
+        "Is the trust ratio used where weights do not decay?",
+        "`always_adapt`",
+        (
+            Answer("yes", "paper, optax", eb.lamb(RATE, weight_decay=0.0)),
+            Answer("no", "timm", eb.lamb(RATE, weight_decay=0.0, always_adapt=False)),
+        ),
+    ),
+    Disagreement(
+        "LARS",
+        "Which norm is divided by?",
+        "`joint_norm`",
+        (
+            Answer("the sum of both norms", "paper, timm", eb.lars(1.0, weight_decay=0.1, trust_coefficient=0.01)),
+            Answer(
+                "the norm of the sum",
+                "optax",
+                eb.lars(1.0, weight_decay=0.1, trust_coefficient=0.01, joint_norm=True),
+            ),
+        ),
+    ),
+    Disagreement(
+        "LARS",
+        "Where is a learning rate that changes?",
+        "`rate_inside`",
+        (
+            Answer("after momentum", "timm", eb.lars(_decaying, trust_coefficient=1.0)),
+            Answer("before momentum", "paper, optax", eb.lars(_decaying, trust_coefficient=1.0, rate_inside=True)),
+        ),
+    ),
+    Disagreement(
+        "MARS",
+        "What is the gradient before the first?",
+        "`zero_before`",
+        (
+            Answer("the first itself", "timm", eb.mars(RATE)),
+            Answer("zero", "authors", eb.mars(RATE, zero_before=True)),
+        ),
+    ),
+    Disagreement(
+        "Prodigy",
+        "Is the step corrected for the bias of the moments?",
+        "`bias_correction`",
+        (
+            Answer("no", "prodigyopt's default", eb.prodigy(d0=1e-2)),
+            Answer("yes", "optax", eb.prodigy(d0=1e-2, bias_correction=True)),
+        ),
+    ),
+    Disagreement(
+        "Prodigy",
+        "Over what are the sums of the estimate taken?",
+        "none",
+        (
+            Answer("over all that share the step", "everybit", eb.prodigy(d0=1e-2)),
+            # Two processes that each have a part of the weights, and do not know of each other.
+            Answer(
+                "over the parameters of a process, over all ranks only where FSDP1 is found",
+                "prodigyopt",
+                eb.partition(dict.fromkeys(("matrix", "other"), eb.prodigy(d0=1e-2)), _halves),
+            ),
+        ),
+    ),
+    Disagreement(
+        "Yogi",
+        "Where does the mean begin?",
+        "`initial_mean`",
+        (
+            Answer("at 0", "paper", eb.yogi(RATE)),
+            Answer("at 1e-6", "optax", eb.yogi(RATE, initial_mean=1e-6)),
+        ),
+    ),
+    Disagreement(
+        "Schedule-free",
+        "Which weights are in the parameters?",
+        "none: `eval_params`",
+        (
+            Answer("those where gradients are taken", "optax, everybit", eb.schedule_free_adamw(RATE)),
+            Answer("one of two, by a mode", "schedulefree"),
+        ),
+    ),
+    Disagreement(
+        "Cautious",
+        "What makes up for the updates that are masked?",
+        "`rescale`",
+        (
+            Answer(
+                "1 / max(share that is kept, 1e-3)", "authors' code, timm", _averaged(eb.cautious(eb.scale_by_adam()))
+            ),
+            Answer("n / (number that is kept + 1)", "paper", _averaged(eb.cautious(eb.scale_by_adam(), "count"))),
+        ),
+    ),
+    Disagreement(
+        "Adaptive clipping",
+        "What is a unit?",
+        "`units`",
+        (
+            Answer("an index of the first dimension", "timm", _averaged(eb.clip_by_unit_norm(0.1))),
+            Answer("of the last", "optax", _averaged(eb.clip_by_unit_norm(0.1, units="last"))),
+        ),
+    ),
+)
+
+
+def drawn(seed: int) -> dict[str, Tensor]:
+    """Normal numbers in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def trained(transform: eb.Transform[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights before the first step and after the last; gradients are noise around 1/2."""
+    optimizer = eb.with_policy(transform, eb.policies.FP64)
+    params = first = drawn(0)
+    state = optimizer.init(params)
+    for step in range(1, STEPS + 1):
+        grads = {name: value + 0.5 for name, value in drawn(step).items()}
+        params, state = optimizer.step(params, grads, state)
+    return first, params
+
+
+def apart(one: eb.Transform[Any], other: eb.Transform[Any]) -> float:
+    """The distance of two ends of training, over the distance of the first from the beginning (Euclidean)."""
+    (first, a), (_, b) = trained(one), trained(other)
+
+    def distance(x: dict[str, Tensor], y: dict[str, Tensor]) -> float:
+        return math.hypot(*(float((x[name] - y[name]).norm()) for name in x))
+
+    return distance(a, b) / distance(a, first)
+
+
+HEAD = "| Optimizer | Question | Answers | Apart after 200 steps | Argument |\n|---|---|---|---|---|"
+
+
+def row(one: Disagreement) -> str:
+    """A line of the table, in Markdown. The distances are those of the other answers from the first."""
+    base, *others = one.answers
+    if base.transform is None:
+        raise ValueError(f"{one.optimizer}, {one.question}: the first answer has no transform")
+    answers = "; ".join(f"{answer.text}: {answer.who}" for answer in one.answers)
+    found = ", ".join(_percent(base.transform, other.transform) for other in others)
+    return f"| {one.optimizer} | {one.question} | {answers} | {found} | {one.argument} |"
+
+
+def _percent(base: eb.Transform[Any], other: eb.Transform[Any] | None) -> str:
+    if other is None:
+        return "not offered"
+    percent = 100 * apart(base, other)
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
+
+
+def rows() -> Iterator[str]:
+    """The lines of the table, one after the other."""
+    yield HEAD
+    yield from map(row, DISAGREEMENTS)
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    for line in rows():
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Optimizers that must see whole tensors, on shards that are cut between tensors: the bits of one process, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import everybit as eb
+from everybit_torch import TorchOptimizer
+from everybit_torch.sharded import arguments
+from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
+from everybit_torch.sharded.construction.sources import FromInitializers
+from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+from tests.sharded.test_per_tensor import Layer, Model, inputs
+from tests.support.ranks import run
+from tests.support.weights import Weights, equal
+
+TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
+    "adafactor": lambda lr: eb.torch_adafactor(lr),
+    "clipped": lambda lr: eb.chain(eb.clip_by_global_norm(0.5), eb.novograd(lr, weight_decay=0.1)),
+    "units": lambda lr: eb.chain(eb.clip_by_unit_norm(0.1), eb.adamw(lr)),
+    "masked": lambda lr: eb.chain(eb.masked(eb.centralize(), lambda path, p: p.ndim > 1), eb.sgd(lr, momentum=0.9)),
+}
+STEPS = 3
+
+
+def stored(policy: str) -> eb.Policy:
+    return dataclasses.replace(eb.policies.PRESETS[policy], grads=eb.Grads(main="float32", comm="float32"))
+
+
+def new_model(policy: str) -> Model:
+    return Model() if policy == "FP32" else Model().bfloat16()
+
+
+def one_process(name: str, policy: str, size: int, steps: int = STEPS) -> Weights:
+    """The torch optimizer on the whole model, with the mean of all ranks' gradients."""
+    model = new_model(policy)
+    optimizer = TorchOptimizer(
+        model.named_parameters(), TRANSFORMS[name], lr=1e-2, policy=stored(policy), seed=5, layout="tree"
+    )
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            model(inputs(step, rank, model.scale.dtype)).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(size)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def new_stepper(model: nn.Module, name: str, policy: str, **given: Any) -> FlatStepper:
+    return FlatStepper(
+        model,
+        TRANSFORMS[name](1e-2),
+        policy=stored(policy),
+        units=[Layer],
+        divisor=dist.get_world_size(),
+        seed=5,
+        **given,
+    )
+
+
+def train(model: Model, stepper: FlatStepper, steps: range) -> Weights:
+    for step in steps:
+        with stepper.microbatch(last=True):
+            model(inputs(step, dist.get_rank(), model.scale.dtype)).backward()
+        stepper.step()
+    with stepper.full_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def every_strategy(policy: str) -> dict[tuple[str, str], Weights]:
+    found: dict[tuple[str, str], Weights] = {}
+    for name in TRANSFORMS:
+        for strategy in STRATEGIES:
+            model = new_model(policy)
+            stepper = new_stepper(model, name, policy, strategy=strategy)
+            found[name, strategy] = train(model, stepper, range(STEPS))
+            stepper.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "policy"),
+    [
+        (2, "LEAN_BF16"),
+        pytest.param(2, "FP32", marks=pytest.mark.exhaustive),
+        pytest.param(3, "KAHAN_BF16", marks=pytest.mark.exhaustive),
+        pytest.param(4, "LEAN_BF16", marks=pytest.mark.exhaustive),  # more ranks than a unit has tensors
+    ],
+)
+def test_shards_give_the_bits_of_the_whole_model(size: int, policy: str) -> None:
+    expected = {name: one_process(name, policy, size) for name in TRANSFORMS}
+    for found in run(size, every_strategy, policy):
+        for (name, strategy), weights in found.items():
+            assert equal(weights, expected[name]), (name, strategy)
+
+
+def in_two_dimensions(outer: OuterStrategy) -> Weights:
+    model, mesh = new_model("LEAN_BF16"), init_device_mesh("cpu", (2, 2))
+    stepper = new_stepper(model, "clipped", "LEAN_BF16", strategy="optim_grads_params", mesh=mesh, outer=outer)
+    return train(model, stepper, range(STEPS))
+
+
+@pytest.mark.parametrize("outer", ["optim", pytest.param("no_shard", marks=pytest.mark.exhaustive)])
+def test_in_two_dimensions(outer: OuterStrategy) -> None:
+    expected = one_process("clipped", "LEAN_BF16", 4)
+    for found in run(4, in_two_dimensions, outer):
+        assert equal(found, expected)
+
+
+def saved(place: str, strategy: Strategy) -> tuple[Weights, Weights]:
+    """The weights at a save, and three steps after it, in which this number of ranks has the same gradients each."""
+    model = new_model("LEAN_BF16")
+    stepper = new_stepper(model, "adafactor", "LEAN_BF16", strategy=strategy)
+    before = train(model, stepper, range(2))
+    save_sharded(stepper, place)
+    return before, alike(model, stepper)
+
+
+def alike(model: Model, stepper: FlatStepper) -> Weights:
+    for step in range(2, 4):
+        with stepper.microbatch(last=True):
+            model(inputs(step, 0, model.scale.dtype)).backward()
+        stepper.step()
+    with stepper.full_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def loaded(place: str, strategy: Strategy) -> tuple[Weights, Weights]:
+    model = new_model("LEAN_BF16")
+    stepper = new_stepper(model, "adafactor", "LEAN_BF16", strategy=strategy)
+    load_sharded(stepper, place)
+    with stepper.full_parameters():
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return before, alike(model, stepper)
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_another_strategy(tmp_path: Path) -> None:
+    (before, after), *_ = run(2, saved, str(tmp_path), "optim_grads_params")
+    for size, strategy in ((1, "optim"), (3, "optim_grads_params")):
+        for found in run(size, loaded, str(tmp_path), strategy):
+            assert equal(found[0], before)
+            assert equal(found[1], after), (size, strategy)
+
+
+class Two(nn.Module):
+    """A matrix, whose rank has all to do, and a part without any tensor for the second rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def one_tensor() -> Weights:
+    model = Two()
+    stepper = FlatStepper(model, TRANSFORMS["clipped"](1e-2), strategy="optim_grads", divisor=2)
+    for step in range(STEPS):
+        with stepper.microbatch(last=True):
+            model(torch.full((3, 4), 1.0 + step + dist.get_rank())).backward()
+        stepper.step()
+    return {"weight": model.weight.detach().clone()}
+
+
+def test_a_rank_without_a_tensor_takes_part_in_the_reductions() -> None:
+    model = Two()
+    optimizer = TorchOptimizer(model.parameters(), TRANSFORMS["clipped"], lr=1e-2, layout="tree")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.full((3, 4), 1.5 + step)).backward()
+        optimizer.step()
+    for found in run(2, one_tensor):
+        assert equal(found, {"weight": model.weight.detach()})
+
+
+def untouched() -> tuple[Weights, list[str]]:
+    """The last layer has a gradient in every second step only."""
+    model = new_model("FP32")
+    stepper = new_stepper(model, "clipped", "FP32", strategy="optim_grads")
+    names: list[str] = []
+    for step in range(4):
+        with stepper.microbatch(last=True):
+            x = inputs(step, 0, torch.float32)
+            (model(x) if step % 2 else sum(layer(x) for layer in list(model.layers)[:2])).backward()
+        names = list(stepper.step().untouched)
+    with stepper.full_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}, names
+
+
+def test_tensors_without_a_gradient_are_left_as_they_are() -> None:
+    model = new_model("FP32")
+    optimizer = TorchOptimizer(model.named_parameters(), TRANSFORMS["clipped"], lr=1e-2, seed=5, layout="tree")
+    for step in range(4):
+        optimizer.zero_grad()
+        x = inputs(step, 0, torch.float32)
+        (model(x) if step % 2 else sum(layer(x) for layer in list(model.layers)[:2])).backward()
+        optimizer.step()
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for found, _ in run(2, untouched):
+        assert equal(found, expected)
+
+
+def made_from_meta(place: str) -> tuple[Weights, dict[str, Tensor]]:
+    """Initialized part by part, and trained; and what a file of main weights holds."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False)).bfloat16()
+    stepper = FlatStepper(
+        model, eb.torch_adafactor(1e-2), policy=eb.policies.MIXED_BF16, strategy="optim_grads_params", values=FromInitializers(seed=3),
+        device="cpu", seed=5,
+    )  # fmt: skip
+    for step in range(STEPS):
+        with stepper.microbatch(last=True):
+            model(torch.full((2, 7), 1.0 + step, dtype=torch.bfloat16)).square().sum().backward()
+        stepper.step()
+    stepper.export_safetensors(place, main=True)
+    with stepper.full_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}, load_file(place)
+
+
+def test_from_the_meta_device_and_main_weights_to_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(7, 5, dtype=torch.bfloat16), nn.Linear(5, 3, bias=False, dtype=torch.bfloat16))
+    optimizer = TorchOptimizer(
+        model.named_parameters(), eb.torch_adafactor, lr=1e-2, policy=eb.policies.MIXED_BF16, seed=5
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.full((2, 7), 1.0 + step, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    main = dict(zip(expected, optimizer.export_fp32()[0], strict=True))
+    for found, file in run(2, made_from_meta, str(tmp_path / "main.safetensors")):
+        assert equal(found, expected)
+        assert equal(file, main)
+
+
+def test_offload_is_refused_by_name() -> None:
+    with (
+        patch.object(arguments, "is_host", lambda device: False),
+        pytest.raises(
+            ValueError, match=r"^offload: got Offload.state=True.*Adafactor.*whole tensors.*Accepted are False"
+        ),
+    ):
+        FlatStepper(Two(), eb.torch_adafactor(1e-2), strategy="optim", offload=True)

@@ -16,9 +16,6 @@ from everybit_torch import cli, create
 from everybit_torch.cli.compare.model import SIZES, Transformer
 from everybit_torch.cli.errors import BAD_OPTION
 from everybit_torch.cli.models import build
-from everybit_torch.cli.optimizers import named_optimizer
-from everybit_torch.cli.whole_tensors import plan_of_whole_tensors
-from everybit_torch.sharded.allocations import AllocationCounter
 
 
 def small_model() -> nn.Module:
@@ -250,23 +247,6 @@ def test_every_optimizers_bytes_are_those_of_its_state(
         }
 
 
-@pytest.mark.parametrize("name", ["torch_adafactor", "novograd"])
-def test_a_step_of_whole_tensors_is_planned_to_the_byte(name: eb.OptimizerName) -> None:
-    model = small_model().bfloat16()
-    model.get_parameter("1.bias").requires_grad_(True)
-    found = plan_of_whole_tensors(model, named_optimizer(name), eb.policies.LEAN_BF16)
-    made = create(name, model, policy="LEAN_BF16", compile=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    made.step()
-    with AllocationCounter() as counter:
-        made.step()
-    assert found.transient == {"step": counter.peak}
-    assert found.persistent["counters"] == made.bytes_table()["counters"]
-    assert found.persistent["parameters"] == 2 * 2 * 272
-    assert found.persistent["gradients"] == 2 * (272 + 16)
-
-
 def test_hyperparameters_that_change_what_is_kept_are_part_of_the_name(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--policies", "FP32", "--dtype", "fp32", "--strategies", "optim", "--optimizer"]
     kept = {}
@@ -298,15 +278,6 @@ def test_hyperparameters_that_change_what_is_kept_are_part_of_the_name(capsys: p
         (
             ["--optimizer", "ademamix", "--policies", "PURE_BF16"],
             "--policies: got PURE_BF16, which ademamix refuses (Policy.state: got Nearest(dtype='bfloat16'); 'slow' has a decay rate",
-        ),
-        (
-            ["--optimizer", "novograd", "--strategies", "optim", "optim_grads"],
-            "--strategies: got optim optim_grads with --optimizer novograd; accepted: no_shard, since novograd needs whole tensors",
-        ),
-        (["--optimizer", "novograd", "--offload", "state"], "--offload: got state with --optimizer novograd; accepted: nothing"),
-        (
-            ["--optimizer", "novograd", "--policies", "three-dtypes"],
-            "--policies: got three-dtypes with --optimizer novograd; accepted: policies of everybit",
         ),
     ],
 )  # fmt: skip

@@ -481,7 +481,7 @@ KEPT: list[tuple[Any, bool, Any]] = [
 ]
 
 
-REGISTERED = {one.name: one.function() for one in eb.optimizers().values() if one.cut == "element"}
+REGISTERED = {one.name: one.function() for one in eb.optimizers().values()}
 KEPT += [(eb.policies.LEAN_BF16, True, transform) for transform in REGISTERED.values()]
 NAMED = dict(zip(REGISTERED, range(len(KEPT) - len(REGISTERED), len(KEPT)), strict=True))
 """The numbers of the optimizers that have names."""

@@ -11,13 +11,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
-import everybit as eb
 from everybit.dtypes import FloatDType
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.models import build
 from everybit_torch.cli.optimizers import Chosen, named_optimizer
 from everybit_torch.cli.output import Output
-from everybit_torch.cli.whole_tensors import is_whole, plan_of_whole_tensors
 from everybit_torch.sharded.construction.sources import FromInitializers, FromSafetensors, Values
 from everybit_torch.sharded.model_layout import AnyPrecision
 from everybit_torch.sharded.offload import Offload
@@ -103,25 +101,6 @@ def subject(options: Setup) -> Subject:
     return Subject(model, [kinds[name] for name in options.units] or blocks, optimizer)
 
 
-def usable_strategies(subject: Subject, strategies: Sequence[Strategy], console: Console) -> tuple[Strategy, ...]:
-    """The strategies under which the optimizer can be sharded; says which are left out.
-
-    Raises:
-        OptionError: None of them.
-    """
-    if not is_whole(subject.optimizer):
-        return tuple(strategies)
-    name = subject.optimizer.name
-    if "no_shard" not in strategies:
-        got = f"{' '.join(strategies)} with --optimizer {name}"
-        raise OptionError("--strategies", got, f"no_shard, since {name} needs whole tensors, which ranks do not share")
-    console.print(
-        f"{name} needs whole tensors, which ranks do not share: this is the torch optimizer of one process, or of each rank of DDP.",
-        highlight=False,
-    )
-    return ("no_shard",)
-
-
 def planned(
     options: Setup, subject: Subject, name: str, policy: AnyPrecision, strategy: Strategy, *, ranks: int | tuple[int, int],
     outer: OuterStrategy = "no_shard", reshard_after_forward: bool = True, reshard_after_backward: bool = True,
@@ -133,8 +112,6 @@ def planned(
         OptionError: The policy, or the source of values, does not go with the model.
     """
     try:
-        if is_whole(subject.optimizer):
-            return _whole(subject, name, policy)
         return plan(
             subject.model, subject.optimizer.transform(), policy=policy, strategy=strategy, outer=outer, ranks=ranks,
             units=subject.units, microbatches=options.microbatches, reshard_after_forward=reshard_after_forward,
@@ -145,16 +122,8 @@ def planned(
         if str(error).startswith("values: "):
             got = f"{options.values} ({str(error).removeprefix('values: ')})"
             raise OptionError("--values", got, "files, or a model whose modules have initializers") from None
-        if isinstance(error, OptionError):
-            raise
         got = f"{name}, which does not go with the model ({error})"
         raise OptionError("--policies", got, "one that does, or another --dtype") from None
-
-
-def _whole(subject: Subject, name: str, policy: AnyPrecision) -> Plan:
-    if not isinstance(policy, eb.Policy):
-        raise OptionError("--policies", f"{name} with --optimizer {subject.optimizer.name}", "policies of everybit")
-    return plan_of_whole_tensors(subject.model, subject.optimizer, policy)
 
 
 def plan_all(

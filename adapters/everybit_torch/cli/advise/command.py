@@ -17,8 +17,7 @@ from everybit_torch.cli.optimizers import Chosen, require_policies
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
-from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject, unit_of, usable_strategies
-from everybit_torch.cli.whole_tensors import is_whole
+from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject, unit_of
 from everybit_torch.sharded.plan import Plan
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 
@@ -86,11 +85,9 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
     require_policies(chosen.optimizer, policies)
     if options.out is not None:
         check_out(options.out)
-    strategies = usable_strategies(chosen, STRATEGIES, console)
-    choices = plan_all(policies, strategies, partial(planned, options, chosen, ranks=options.ranks), console)
+    choices = plan_all(policies, STRATEGIES, partial(planned, options, chosen, ranks=options.ranks), console)
     best = best_of(choices, budget)
-    sharded = "optim_grads_params" in strategies
-    enough = {} if best or not sharded else _enough_ranks(options, chosen, policies, budget)
+    enough = {} if best else _enough_ranks(options, chosen, policies, budget)
     title = (
         f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {chosen.optimizer.shown}, {options.ranks} ranks of"
         f" {_sized(memory)}, {_sized(reserve)} of it reserved; units: {chosen.unit_names}."
@@ -180,8 +177,7 @@ def _sheet(choices: list[Planned], best: Planned | None, budget: int) -> Sheet:
         f"{unit} of one rank at the step's peak. The budget is {_sized(budget)}; what is in brackets exceeds it."
         + (" The arrow points to what is advised." if best else "")
     )
-    strategies = dict.fromkeys(one.strategy for one in choices)
-    sheet = Sheet(("", *(name.replace("_params", "_\nparams") for name in strategies)), caption=caption)
+    sheet = Sheet(("", *(name.replace("_params", "_\nparams") for name in STRATEGIES)), caption=caption)
     for policy in dict.fromkeys(choice.policy for choice in choices):
         cells = []
         for one in (one for one in choices if one.policy == policy):
@@ -218,7 +214,7 @@ def _reasons(
     written = f"eb.policies.{best.policy}" if best.policy in eb.policies.PRESETS else f'load_policy("{best.policy}...")'
     if options.ranks == 1 and optimizer.shown == "adamw":
         said.append(f"As code: AdamW(model.parameters(), policy={written}, flat_gradients=True)")
-    elif options.ranks == 1 or is_whole(optimizer):
+    elif options.ranks == 1:
         given = "".join(f", {name}={value!r}" for name, value in optimizer.given_to_torch().items())
         said.append(f"As code: create({optimizer.name!r}, model, policy={written}{given})")
     else:

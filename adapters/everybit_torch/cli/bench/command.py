@@ -19,7 +19,6 @@ from everybit_torch.cli.models import build
 from everybit_torch.cli.optimizers import named_optimizer, require_policies
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.policies import named_policy
-from everybit_torch.cli.whole_tensors import is_whole
 
 FORMAT = 1
 
@@ -48,7 +47,7 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
     contestants = torch_contestants(optimizer) + [
         everybit_contestant(name, policy, optimizer, compile=options.compile) for name, policy in policies.items()
     ]
-    where_gradients = "apart" if is_whole(optimizer) else "in one flat buffer"
+    where_gradients = "apart" if optimizer.entry.cut == "tensor" else "in one flat buffer"
     title = (
         f"A step of {optimizer.entry.title}, {options.model}: {elements:,} parameters in {len(shapes)} tensors, {device},"
         f" everybit {'compiled' if options.compile else 'not compiled'}, gradients {where_gradients}"

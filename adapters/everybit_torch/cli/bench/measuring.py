@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit_torch.cli.device import timed
 from everybit_torch.cli.optimizers import Chosen
-from everybit_torch.cli.whole_tensors import is_whole
 from everybit_torch.creating import CLASSES
 from everybit_torch.optimizer import TorchOptimizer
 
@@ -99,7 +98,7 @@ def torch_contestants(optimizer: Chosen) -> list[Contestant]:
 def everybit_contestant(name: str, policy: eb.Policy, optimizer: Chosen, *, compile: bool) -> Contestant:
     """Ours, under a policy."""
     usual = HYPERPARAMETERS if optimizer.shown == "adamw" else {}
-    flat = not is_whole(optimizer)
+    flat = optimizer.entry.cut == "element"
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return optimizer.create(params, **usual, policy=policy, compile=compile, flat_gradients=flat)

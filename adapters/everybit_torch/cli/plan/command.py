@@ -27,9 +27,7 @@ from everybit_torch.cli.setup import (
     planned,
     subject,
     unit_of,
-    usable_strategies,
 )
-from everybit_torch.cli.whole_tensors import is_whole
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.model_layout import AnyPrecision
 from everybit_torch.sharded.offload import Offload
@@ -61,12 +59,9 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
     policies = _policies(options)
     chosen = subject(options)
     require_policies(chosen.optimizer, policies)
-    if options.offload != "nothing" and is_whole(chosen.optimizer):
-        raise OptionError("--offload", f"{options.offload} with --optimizer {chosen.optimizer.name}", "nothing")
     if options.out is not None:
         check_out(options.out)
-    strategies = usable_strategies(chosen, options.strategies, console)
-    rows = plan_all(policies, strategies, partial(_plan, options, chosen), console)
+    rows = plan_all(policies, options.strategies, partial(_plan, options, chosen), console)
     title = _title(options, rows[0].plan, chosen)
     console.print(title, highlight=False)
     show(_sheet(rows, host=options.offload != "nothing"), console)

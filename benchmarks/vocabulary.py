@@ -2,8 +2,8 @@
 
     python benchmarks/vocabulary.py --write
 
-Names, slots, bytes, cut and reductions are those of ``everybit.optimizers()``; deviations from ``torch.optim`` are measured here. Those from
-other packages are what the oracles in tests/conformance measured, if their file is given; else they stay as the page has them:
+Names, slots, bytes, cut and reductions are those of ``everybit.optimizers()``; deviations from ``torch.optim`` are measured here. Those
+from other packages are what the oracles in tests/conformance measured, if their file is given; else they stay as the page has them:
 
     python -m pytest -o addopts='' --import-mode=importlib --junitxml=deviations.xml tests/conformance/test_more_optimizers.py
     python benchmarks/vocabulary.py --write --deviations deviations.xml

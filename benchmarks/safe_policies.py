@@ -94,7 +94,7 @@ def examined(name: eb.OptimizerName, steps: int = STEPS) -> dict[str, Found]:
     """What becomes of an optimizer under each preset."""
     one = eb.optimizers()[name]
     exact = slots_after(one.function(), eb.policies.FP32, steps)
-    found = {}
+    found: dict[str, Found] = {}
     for preset in PRESETS:
         policy = eb.policies.PRESETS[preset]
         stored = slots_after(one.function(), policy, steps)

@@ -11,6 +11,7 @@ same (``unsafe="allow"``).
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class Found:
         return self.deviation <= ALLOWED
 
     def __str__(self) -> str:
+        if math.isnan(self.deviation):
+            return ("" if self.refused is None else f"refused for `{self.refused}`; ") + "not finite, as under `FP32`"
         share = f"{100 * self.deviation:{'.0f' if self.deviation > 0.1 else '.1g'}} %"
         moved = f"`{self.slot}` {'moves' if self.moves else 'is off'}, {share}" if self.slot else "no state"
         return f"refused for `{self.refused}`; {moved}" if self.refused is not None else moved
@@ -67,14 +70,16 @@ def slots_after(transform: eb.Transform[Any], policy: eb.Policy, steps: int) -> 
     optimizer = eb.with_policy(transform, policy, unsafe="allow")
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, policy.model_dtype)
-    params = torch.randn(8, ELEMENTS // 8, generator=generator).bfloat16().to(dtype)
+    params = {"weight": torch.randn(8, ELEMENTS // 8, generator=generator).bfloat16().to(dtype)}
     state = optimizer.init(params)
     for step in range(1, steps + 1):
-        params, state = optimizer.step(params, gradient(step, steps).reshape(params.shape).to(dtype), state)
+        params, state = optimizer.step(params, {"weight": gradient(step, steps).reshape(8, -1).to(dtype)}, state)
     found: dict[str, Tensor] = {}
 
     def note(name: str, slot: object) -> object:
-        found[name] = torch.cat([leaf.double().reshape(-1) for leaf in eb.tree.leaves(slot)])
+        # Parts of a partition have slots of the same name, and some have no parameters.
+        leaves = [leaf.double().reshape(-1) for leaf in eb.tree.leaves(slot)]
+        found[name] = torch.cat([found.get(name, torch.zeros(0, dtype=torch.float64)), *leaves])
         return slot
 
     eb.tree.map_slots(note, optimizer.decode(params, state)[1].inner)

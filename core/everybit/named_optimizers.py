@@ -15,7 +15,9 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from everybit import tree
+from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
+from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.more_aliases import (
     adabelief,
     adan,
@@ -38,12 +40,14 @@ from everybit.policy import Policy
 from everybit.policy_names import PolicyName, with_name_resolved
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
 from everybit.transform import Cut, Transform, eval_params
+from everybit.transforms.d_adaptation import dadapt_adam
 from everybit.transforms.prodigy import prodigy
 
 OptimizerName = Literal[
     "sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adagrad", "adamax", "adadelta", "torch_adafactor", "rprop", "asgd",
     "ademamix", "adopt", "schedule_free_sgd", "schedule_free_adamw", "prodigy", "lamb", "lars", "adan", "adabelief", "yogi", "laprop",
-    "signum", "tiger", "stable_adamw", "mars", "novograd",
+    "signum", "tiger", "stable_adamw", "mars", "novograd", "schedule_free_radam", "dadapt_adam", "adam_atan2", "adafactor", "came",
+    "adam_mini", "sm3",
 ]  # fmt: skip
 
 Reductions = Literal["none", "per tensor", "over everything"]
@@ -95,9 +99,10 @@ class NamedOptimizer:
         }
 
     @property
-    def learning_rate(self) -> float:
-        """The learning rate that it has if none is given."""
-        return float(self.arguments["learning_rate"].default)
+    def learning_rate(self) -> float | None:
+        """The learning rate that it has if none is given; None: it computes one at each step."""
+        default = self.arguments["learning_rate"].default
+        return None if default is None else float(default)
 
     @property
     def cut(self) -> Cut:
@@ -115,8 +120,9 @@ class NamedOptimizer:
     @property
     def has_evaluation_weights(self) -> bool:
         """Whether other weights are to be evaluated than those that are trained, such as an average of them."""
-        transform, params = self.function(), torch.empty(EXAMPLE, device="meta")
-        return eval_params(transform, params, transform.init(params)) is not params
+        transform, params = self.function(), _example()
+        evaluated = eval_params(transform, params, transform.init(params))
+        return any(a is not b for a, b in zip(tree.leaves(evaluated), tree.leaves(params), strict=True))
 
     def slots(self, **arguments: Any) -> tuple[str, ...]:
         """Return the names of what it keeps for each parameter.
@@ -130,7 +136,7 @@ class NamedOptimizer:
             found.append(name)
             return slot
 
-        tree.map_slots(note, self.function(**arguments).init(torch.empty(EXAMPLE, device="meta")))
+        tree.map_slots(note, self.function(**arguments).init(_example()))
         return tuple(dict.fromkeys(found))
 
     def state_bytes(self, policy: Policy | PolicyName, params: object = None, **arguments: Any) -> dict[str, float]:
@@ -152,11 +158,16 @@ class NamedOptimizer:
         policy = with_name_resolved(policy)
         assert isinstance(policy, Policy)  # a name is that of a preset
         if params is None:
-            params = torch.empty(EXAMPLE, device="meta", dtype=getattr(torch, policy.model_dtype))
+            params = _example(getattr(torch, policy.model_dtype))
         table = with_policy(self.function(**arguments), policy).bytes_table(params)
         elements = max(tree.size(params), 1)
         other = ("parameter", "compensation", "gradient", "counters")
         return {name: size / elements for name, size in table.items() if name not in other}
+
+
+def _example(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    # With a name: some optimizers tell parameters apart by theirs.
+    return {"weight": torch.empty(EXAMPLE, device="meta", dtype=dtype)}
 
 
 _OPTIMIZERS: tuple[NamedOptimizer, ...] = (
@@ -191,6 +202,15 @@ _OPTIMIZERS: tuple[NamedOptimizer, ...] = (
     NamedOptimizer("stable_adamw", stable_adamw, "StableAdamW", "Wortsman et al. 2023", "https://arxiv.org/abs/2304.13013"),
     NamedOptimizer("mars", mars, "MARS-AdamW", "Yuan et al. 2024", "https://arxiv.org/abs/2411.10438"),
     NamedOptimizer("novograd", novograd, "NovoGrad", "Ginsburg et al. 2019", "https://arxiv.org/abs/1905.11286"),
+    NamedOptimizer(
+        "schedule_free_radam", schedule_free_radam, "schedule-free RAdam", "Defazio et al. 2024", "https://arxiv.org/abs/2405.15682",
+    ),
+    NamedOptimizer("dadapt_adam", dadapt_adam, "Adam with D-Adaptation", "Defazio & Mishchenko 2023", "https://arxiv.org/abs/2301.07733"),
+    NamedOptimizer("adam_atan2", adam_atan2, "Adam-atan2", "Everett et al. 2024", "https://arxiv.org/abs/2407.05872"),
+    NamedOptimizer("adafactor", adafactor, "Adafactor", "Shazeer & Stern 2018", "https://arxiv.org/abs/1804.04235"),
+    NamedOptimizer("came", came, "CAME", "Luo et al. 2023", "https://arxiv.org/abs/2307.02047"),
+    NamedOptimizer("adam_mini", adam_mini, "Adam-mini", "Zhang et al. 2024", "https://arxiv.org/abs/2406.16793"),
+    NamedOptimizer("sm3", sm3, "SM3", "Anil et al. 2019", "https://arxiv.org/abs/1901.11150"),
 )  # fmt: skip
 
 _BY_NAME: Mapping[OptimizerName, NamedOptimizer] = MappingProxyType({one.name: one for one in _OPTIMIZERS})

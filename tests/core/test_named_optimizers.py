@@ -56,7 +56,7 @@ def test_an_entry_says_what_its_function_says(name: OptimizerName) -> None:
 
 def test_those_with_other_weights_for_evaluation_say_so() -> None:
     found = {name for name, one in eb.optimizers().items() if one.has_evaluation_weights}
-    assert found == {"asgd", "schedule_free_sgd", "schedule_free_adamw"}
+    assert found == {"asgd", "schedule_free_sgd", "schedule_free_adamw", "schedule_free_radam"}
 
 
 def test_hyperparameters_choose_what_is_kept() -> None:

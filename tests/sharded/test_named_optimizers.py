@@ -55,7 +55,7 @@ def inputs(step: int, dtype: torch.dtype) -> Tensor:
 
 def rate_of(name: eb.OptimizerName) -> float:
     """Large enough to be felt in bfloat16."""
-    return max(0.02, eb.optimizers()[name].learning_rate)
+    return max(0.02, eb.optimizers()[name].learning_rate or 0.02)
 
 
 def whole(name: eb.OptimizerName, preset: eb.PolicyName) -> Weights:

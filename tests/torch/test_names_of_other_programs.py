@@ -31,7 +31,7 @@ def test_every_optimizer_has_a_class_of_plain_arguments(name: eb.OptimizerName) 
     assert pickle.loads(pickle.dumps(kind)) is kind
     model = nn.Linear(3, 2, dtype=torch.bfloat16)
     # As other programs give them: learning rate and decay always, decay by group.
-    groups = [{"params": [model.weight], "weight_decay": 0.0}, {"params": [model.bias], "weight_decay": 0.0}]
+    groups = [{"params": [one], "weight_decay": 0.0} for one in model.named_parameters()]
     optimizer = kind(groups, lr=0.5, weight_decay=0.0, policy="LEAN_BF16", compile=False)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     model(torch.ones(1, 3, dtype=torch.bfloat16)).square().sum().backward()

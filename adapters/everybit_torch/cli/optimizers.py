@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import everybit as eb
 from everybit.named_optimizers import Argument, NamedOptimizer, optimizer_named
@@ -37,9 +37,10 @@ class Chosen:
         return self.entry.name
 
     @property
-    def learning_rate(self) -> float:
-        """That which was given, or the optimizer's default."""
-        return float(self.given.get("learning_rate", self.entry.learning_rate))
+    def learning_rate(self) -> float | None:
+        """That which was given, or the optimizer's default; None: it computes one at each step."""
+        given: float | None = self.given.get("learning_rate", self.entry.learning_rate)
+        return given
 
     @property
     def shown(self) -> str:
@@ -171,6 +172,8 @@ def _value(entry: NamedOptimizer, name: str, text: str, option: str) -> Any:
     if known is None:
         return text  # refused by its name
     accepted = _accepted(known)
+    if get_origin(known.annotation) is Literal and text in get_args(known.annotation):
+        return text
     word = text.lower()
     if word in _WORDS:
         value: Any = _WORDS[word]
@@ -190,6 +193,8 @@ def _value(entry: NamedOptimizer, name: str, text: str, option: str) -> Any:
 def _accepted(argument: Argument) -> list[str]:
     """What may be typed for a hyperparameter."""
     kinds = get_args(argument.annotation) or (argument.annotation,)
+    if get_origin(argument.annotation) is Literal:
+        return list(map(str, kinds))
     found = ["true", "false"] if bool in kinds else ["a number"] if float in kinds else []
     if int in kinds and not found:
         found = ["a whole number"]
@@ -197,4 +202,6 @@ def _accepted(argument: Argument) -> list[str]:
 
 
 def _typed(value: object) -> str:
+    if isinstance(value, str):
+        return value
     return str(value).lower() if isinstance(value, bool) or value is None else f"{value:g}"

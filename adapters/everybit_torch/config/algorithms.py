@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from types import NoneType
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import everybit as eb
 from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizer_named
@@ -222,6 +222,8 @@ def _generated(entry: NamedOptimizer) -> type[Algorithm]:
 
 def _plain(annotation: Any) -> Any:
     """The type of a hyperparameter in a file; None: it cannot be in one."""
+    if get_origin(annotation) is Literal:
+        return annotation
     kinds = get_args(annotation) or (annotation,)
     for kind in (bool, float, int):
         if kind in kinds:

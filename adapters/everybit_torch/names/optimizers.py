@@ -107,8 +107,8 @@ class EverybitSGD(drop_ins.SGD):
 def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
     """A class with plain arguments for an optimizer: its hyperparameters by torch's names, and how it is stored and stepped."""
     base: Any = CLASSES.get(entry.name, TorchOptimizer)
-    # A mask is no plain value.
-    defaults = {name: value for name, value in torch_defaults(entry.function).items() if name != "mask"}
+    # Masks and labels are no plain values.
+    defaults = {name: value for name, value in torch_defaults(entry.function).items() if name not in ("mask", "labels")}
     known = {**defaults, **_SETTINGS}
 
     def begin(self: Any, params: Params, **given: Any) -> None:

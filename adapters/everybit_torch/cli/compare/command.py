@@ -46,7 +46,7 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     parameters = sum(p.numel() for p in new_model(plan.size, 0).parameters())
     title = (
         f"{title_of(plan.optimizer)}, {parameters:,} parameters ({options.model}), {options.steps} steps of"
-        f" {options.batch} x {options.context} bytes, learning rate {plan.optimizer.learning_rate:g}"
+        f" {options.batch} x {options.context} bytes, learning rate {plan.options.lr:g}"
     )
     console.print(f"{title}\n{about(corpus)}", highlight=False)
     if absent := [name for name in DEFAULT_POLICIES if not options.policies and name not in plan.policies]:

@@ -154,6 +154,10 @@ def check(options: CompareOptions) -> Plan:
     if options.betas is not None:
         _require("--betas", options.betas, all(0 <= beta < 1 for beta in options.betas), "two numbers in [0, 1)")
     optimizer = optimizer_of(options)
+    if optimizer.learning_rate is None:
+        raise OptionError(
+            "--lr", f"none with --optimizer {optimizer.shown}", "a learning rate, since it has no default"
+        )
     policies = _policies(options, optimizer)
     return Plan(
         options=replace(options, lr=optimizer.learning_rate),

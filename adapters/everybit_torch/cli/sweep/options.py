@@ -101,6 +101,10 @@ def checked(options: SweepOptions) -> SweepPlan:
         chosen = named_optimizer(text, "--optimizers")
         if "learning_rate" in chosen.given:
             raise OptionError("--optimizers", text, "optimizers without a learning rate, which --factors chooses")
+        if chosen.learning_rate is None:
+            raise OptionError(
+                "--optimizers", text, "optimizers with a default learning rate, which --factors multiplies"
+            )
         if chosen.shown in optimizers:
             raise OptionError("--optimizers", f"{chosen.shown} twice", "each once")
         optimizers[chosen.shown] = chosen

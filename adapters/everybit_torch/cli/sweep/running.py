@@ -92,6 +92,7 @@ def sweep(plan: SweepPlan, corpus: Corpus, tell: Callable[[Run], None]) -> tuple
         runs: list[Run] = []
         try:
             for factor in plan.options.factors:
+                assert chosen.learning_rate is not None  # was checked
                 rate = factor * chosen.learning_rate
                 own = chosen.with_hyperparameters({"learning_rate": rate}, option="--factors")
                 records: list[Record] = []

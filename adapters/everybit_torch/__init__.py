@@ -13,6 +13,7 @@ from everybit_torch.any_precision import AnyPrecisionAdamW
 from everybit_torch.audit import Audit, LayerAudit, load_audit
 from everybit_torch.checkpoint_audit import audit_checkpoint
 from everybit_torch.checkpoint_file import load_checkpoint, save_checkpoint
+from everybit_torch.creating import create
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.freezing import freeze, unfreeze
@@ -109,6 +110,7 @@ __all__ = [
     "StepReport",
     "TorchOptimizer",
     "audit_checkpoint",
+    "create",
     "enable_gradient_release",
     "evaluation_weights",
     "export_weights",

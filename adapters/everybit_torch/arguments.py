@@ -13,7 +13,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.transform import PARTS
-from everybit_torch.hyperparameter_names import ARGUMENTS, core_names
+from everybit_torch.hyperparameter_names import ARGUMENTS, core_names, torch_arguments
 
 
 class ImplementationArguments(TypedDict, total=False):
@@ -90,7 +90,7 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
             require_own_name(kind, name, given, parameters)
         wanted = core_names(name, ARGUMENTS, parameters)
         if not takes_all and not all(one in parameters for one in wanted):
-            accepted = [*_accepted(parameters)]
+            accepted = [*torch_arguments(parameters)]
             close = difflib.get_close_matches(name, accepted, n=1)
             raise TypeError(
                 f"{kind}: {name}: {_name(factory)} has no such argument{f', did you mean {close[0]!r}?' if close else ';'} accepted are"
@@ -224,17 +224,6 @@ def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(factory).parameters
     except (TypeError, ValueError):  # written in C, say
         return {"arguments": inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)}
-
-
-def _accepted(parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
-    """The arguments of a factory, under torch's names."""
-    ours = {
-        core: torchs
-        for torchs, cores in ARGUMENTS.items()
-        for core in cores
-        if torchs not in parameters and all(one in parameters for one in cores)
-    }
-    yield from dict.fromkeys(ours.get(name, name) for name in parameters)
 
 
 def _name(factory: object) -> str:

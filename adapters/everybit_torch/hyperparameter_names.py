@@ -7,7 +7,7 @@ field ``alpha`` of a user's transform, keeps its own meaning.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 FIELDS: Mapping[str, tuple[str, ...]] = {"lr": ("learning_rate",), "betas": ("b1", "b2")}
@@ -48,3 +48,21 @@ def spread(name: str, value: Any, targets: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, (tuple, list)) or len(value) != len(targets):
         raise ValueError(f"{name}: got {value!r}; accepted are {len(targets)} numbers.")
     return dict(zip(targets, value, strict=True))
+
+
+def torch_arguments(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return a factory's arguments by torch's names, where torch has one for them, each with the arguments that it stands for."""
+    own = dict.fromkeys(names)
+    table = {name: cores for name, cores in ARGUMENTS.items() if name not in own and own.keys() >= set(cores)}
+    by_core = {core: name for name, cores in table.items() for core in cores}
+    return {name: table.get(name, (name,)) for name in dict.fromkeys(by_core.get(one, one) for one in own)}
+
+
+def torch_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the defaults of a factory's arguments, by torch's names."""
+    defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    found: dict[str, Any] = {}
+    for name, cores in torch_arguments(defaults).items():
+        values = tuple(defaults[core] for core in cores)
+        found[name] = values if len(values) > 1 else values[0]
+    return found

@@ -65,6 +65,7 @@ from everybit.more_aliases import (
     tiger,
     yogi,
 )
+from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizers
 from everybit.named_tensors import load_state_dict, state_dict
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.outer import outer_gradient
@@ -145,21 +146,22 @@ __version__ = "0.3.0.dev0"
 
 __all__ = [
     "AdamMiniBlocks", "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local",
-    "Master", "Members", "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule",
-    "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor",
-    "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay",
-    "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at",
-    "average_weights", "averaged_descent", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious",
-    "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally",
-    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "ema_nesterov",
-    "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules",
-    "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict",
-    "lookahead", "mars", "masked", "mean_weights", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias",
-    "novograd", "one_cycle_schedule", "outer_gradient", "partition", "piecewise_constant_schedule", "piecewise_interpolate_schedule",
-    "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy", "proximal_decay", "radam",
-    "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "rprop", "running_mean", "sam_point", "scale",
-    "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax",
-    "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars",
+    "Master", "Members", "Metrics", "NamedOptimizer", "Nearest", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat",
+    "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform",
+    "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw", "adan",
+    "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients",
+    "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "begin_after", "bias_correction",
+    "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms",
+    "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule",
+    "cosine_restarts_schedule", "dadapt_adam", "ema_nesterov", "exponential_decay_schedule", "freezable", "freeze", "identity",
+    "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
+    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights",
+    "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule",
+    "optimizers", "outer_gradient", "partition", "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies",
+    "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance",
+    "relative_step_schedule", "require_step", "rmsprop", "rprop", "running_mean", "sam_point", "scale", "scale_by_adadelta",
+    "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan",
+    "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars",
     "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam",
     "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam",
     "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",

@@ -53,8 +53,41 @@ def test_every_optimizer_is_timed_and_its_bytes_are_counted(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
+    ("name", "theirs", "slots"), [("lion", (), 2), ("novograd", (), 2), ("adagrad", ("torch Adagrad",), 4)]
+)
+def test_another_optimizer_is_timed_beside_torchs(
+    name: str, theirs: tuple[str, ...], slots: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--model",
+        "tiny",
+        "--no-compile",
+        "--seconds",
+        "0.05",
+        "--threads",
+        "1",
+        "--json",
+        "--optimizer",
+        name,
+    ]
+    assert cli.main(["bench", *arguments, "--policies", "LEAN_BF16"]) == 0
+    printed = capsys.readouterr()
+    held = json.loads(printed.out)
+    own = [f"{one}, {dtype}" for one in theirs for dtype in ("float32", "bfloat16")]
+    assert [one["name"] for one in held["timings"]] == ["torch AdamW fused, float32", *own, "LEAN_BF16"]
+    assert held["optimizer"]["name"] == name
+    assert held["timings"][-1]["state_bytes"] == pytest.approx(2 + slots, abs=0.02)
+    assert "ratio: to torch AdamW fused, float32" in " ".join(printed.err.split())
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--optimizer", "lien"], "--optimizer: got lien (did you mean lion?); accepted: sgd, adam"),
+        (
+            ["--optimizer", "lion", "--policies", "PURE_BF16"],
+            "--policies: got PURE_BF16, which lion refuses (Policy.momentum",
+        ),
         (["--seconds", "0"], "--seconds: got 0.0; accepted: a number above 0"),
         (["--device", "gpu"], "--device: got gpu; accepted: cpu"),
         (["--model", f"{__name__}:frozen_model"], "accepted: a model with parameters that require gradients"),

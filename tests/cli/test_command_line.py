@@ -34,7 +34,7 @@ def test_a_command_that_there_is_not_names_the_nearest(capsys: pytest.CaptureFix
     assert "got compared (did you mean compare?)" in capsys.readouterr().err
     assert cli.main(["aduit", "x"]) == BAD_OPTION
     assert capsys.readouterr().err == (
-        "everybit: command: got aduit (did you mean audit?); accepted: compare, plan, advise, bench, audit\n"
+        "everybit: command: got aduit (did you mean audit?); accepted: compare, sweep, plan, advise, bench, audit\n"
     )
 
 

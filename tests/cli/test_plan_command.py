@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from everybit_torch import cli
+import everybit as eb
+from everybit_torch import cli, create
+from everybit_torch.cli.compare.model import SIZES, Transformer
 from everybit_torch.cli.errors import BAD_OPTION
 from everybit_torch.cli.models import build
 
@@ -210,3 +213,78 @@ def test_a_model_is_found_in_the_working_folder(tmp_path: Path, monkeypatch: pyt
     model, blocks = build("model_of_this_folder:make", None)
     assert [tuple(p.shape) for p in model.parameters()] == [(5, 3), (5,)]
     assert blocks == []
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+    """What a plan of the smallest model says as JSON, and what it shows."""
+    assert cli.main(["plan", "--model", "tiny", "--json", *arguments]) == 0
+    printed = capsys.readouterr()
+    return json.loads(printed.out), " ".join(printed.err.split())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("lion", "ademamix", "novograd") else pytest.mark.exhaustive)
+        for name in eb.optimizers()
+    ],
+)
+def test_every_optimizers_bytes_are_those_of_its_state(
+    name: eb.OptimizerName, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against the optimizer itself, on real tensors: what is kept of each use, without what is counted and kept beside it."""
+    policies = ("LEAN_BF16", "FLOOR_BF16")
+    arguments = ["--ranks", "1", "--strategies", "no_shard", "--optimizer", name, "--policies", *policies]
+    held, _ = planned(capsys, *arguments)
+    assert held["optimizer"]["name"] == name
+    for policy, one in zip(policies, held["plans"], strict=True):
+        made = create(name, Transformer(SIZES["tiny"]).bfloat16(), policy=eb.policies.PRESETS[policy])
+        table = made.bytes_table()
+        expected = {{"parameter": "parameters", "gradient": "gradients"}.get(use, use): n for use, n in table.items()}
+        beside = ("counters", "bookkeeping")
+        assert {use: n for use, n in one["persistent"].items() if use not in beside} == {
+            use: n for use, n in expected.items() if use not in beside
+        }
+
+
+def test_hyperparameters_that_change_what_is_kept_are_part_of_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--policies", "FP32", "--dtype", "fp32", "--strategies", "optim", "--optimizer"]
+    kept = {}
+    for optimizer in ("sgd", "sgd,momentum=0.9", "adamw,amsgrad=true"):
+        held, shown = planned(capsys, *arguments, optimizer)
+        kept[optimizer] = set(held["plans"][0]["persistent"]) & eb.tree.registered_slots()
+        assert f"(fp32), {optimizer}, 8 ranks" in shown
+    assert kept == {
+        "sgd": set(),
+        "sgd,momentum=0.9": {"momentum"},
+        "adamw,amsgrad=true": {"momentum", "variance", "max_variance"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer", "adammw"], "--optimizer: got adammw (did you mean adamw?); accepted: sgd, adam, adamw, lion, "),
+        (["--optimizer", ""], "--optimizer: got ; accepted: sgd, adam, "),
+        (["--optimizer", "lamb,beta=0.9"], "--optimizer: got lamb with beta; accepted: lamb with b1, b2, eps, weight_decay,"),
+        (["--optimizer", "lamb,max_norm=1"], "got lamb with max_norm (did you mean max_grad_norm?); accepted: lamb with b1,"),
+        (["--optimizer", "sgd,momentum"], "--optimizer: got sgd,momentum (momentum after a comma); accepted: NAME,hyperparameter=value"),
+        (["--optimizer", "sgd,momentum=yes"], "--optimizer: got sgd with momentum=yes; accepted: a number or none"),
+        (["--optimizer", "sgd,nesterov=1"], "--optimizer: got sgd with nesterov=1; accepted: true or false"),
+        (["--optimizer", "ademamix,alpha_warmup=0.5"], "got ademamix with alpha_warmup=0.5; accepted: a whole number or none"),
+        (["--optimizer", "adamw,mask=none"], "--optimizer: got adamw with mask=none; accepted: mask in a program only"),
+        (["--optimizer", "adamw,b1=1"], "--optimizer: got adamw,b1=1 (b1: got 1.0; accepted is a finite number in [0, 1).); accepted: "),
+        (["--optimizer", "sgd,nesterov=true"], "--optimizer: got sgd,nesterov=true (nesterov: got True without momentum"),
+        (
+            ["--optimizer", "ademamix", "--policies", "PURE_BF16"],
+            "--policies: got PURE_BF16, which ademamix refuses (Policy.state: got Nearest(dtype='bfloat16'); 'slow' has a decay rate",
+        ),
+    ],
+)  # fmt: skip
+def test_optimizers_that_cannot_be_planned_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--model", "tiny", *arguments]) == BAD_OPTION
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1

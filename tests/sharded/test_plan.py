@@ -481,6 +481,12 @@ KEPT: list[tuple[Any, bool, Any]] = [
 ]
 
 
+REGISTERED = {one.name: one.function() for one in eb.optimizers().values()}
+KEPT += [(eb.policies.LEAN_BF16, True, transform) for transform in REGISTERED.values()]
+NAMED = dict(zip(REGISTERED, range(len(KEPT) - len(REGISTERED), len(KEPT)), strict=True))
+"""The numbers of the optimizers that have names."""
+
+
 def kept(
     mesh: Any = None, strategies: tuple[Strategy, ...] = STRATEGIES, outer: OuterStrategy = "no_shard", unused: bool = False,
     numbers: Sequence[int] = range(len(KEPT)), **options: Any,
@@ -517,8 +523,9 @@ def kept(
 @pytest.mark.parametrize(
     ("size", "numbers"),
     [
-        (2, (0, 2, 4)),
+        (2, (0, 2, 4, NAMED["mars"])),
         pytest.param(2, (1, 3, 5), marks=pytest.mark.exhaustive),
+        pytest.param(2, tuple(NAMED.values()), marks=pytest.mark.exhaustive),
         *(pytest.param(size, tuple(range(len(KEPT))), marks=pytest.mark.exhaustive) for size in (1, 3)),
     ],
 )

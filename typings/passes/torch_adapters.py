@@ -7,7 +7,7 @@ from typing import Any, assert_type
 import torch
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer, weight_decay_groups
+from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer, create, weight_decay_groups
 
 model = torch.nn.Linear(2, 2)
 optimizer: torch.optim.Optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16, compile=True)
@@ -30,3 +30,7 @@ assert_type(AdamW.from_torch(torch.optim.AdamW(model.parameters()), policy="LEAN
 assert_type(grouped.metrics().asdict(), dict[str, float])
 chosen: eb.PolicyName = "EXACT_BF16"
 assert_type(eb.with_policy(eb.adamw(mask=eb.not_norm_or_bias), chosen).policy, eb.Policy | eb.ByLabel)
+assert_type(create("ademamix", model, policy="LEAN_BF16", lr=1e-3, betas=(0.9, 0.95), b3=0.999), TorchOptimizer)
+wanted: eb.OptimizerName = "lamb"
+create(wanted, groups, lr=torch.tensor(1e-3), max_grad_norm=None, always_adapt=False)
+assert_type(eb.optimizers()["sgd"].state_bytes("FP32", momentum=0.9), dict[str, float])

@@ -49,9 +49,12 @@ def _commands() -> dict[str, Command[Any]]:
     from everybit_torch.cli.compare.options import CompareOptions
     from everybit_torch.cli.plan.command import run_plan
     from everybit_torch.cli.plan.options import PlanOptions
+    from everybit_torch.cli.sweep.command import run_sweep
+    from everybit_torch.cli.sweep.options import SweepOptions
 
     return {
         "compare": Command(CompareOptions, compare),
+        "sweep": Command(SweepOptions, run_sweep),
         "plan": Command(PlanOptions, run_plan),
         "advise": Command(AdviseOptions, advise),
         "bench": Command(BenchOptions, bench),

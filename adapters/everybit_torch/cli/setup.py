@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
-import everybit as eb
 from everybit.dtypes import FloatDType
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.models import build
+from everybit_torch.cli.optimizers import Chosen, named_optimizer
 from everybit_torch.cli.output import Output
 from everybit_torch.sharded.construction.sources import FromInitializers, FromSafetensors, Values
 from everybit_torch.sharded.model_layout import AnyPrecision
@@ -22,13 +22,7 @@ from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.plan import Plan, plan
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 
-OptimizerName = Literal["adamw", "adam", "sgd", "lion", "rmsprop"]
-
 DTYPES: dict[str, FloatDType] = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-TRANSFORMS: dict[str, eb.Transform[Any]] = {
-    "adamw": eb.adamw(1e-3), "adam": eb.adam(1e-3), "sgd": eb.sgd(1e-3, momentum=0.9), "lion": eb.lion(1e-4),
-    "rmsprop": eb.rmsprop(1e-3),
-}  # fmt: skip
 _VALUES: dict[str, type[Values] | None] = {"files": FromSafetensors, "initializers": FromInitializers, "model": None}
 
 
@@ -46,8 +40,9 @@ class Setup(Output):
     ranks: int = 8
     """The number of ranks that buffers are sharded over."""
 
-    optimizer: OptimizerName = "adamw"
-    """The optimizer whose state is counted."""
+    optimizer: str = "adamw"
+    """The optimizer whose state is counted: a name of everybit.optimizers(), with hyperparameters if they are wanted, such as
+    sgd,momentum=0.9."""
 
     units: tuple[str, ...] = ()
     """Names of module classes whose parameters are gathered and reduced together, such as LlamaDecoderLayer. Default: the blocks of a
@@ -66,10 +61,11 @@ class Setup(Output):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model of a plan, on the meta device, and the classes of its units."""
+    """The model of a plan, on the meta device, the classes of its units, and its optimizer."""
 
     model: nn.Module
     units: list[type[nn.Module]]
+    optimizer: Chosen
 
     @property
     def unit_names(self) -> str:
@@ -90,8 +86,9 @@ def subject(options: Setup) -> Subject:
     """Build the model.
 
     Raises:
-        OptionError: There is no such model, or it has no such units; a number is not positive.
+        OptionError: There is no such model or optimizer, or the model has no such units; a number is not positive.
     """
+    optimizer = named_optimizer(options.optimizer)
     for name in ("ranks", "microbatches"):
         if getattr(options, name) < 1:
             raise OptionError(f"--{name}", getattr(options, name), "a whole number, at least 1")
@@ -101,7 +98,7 @@ def subject(options: Setup) -> Subject:
     for name in options.units:
         if name not in kinds:
             raise OptionError("--units", name, f"classes of the model's modules: {', '.join(sorted(kinds))}")
-    return Subject(model, [kinds[name] for name in options.units] or blocks)
+    return Subject(model, [kinds[name] for name in options.units] or blocks, optimizer)
 
 
 def planned(
@@ -116,7 +113,7 @@ def planned(
     """
     try:
         return plan(
-            subject.model, TRANSFORMS[options.optimizer], policy=policy, strategy=strategy, outer=outer, ranks=ranks,
+            subject.model, subject.optimizer.transform(), policy=policy, strategy=strategy, outer=outer, ranks=ranks,
             units=subject.units, microbatches=options.microbatches, reshard_after_forward=reshard_after_forward,
             reshard_after_backward=reshard_after_backward, defer_reduction=defer_reduction, device=options.device,
             values=_VALUES[options.values], offload=offload or Offload(state=False),

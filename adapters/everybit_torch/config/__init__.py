@@ -24,6 +24,7 @@ from everybit_torch.config.algorithms import (
     LionConfig,
     RMSpropConfig,
     SGDConfig,
+    algorithm,
     register_algorithm,
 )
 from everybit_torch.config.files import parsed, written
@@ -45,6 +46,7 @@ __all__ = [
     "RMSpropConfig",
     "SGDConfig",
     "StepperConfig",
+    "algorithm",
     "config_from_dict",
     "config_from_flags",
     "config_to_dict",

@@ -1,17 +1,32 @@
-"""Hyperparameters of the optimizers here, as data; one dataclass for each, with the names and defaults of its class."""
+"""Hyperparameters of the optimizers here, as data; one dataclass for each, with the names and defaults of its class.
+
+Five are written out. Those of all other optimizers are generated of their functions.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import everybit as eb
+from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizer_named
 from everybit_torch import drop_ins
 from everybit_torch.arguments import by_given_name
 from everybit_torch.config.structure import Choice
-from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
+from everybit_torch.creating import CLASSES
+from everybit_torch.hyperparameter_names import (
+    ARGUMENTS,
+    argument_names,
+    core_names,
+    spread,
+    torch_arguments,
+    torch_defaults,
+)
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.param_groups import Params
 
@@ -41,7 +56,19 @@ class Algorithm:
 
     def hyperparameters(self) -> dict[str, Any]:
         """The arguments of the torch optimizer, by torch's names."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+
+    def without_decay(self) -> Self:
+        """The same without weight decay.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if "weight_decay" not in self.hyperparameters():
+            raise ValueError(
+                f"no_decay: got patterns for {type(self).__name__}, which has no weight_decay; accepted is nothing."
+            )
+        return replace(self, weight_decay=0.0)
 
     def build(self, params: Params, **options: Any) -> TorchOptimizer:
         """Return the torch optimizer with these hyperparameters.
@@ -164,6 +191,53 @@ class RMSpropConfig(Algorithm):
     centered: bool = False
 
 
+def _generated(entry: NamedOptimizer) -> type[Algorithm]:
+    """A dataclass of an optimizer's hyperparameters, by torch's names."""
+    own: list[tuple[str, Any, Any]] = []
+    meanings: list[str] = []
+    described = _meanings(entry.function)
+    defaults = torch_defaults(entry.function)
+    for name, cores in torch_arguments(entry.arguments).items():
+        kinds = [_plain(entry.arguments[core].annotation) for core in cores]
+        if None in kinds:
+            continue  # what a file cannot hold: a mask
+        own.append((name, kinds[0] if len(kinds) == 1 else tuple[tuple(kinds)], defaults[name]))  # type: ignore[misc]
+        meanings.append(f"    {name}: {' '.join(described.get(core, '') for core in cores).strip()}")
+    # Fields of the base that this optimizer does not have are none of files and flags.
+    known = {name for name, _, _ in own}
+    absent = [
+        (one.name, bool if one.name == "maximize" else float, one) for one in fields(Algorithm) if one.name not in known
+    ]
+    own += [(name, kind, field(default=one.default, init=False)) for name, kind, one in absent]
+    doc = "\n".join([f"Hyperparameters of :func:`everybit.{entry.name}`.", "", "Args:", *meanings])
+    space = {
+        "factory": staticmethod(entry.function), "optimizer": CLASSES.get(entry.name), "__doc__": doc, "__module__": __name__,
+    }  # fmt: skip
+    title = "".join(part.capitalize() for part in entry.name.split("_"))
+    made: type[Algorithm] = make_dataclass(
+        f"{title}Config", own, bases=(Algorithm,), namespace=space, frozen=True, slots=True, kw_only=True
+    )
+    return made
+
+
+def _plain(annotation: Any) -> Any:
+    """The type of a hyperparameter in a file; None: it cannot be in one."""
+    if get_origin(annotation) is Literal:
+        return annotation
+    kinds = get_args(annotation) or (annotation,)
+    for kind in (bool, float, int):
+        if kind in kinds:
+            return kind | None if NoneType in kinds else kind
+    return None
+
+
+def _meanings(function: Callable[..., Any]) -> dict[str, str]:
+    """The descriptions of a function's arguments in its docstring."""
+    arguments = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "adamw": AdamWConfig,
     "adam": AdamConfig,
@@ -172,6 +246,34 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "rmsprop": RMSpropConfig,
 }
 """By the name that a file has for each."""
+
+ALGORITHMS |= {name: _generated(one) for name, one in eb.optimizers().items() if name not in ALGORITHMS}
+_GENERATED = {kind.__name__: kind for kind in ALGORITHMS.values()}
+
+
+def __getattr__(name: str) -> type[Algorithm]:
+    """The generated dataclasses by their names, as pickles ask for them."""
+    if name not in _GENERATED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _GENERATED[name]
+
+
+def algorithm(name: OptimizerName, **hyperparameters: Any) -> Algorithm:
+    """Return the hyperparameters of the optimizer of this name.
+
+    Args:
+        name: One of :func:`everybit.optimizers`.
+        hyperparameters: By torch's names; what is not given has its default.
+
+    Raises:
+        TypeError: A hyperparameter that it does not have.
+        ValueError: A name of no optimizer, or a hyperparameter out of range.
+
+    Examples:
+        >>> from everybit_torch.config import OptimizerConfig, algorithm
+        >>> config = OptimizerConfig(algorithm=algorithm("ademamix", lr=1e-3, betas=(0.9, 0.95)), policy="LEAN_BF16")
+    """
+    return ALGORITHMS[optimizer_named(name, field="algorithm: name").name](**hyperparameters)
 
 
 def register_algorithm(name: str, kind: type[Algorithm]) -> None:

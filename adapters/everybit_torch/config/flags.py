@@ -56,6 +56,7 @@ def config_from_flags(
         registry.primitive_rule(_policy_rule(tyro))
         with registry:
             found: T = tyro.cli(kind, args=rest, default=start, prog=prog, config=(tyro.conf.AvoidSubcommands,))
+        _require_own_fields(found)
     except (OSError, ValueError) as error:
         first.exit(2, f"{first.prog}: {error}\n")
     return found
@@ -65,6 +66,16 @@ def _with_algorithm(config: Any, kind: type[Algorithm]) -> Any:
     """The same configuration with another optimizer's defaults, in whatever field it has one."""
     changes = {one.name: kind() for one in fields(config) if isinstance(getattr(config, one.name), Algorithm)}
     return replace(config, **changes)
+
+
+def _require_own_fields(config: Any) -> None:
+    """Refuse hyperparameters that this optimizer does not have and all others have: tyro has flags for them."""
+    for one in fields(config):
+        algorithm = getattr(config, one.name)
+        for field in fields(algorithm) if isinstance(algorithm, Algorithm) else ():
+            if not field.init and getattr(algorithm, field.name) != field.default:
+                listed = ", ".join(algorithm.hyperparameters())
+                raise ValueError(f"{one.name}.{field.name}: there is no such field; fields are {listed}.")
 
 
 def _policy_rule(tyro: Any) -> Any:

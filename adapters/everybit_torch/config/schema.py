@@ -10,7 +10,7 @@ from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from everybit_torch.config.structure import Choice, Named, Reader, fields, is_empty
+from everybit_torch.config.structure import NONE, Choice, Named, Reader, fields, is_empty
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -19,7 +19,8 @@ def schema_of(kind: type[Any], reader: Reader) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) that accepts what ``reader`` reads as ``kind``, but for what values say of each other."""
     definitions: dict[str, Any] = {}
 
-    def one(hint: Any) -> dict[str, Any]:
+    def one(hint: Any, *, none: bool = False) -> dict[str, Any]:
+        """The schema of a value; ``none``: None has to be said, since leaving the value out means something else."""
         special = reader.special(hint)
         if isinstance(special, Choice):
             return {
@@ -35,6 +36,7 @@ def schema_of(kind: type[Any], reader: Reader) -> dict[str, Any]:
         origin, inner = get_origin(hint), get_args(hint)
         if origin in (Union, UnionType):
             found = [one(each) for each in inner if each is not NoneType]
+            found += [{"const": NONE}] if none and NoneType in inner else []
             return found[0] if len(found) == 1 else {"anyOf": found}
         if origin is Literal:
             return {"enum": list(inner)}
@@ -43,7 +45,7 @@ def schema_of(kind: type[Any], reader: Reader) -> dict[str, Any]:
         if origin is tuple:
             return {
                 "type": "array",
-                "prefixItems": [one(each) for each in inner],
+                "prefixItems": [one(each, none=True) for each in inner],
                 "minItems": len(inner),
                 "maxItems": len(inner),
             }
@@ -68,7 +70,7 @@ def schema_of(kind: type[Any], reader: Reader) -> dict[str, Any]:
         properties: dict[str, Any] = {}
         required: list[str] = []
         for field in fields(of):
-            properties[field.name] = one(hints[field.name])
+            properties[field.name] = one(hints[field.name], none=field.default is not None)
             if field.name in meanings:
                 properties[field.name]["description"] = meanings[field.name]
             if field.default is not MISSING:

@@ -47,6 +47,9 @@ class Named:
     tables: tuple[type[Any], ...]
 
 
+NONE = "none"
+"""None in a file, where leaving a field out means something else."""
+
 Kinds = Mapping[Any, "Choice | Named"]
 
 
@@ -104,6 +107,8 @@ class Reader:
             return self._choice(special, data, path)
         if isinstance(special, Named):
             return self._named(special, data, path)
+        if data == NONE and NoneType in get_args(hint):
+            return None
         if dataclasses.is_dataclass(hint):
             return self._table(hint, data, path)
         origin = get_origin(hint)
@@ -186,7 +191,7 @@ class Reader:
     # -- out -------------------------------------------------------------------------------------------------------------------------
 
     def write(self, value: Any, path: str) -> Any:
-        """What :meth:`read` reads back. Fields that hold None are left out, as TOML has no word for it.
+        """What :meth:`read` reads back. Fields that hold None are left out, as TOML has no None, or are "none" where it is not the default.
 
         Raises:
             ValueError: A value of a class that no file can name.
@@ -208,7 +213,10 @@ class Reader:
             return self._fields(value, path)
         if isinstance(value, tuple):
             hints = get_args(hint) or (Any,)
-            return [self._plain(hints[0], one, f"{path}[{number}]") for number, one in enumerate(value)]
+            return [
+                NONE if one is None else self._plain(hints[0], one, f"{path}[{number}]")
+                for number, one in enumerate(value)
+            ]
         if isinstance(value, Mapping):
             return {key: self._plain(get_args(hint)[1], one, join(path, key)) for key, one in value.items()}
         return value
@@ -216,11 +224,14 @@ class Reader:
     def _fields(self, value: Any, path: str) -> dict[str, Any]:
         kind: Any = type(value)
         hints = _hints(kind)
-        return {
-            field.name: self._plain(hints[field.name], one, join(path, field.name))
-            for field in fields(type(value))
-            if not (is_empty(one := getattr(value, field.name)))
-        }
+        found: dict[str, Any] = {}
+        for field in fields(kind):
+            one = getattr(value, field.name)
+            if not is_empty(one):
+                found[field.name] = self._plain(hints[field.name], one, join(path, field.name))
+            elif one is None and field.default is not None:
+                found[field.name] = NONE
+        return found
 
 
 def is_empty(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ class OptimizerConfig:
     """A torch optimizer, its policy and its param groups, as data.
 
     Args:
-        algorithm: Hyperparameters of AdamW, Adam, Lion, SGD or RMSprop.
+        algorithm: An optimizer and its hyperparameters.
         policy: How parameters and state are stored: a policy, a preset's name, one for each pattern of names, or None for float32 and
             float64 models stored as they are.
         no_decay: Patterns of the names of parameters that do not decay, such as ``"*.bias"``; they form a param group of their own.
@@ -77,6 +77,8 @@ class OptimizerConfig:
             TypeError: A parameter that is not a real floating-point tensor.
             ValueError: A pattern that matches no name, or what cannot work with this model; see :class:`everybit_torch.TorchOptimizer`.
         """
+        if self.no_decay:
+            self.algorithm.without_decay()
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         _require_patterns(self.policy, self.no_decay, model)
         exempt = {name for name, _ in named if _matches(self.no_decay, name)}
@@ -94,7 +96,7 @@ class StepperConfig:
     """A sharded stepper and its optimizer, as data.
 
     Args:
-        algorithm: Hyperparameters of AdamW, Adam, Lion, SGD or RMSprop.
+        algorithm: An optimizer and its hyperparameters.
         policy: How parameters, state and gradients are stored and sent: a policy, a preset's name, one for each pattern of names, or None
             for float32 and float64 models stored as they are.
         no_decay: Patterns of the names of parameters that do not decay, such as ``"*.bias"``.
@@ -171,7 +173,7 @@ class StepperConfig:
         _require_patterns(self.policy, self.no_decay, model)
         transform: Any = self.algorithm.transform()
         if self.no_decay:
-            transform = {"decay": transform, "no_decay": replace(self.algorithm, weight_decay=0.0).transform()}
+            transform = {"decay": transform, "no_decay": self.algorithm.without_decay().transform()}
         return FlatStepper(
             model, transform, policy=_policy(self.policy), mesh=mesh, strategy=self.strategy, outer=self.outer,
             units=_units(self.units, model) or None, labels=DecayLabels(tuple(self.no_decay)) if self.no_decay else None,

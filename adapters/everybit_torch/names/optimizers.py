@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
+from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizers
 from everybit.policy_names import PolicyName
 from everybit_torch import drop_ins
-from everybit_torch.optimizer import Layout
+from everybit_torch.creating import CLASSES
+from everybit_torch.hyperparameter_names import torch_defaults
+from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.param_groups import Params
 from everybit_torch.stepping import Compile
 
@@ -97,4 +104,77 @@ class EverybitSGD(drop_ins.SGD):
         )  # fmt: skip
 
 
-OPTIMIZERS = {"adamw": EverybitAdamW, "lion": EverybitLion, "sgd": EverybitSGD}
+def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
+    """A class with plain arguments for an optimizer: its hyperparameters by torch's names, and how it is stored and stepped."""
+    base: Any = CLASSES.get(entry.name, TorchOptimizer)
+    # Masks and labels are no plain values.
+    defaults = {name: value for name, value in torch_defaults(entry.function).items() if name not in ("mask", "labels")}
+    known = {**defaults, **_SETTINGS}
+
+    def begin(self: Any, params: Params, **given: Any) -> None:
+        if "weight_decay" not in known and given.get("weight_decay") == 0:
+            del given["weight_decay"]  # which other programs always give
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{title}: {name}: there is no such argument; accepted are {', '.join(known)}.")
+        if base is TorchOptimizer:
+            base.__init__(self, params, entry.function, **(defaults | given))
+        else:
+            base.__init__(self, params, **given)
+
+    title = "Everybit" + "".join(part.capitalize() for part in entry.name.split("_"))
+    one, keyword = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY), inspect.Parameter.KEYWORD_ONLY
+    signature = inspect.Signature([one, *(inspect.Parameter(name, keyword, default=known[name]) for name in known)])
+    doc = f":func:`everybit.{entry.name}` as a torch optimizer, with the policy by name; see :class:`EverybitAdamW`."
+    space = {"__init__": begin, "__doc__": doc, "__module__": __name__, "__signature__": signature}
+    made: type[TorchOptimizer] = type(title, (base,), space)
+    return made
+
+
+_SETTINGS: Mapping[str, Any] = {
+    "policy": None, "layout": "auto", "flat_gradients": False, "compile": "auto", "metrics": False, "seed": 0,
+}  # fmt: skip
+
+OPTIMIZERS: dict[str, type[TorchOptimizer]] = {"adamw": EverybitAdamW, "lion": EverybitLion, "sgd": EverybitSGD}
+"""By the name that each has in ``everybit.optimizers()``."""
+
+OPTIMIZERS |= {name: _generated(one) for name, one in optimizers().items() if name not in OPTIMIZERS}
+_GENERATED = {kind.__name__: kind for kind in OPTIMIZERS.values()}
+
+
+def __getattr__(name: str) -> type[TorchOptimizer]:
+    """The generated classes by their names, as pickles ask for them."""
+    if name not in _GENERATED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _GENERATED[name]
+
+
+TRAINER_NAMES: Mapping[str, OptimizerName] = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "ademamix": "ademamix", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop",
+    "lion_32bit": "lion", "schedule_free_adamw": "schedule_free_adamw", "schedule_free_sgd": "schedule_free_sgd",
+    "stable_adamw": "stable_adamw",
+}  # fmt: skip
+"""Trainer's own names, and ours for the same optimizer."""
+
+TIMM_NAMES: Mapping[str, tuple[OptimizerName, Mapping[str, Any]]] = {
+    "sgd": ("sgd", {"nesterov": True}),
+    "momentum": ("sgd", {}),
+    "adam": ("adam", {}),
+    "adamw": ("adamw", {}),
+    "nadam": ("nadam", {}),
+    "radam": ("radam", {}),
+    "adamax": ("adamax", {}),
+    "adadelta": ("adadelta", {}),
+    "adagrad": ("adagrad", {}),
+    "rmsprop": ("rmsprop", {}),
+    "adoptw": ("adopt", {"clip_power": 1 / 3}),
+    "lamb": ("lamb", {"max_grad_norm": 1.0, "always_adapt": False}),
+    "lambc": ("lamb", {"max_grad_norm": 1.0, "always_adapt": False, "max_ratio": 1.0}),
+    "lars": ("lars", {}),
+    "adan": ("adan", {}),
+    "adanw": ("adan", {"proximal": False}),
+    "laprop": ("laprop", {}),
+    "lion": ("lion", {}),
+    "mars": ("mars", {}),
+}
+"""timm's own names, ours for the same optimizer, and what of ours makes it timm's; where the two still differ is in docs/optimizers.md."""

@@ -1,13 +1,14 @@
-"""Names in timm's registry: ``everybitadamw``, ``everybitlion``, ``everybitsgd``, after ``import everybit_torch.names.timm``.
+"""Names in timm's registry, after ``import everybit_torch.names.timm``: ``everybitadamw``, ``everybitademamix`` and so on.
 
     optimizer = timm.optim.create_optimizer_v2(model, opt="everybitadamw", lr=1e-3, policy="LEAN_BF16")
 
 timm's training script takes them as ``--opt everybitadamw --opt-kwargs policy=LEAN_BF16``. The names have no underscore, by which timm
-would split them.
+would split them: ``everybitschedulefreeadamw``.
 """
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -28,10 +29,13 @@ def register() -> None:
         raise ImportError("timm: got a version without a registry of optimizers; accepted is timm>=1.0.12.") from error
     known = set(registry.list_optimizers())
     for name, kind in OPTIMIZERS.items():
-        if f"everybit{name}" not in known:
+        theirs = f"everybit{name.replace('_', '')}"
+        if theirs not in known:
             about = f"everybit's {name}, under the policy that opt-kwargs names (policy=LEAN_BF16)"
-            has_eps, has_momentum, has_betas = name == "adamw", name == "sgd", name != "sgd"
-            registry.register(info(f"everybit{name}", kind, about, has_eps, has_momentum, has_betas))
+            # What timm gives where these say so. Ours that take no momentum by default have none.
+            parameters = inspect.signature(kind).parameters
+            eps, momentum, betas = (one in parameters for one in ("eps", "momentum", "betas"))
+            registry.register(info(theirs, kind, about, eps, momentum and name != "rmsprop", betas))
 
 
 register()

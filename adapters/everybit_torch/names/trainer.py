@@ -1,9 +1,10 @@
-"""Names for Hugging Face's Trainer, after ``import everybit_torch.names.trainer``: ``everybit_adamw``, ``_lion`` and ``_sgd``.
+"""Names for Hugging Face's Trainer, after ``import everybit_torch.names.trainer``: ``everybit_adamw``, ``everybit_ademamix``, ...
 
     args = TrainingArguments(..., optim="everybit_adamw", optim_args="policy=LEAN_BF16, flat_gradients=true")
 
-``learning_rate``, ``weight_decay`` and, for AdamW, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are those of TrainingArguments. All
-other arguments of :mod:`everybit_torch.names.optimizers` go through ``optim_args``.
+``learning_rate``, ``weight_decay`` and, for AdamW and Adam, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are those of
+TrainingArguments. All other arguments of :mod:`everybit_torch.names.optimizers` go through ``optim_args``; pairs are written
+``betas=0.9:0.95``, and None ``none``.
 
 Transformers has no public way to add a name. Where ``TrainingArguments`` should not be touched, Trainer itself takes a class and arguments:
 ``Trainer(..., optimizer_cls_and_kwargs=(everybit_torch.AdamW, {"lr": 3e-4, "policy": policy}))``.
@@ -50,12 +51,17 @@ def _handler(name: str, context: Any) -> tuple[type[Any], dict[str, Any]]:
     """The class and the arguments that Trainer asks for."""
     kind = OPTIMIZERS[name]
     arguments = dict(context.optimizer_kwargs)
-    if name == "adamw":
+    of_arguments = ("params", "lr", "betas") if name in ("adam", "adamw") else ("params", "lr")
+    if name in ("adam", "adamw"):
         arguments |= context.adam_kwargs
     parameters = inspect.signature(kind).parameters
+    if "weight_decay" not in parameters and context.args.weight_decay:
+        raise ValueError(
+            f"weight_decay: got {context.args.weight_decay!r} for everybit_{name}, which has none; accepted is 0."
+        )
     for key, text in context.optim_args.items():
-        if key not in parameters or key in ("params", "lr", "betas"):
-            accepted = [one for one in parameters if one not in ("params", "lr", "betas")]
+        if key not in parameters or key in of_arguments:
+            accepted = [one for one in parameters if one not in of_arguments]
             raise ValueError(f"optim_args: {key}: there is no such argument; accepted are {', '.join(accepted)}.")
         arguments[key] = _value(f"optim_args: {key}", text, parameters[key].default)
     return kind, arguments
@@ -67,9 +73,17 @@ def _value(where: str, text: str, default: object) -> Any:
         return _FLAGS[text.lower()]
     if isinstance(default, bool):
         raise ValueError(f"{where}: got {text!r}; accepted are true and false.")
-    if isinstance(default, (int, float)):
+    if isinstance(default, tuple):
+        parts = text.split(":")
+        if len(parts) != len(default):
+            raise ValueError(f"{where}: got {text!r}; accepted are {len(default)} numbers, as in 0.9:0.95.")
+        return tuple(_value(where, one, other) for one, other in zip(parts, default, strict=True))
+    if default is None and text.lower() == "none":
+        return None
+    if isinstance(default, (int, float)) or (default is None and not where.endswith(": policy")):
+        kind: Any = type(default) if default is not None else int if text.isdigit() else float
         try:
-            return type(default)(text)
+            return kind(text)
         except ValueError:
             raise ValueError(f"{where}: got {text!r}; accepted is a number.") from None
     return text

@@ -52,11 +52,38 @@ def test_a_run_prints_its_table_and_keeps_every_number(tmp_path: Path, capsys: p
     assert bytes_per_parameter == {"FP32": 16.0, "PURE_BF16": 8.0, "LEAN_BF16": 10.0}
 
 
+def test_another_optimizer_is_named_in_title_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--optimizer",
+        "lion,b2=0.98",
+        "--lr",
+        "3e-4",
+        "--policies",
+        "FP32",
+        "LEAN_BF16",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main([*TINY, *arguments]) == 0
+    data: dict[str, Any] = json.loads((tmp_path / "compare.json").read_text())
+    assert data["optimizer"]["name"] == "lion"
+    assert data["optimizer"]["link"] == "https://arxiv.org/abs/2302.06675"
+    assert data["optimizer"]["hyperparameters"]["b2"] == 0.98
+    assert data["options"]["lr"] == 3e-4
+    assert {row["policy"]: row["bytes_predicted"] for row in data["summary"]} == {"FP32": 12.0, "LEAN_BF16": 8.0}
+    assert capsys.readouterr().out.startswith("Lion (b2 0.98), ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--steps", "0"], "everybit compare: --steps: got 0; accepted: a whole number, at least 1"),
         (["--policies", "FP31"], "everybit compare: --policies: got FP31 (did you mean FP32?); accepted: "),
+        (["--optimizer", "lien"], "everybit compare: --optimizer: got lien (did you mean lion?); accepted: sgd, "),
+        (
+            ["--optimizer", "lion", "--policies", "PURE_BF16"],
+            "everybit compare: --policies: got PURE_BF16, which lion refuses (",
+        ),
         (["--context", "1000000"], "everybit compare: --context: got 1000000; accepted: at most "),
     ],
 )

@@ -36,12 +36,18 @@ from everybit_torch.config import save_policy
         ({"seeds": 2, "seed_list": (3,)}, "--seeds", "2", "nothing, with --seed-list"),
         ({"device": "gpu"}, "--device", "gpu", "cpu"),
         ({"device": "cuda:99"}, "--device", "cuda:99", "cpu"),
-        ({"policies": ()}, "--policies", "none", "at least one"),
         ({"policies": ("FP32", "fp32")}, "--policies", "FP32 twice", "names that differ"),
         ({"policies": ("KAHAN_BF61",)}, "--policies", "did you mean KAHAN_BF16?", "LEAN_BF16"),
         ({"policies": ("absent.toml",)}, "--policies", "absent.toml (no such file", "can be read"),
         # bfloat16's second moment does not fall at this rate; the optimizer knows, and its reason is passed on.
-        ({"policies": ("PURE_BF16",), "betas": (0.9, 0.999)}, "--policies", "PURE_BF16, which AdamW refuses", "other options"),
+        ({"policies": ("PURE_BF16",), "betas": (0.9, 0.999)}, "--policies", "PURE_BF16, which adamw refuses", "its state moves"),
+        ({"optimizer": "adamww"}, "--optimizer", "did you mean adamw?", "lion"),
+        ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "--betas", "(0.9, 0.95) with --optimizer sgd", "nothing, as sgd has learning_rate"),
+        ({"optimizer": "torch_adafactor", "eps": 1e-8}, "--eps", "1e-08 with --optimizer torch_adafactor", "nothing, as"),
+        ({"optimizer": "lamb,b1=0.8", "betas": (0.9, 0.95)}, "--betas", "with --optimizer lamb,b1=0.8", "either this option or"),
+        ({"optimizer": "lamb,learning_rate=1", "lr": 1.0}, "--lr", "1.0 with --optimizer lamb,learning_rate=1", "either this option or"),
+        ({"optimizer": "schedule_free_sgd,b1=2"}, "--optimizer", "b1: got 2.0", "hyperparameters that"),
+        ({"optimizer": "lion", "policies": ("FP32", "PURE_BF16")}, "--policies", "which lion refuses (Policy.momentum", "its state moves"),
     ],
 )  # fmt: skip
 def test_a_bad_option_is_named_with_what_would_do(
@@ -69,6 +75,18 @@ def test_the_defaults_are_fine() -> None:
     assert plan.policies["LEAN_BF16"] is eb.policies.LEAN_BF16
     assert plan.reference == "FP32"
     assert plan.seeds == (0,)
+
+
+def test_an_optimizer_has_its_own_defaults_and_the_policies_that_it_accepts() -> None:
+    adamw = check(CompareOptions())
+    assert adamw.optimizer.given == {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
+    assert adamw.options.lr == 1e-3
+    lion = check(CompareOptions(optimizer="lion", weight_decay=0.3))
+    assert lion.optimizer.given == {"weight_decay": 0.3}
+    assert lion.options.lr == 1e-4
+    assert list(lion.policies) == ["FP32", "MIXED_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16"]
+    given = check(CompareOptions(optimizer="adamw,b2=0.9", lr=3e-3, eps=1e-6)).optimizer
+    assert given.given == {"b1": 0.9, "b2": 0.9, "learning_rate": 3e-3, "eps": 1e-6, "weight_decay": 0.1}
 
 
 def test_seeds_are_counted_or_listed() -> None:

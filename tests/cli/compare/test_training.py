@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 import everybit as eb
+from everybit_torch import TorchOptimizer, evaluation_weights
 from everybit_torch.cli.compare.corpus import Batches, Corpus
 from everybit_torch.cli.compare.experiment import run, validation_steps
 from everybit_torch.cli.compare.model import SIZES, loss_of
 from everybit_torch.cli.compare.options import DEFAULT_POLICIES, CompareOptions, check
 from everybit_torch.cli.compare.results import Record
 from everybit_torch.cli.compare.training import UNTIMED_STEPS, Trainee, learning_rate_share, new_model
+from everybit_torch.cli.optimizers import named_optimizer
+from everybit_torch.creating import CLASSES
 
 CPU = torch.device("cpu")
 
@@ -84,6 +87,38 @@ def test_a_policys_bytes_are_predicted_to_the_byte_but_for_step_counters(name: s
     measured = {use: size for use, size in record.bytes_measured.items() if use != "counters"}
     assert measured == pytest.approx(record.bytes_predicted, rel=1e-12)
     assert record.bytes_measured.get("counters", 0.0) < 0.01
+
+
+@pytest.mark.parametrize("name", ["lamb", "torch_adafactor", "prodigy", "rprop"])
+def test_every_optimizer_is_trained_and_its_bytes_are_predicted(name: str, corpus: Corpus) -> None:
+    options = CompareOptions(model="tiny", steps=3, optimizer=name)
+    subject = Trainee("one", eb.policies.LEAN_BF16, size=SIZES["tiny"], seed=0, options=options, device=CPU)
+    assert type(subject.optimizer) is CLASSES.get(named_optimizer(name).entry.name, TorchOptimizer)
+    subject.train(Batches(corpus.training, batch=2, context=8, seed=0).next())
+    record = subject.record()
+    measured = {use: size for use, size in record.bytes_measured.items() if use != "counters"}
+    assert measured == pytest.approx(record.bytes_predicted, rel=1e-12)
+    decays = [group.get("weight_decay") for group in subject.optimizer.param_groups]
+    assert decays[1] == (None if name == "rprop" else 0.0)
+
+
+def test_what_is_validated_are_the_weights_for_evaluation(corpus: Corpus) -> None:
+    options = CompareOptions(model="tiny", steps=5, optimizer="schedule_free_sgd", lr=0.5)
+    subject = Trainee("one", eb.policies.FP32, size=SIZES["tiny"], seed=0, options=options, device=CPU)
+    batches, windows = (
+        Batches(corpus.training, batch=2, context=16, seed=0),
+        Batches(corpus.held_out, batch=4, context=16, seed=0).next(),
+    )
+    for _ in range(5):
+        subject.train(batches.next())
+    with torch.no_grad():
+        trained = float(loss_of(subject.model, windows))
+    with torch.no_grad(), evaluation_weights(subject.optimizer):
+        evaluated = float(loss_of(subject.model, windows))
+    assert trained != evaluated
+    assert subject.validate(windows, 4) == pytest.approx(evaluated, rel=1e-6)
+    with torch.no_grad():
+        assert float(loss_of(subject.model, windows)) == trained
 
 
 def test_a_measured_step_is_not_timed_nor_are_the_first(corpus: Corpus) -> None:

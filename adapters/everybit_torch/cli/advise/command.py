@@ -13,6 +13,7 @@ import everybit as eb
 from everybit_torch.cli.errors import FAILED, OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
+from everybit_torch.cli.optimizers import Chosen, require_policies
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
@@ -81,22 +82,28 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
         raise OptionError("--reserve", options.reserve, f"less than --memory, which is {options.memory}")
     chosen = subject(options)
     policies = dict(map(named_policy, options.policies or _defaults(chosen)))
+    require_policies(chosen.optimizer, policies)
     if options.out is not None:
         check_out(options.out)
     choices = plan_all(policies, STRATEGIES, partial(planned, options, chosen, ranks=options.ranks), console)
     best = best_of(choices, budget)
     enough = {} if best else _enough_ranks(options, chosen, policies, budget)
     title = (
-        f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {options.optimizer}, {options.ranks} ranks of"
+        f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {chosen.optimizer.shown}, {options.ranks} ranks of"
         f" {_sized(memory)}, {_sized(reserve)} of it reserved; units: {chosen.unit_names}."
     )
     console.print(title, highlight=False)
     show(_sheet(choices, best, budget), console)
-    said = _reasons(choices, best, budget, policies, options) if best else _too_small(choices, enough, budget)
+    said = (
+        _reasons(choices, best, budget, policies, options, chosen.optimizer)
+        if best
+        else _too_small(choices, enough, budget)
+    )
     for line in said:
         console.print(line, highlight=False)
     results = {
-        "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options), "budget": budget,
+        "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options),
+        "optimizer": chosen.optimizer.described(), "budget": budget,
         "advice": {"policy": best.policy, "strategy": best.strategy} if best else None, "reasons": said, "enough_ranks": enough,
         "choices": [
             {
@@ -187,8 +194,8 @@ def _sized(nbytes: int) -> str:
 
 
 def _reasons(
-    choices: list[Planned], best: Planned, budget: int, policies: dict[str, eb.Policy], options: AdviseOptions
-) -> list[str]:
+    choices: list[Planned], best: Planned, budget: int, policies: dict[str, eb.Policy], options: AdviseOptions, optimizer: Chosen
+) -> list[str]:  # fmt: skip
     plan = best.plan
     said = [
         f"{best.policy} under {best.strategy}: {_sized(plan.peak_bytes)} at the peak, {_sized(budget - plan.peak_bytes)} of"
@@ -205,11 +212,14 @@ def _reasons(
         if one.policy == best.policy and one.plan.wire_bytes < plan.wire_bytes
     ]
     written = f"eb.policies.{best.policy}" if best.policy in eb.policies.PRESETS else f'load_policy("{best.policy}...")'
-    if options.ranks == 1 and options.optimizer == "adamw":
+    if options.ranks == 1 and optimizer.shown == "adamw":
         said.append(f"As code: AdamW(model.parameters(), policy={written}, flat_gradients=True)")
+    elif options.ranks == 1:
+        given = "".join(f", {name}={value!r}" for name, value in optimizer.given_to_torch().items())
+        said.append(f"As code: create({optimizer.name!r}, model, policy={written}{given})")
     else:
         said.append(
-            f"As code: FlatStepper(model, eb.{options.optimizer}(...), policy={written}, strategy={best.strategy!r}, units=[...])"
+            f"As code: FlatStepper(model, {optimizer.code}, policy={written}, strategy={best.strategy!r}, units=[...])"
         )
     return said
 

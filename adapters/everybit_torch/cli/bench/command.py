@@ -16,6 +16,7 @@ from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import machine, versions
 from everybit_torch.cli.models import build
+from everybit_torch.cli.optimizers import named_optimizer, require_policies
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.policies import named_policy
 
@@ -23,7 +24,7 @@ FORMAT = 1
 
 
 def bench(options: BenchOptions, console: Console, command: str) -> Results:
-    """Time torch's AdamW and ours, report, and write ``bench.json`` and ``bench.png`` if a folder is given.
+    """Time torch's optimizer and ours, report, and write ``bench.json`` and ``bench.png`` if a folder is given.
 
     Raises:
         OptionError: An option that cannot be used; nothing was done.
@@ -33,7 +34,9 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
     if options.threads < 0:
         raise OptionError("--threads", options.threads, "a whole number, at least 1, or 0 for torch's choice")
     device = parsed_device(options.device)
+    optimizer = named_optimizer(options.optimizer)
     policies = dict(map(named_policy, options.policies))
+    require_policies(optimizer, policies)
     model, _ = build(options.model, None)
     shapes = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(map(torch.Size.numel, shapes))
@@ -41,12 +44,13 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
         raise OptionError("--model", options.model, "a model with parameters that require gradients")
     if options.out is not None:
         check_out(options.out)
-    contestants = torch_contestants() + [
-        everybit_contestant(name, policy, compile=options.compile) for name, policy in policies.items()
+    contestants = torch_contestants(optimizer) + [
+        everybit_contestant(name, policy, optimizer, compile=options.compile) for name, policy in policies.items()
     ]
+    where_gradients = "apart" if optimizer.entry.cut == "tensor" else "in one flat buffer"
     title = (
-        f"AdamW's step, {options.model}: {elements:,} parameters in {len(shapes)} tensors, {device},"
-        f" everybit {'compiled' if options.compile else 'not compiled'}, gradients in one flat buffer"
+        f"A step of {optimizer.entry.title}, {options.model}: {elements:,} parameters in {len(shapes)} tensors, {device},"
+        f" everybit {'compiled' if options.compile else 'not compiled'}, gradients {where_gradients}"
     )
     console.print(title, highlight=False)
     timings = []
@@ -59,10 +63,10 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
             timings.append(measure(contestant, baseline, shapes, options.seconds / len(contestants)))
             progress.advance(task)
         where = machine(device)
-    show(_sheet(timings), console)
+    show(_sheet(timings, contestants[0].name), console)
     results = {
         "format": FORMAT, "command": command, "versions": versions(), "machine": where, "options": asdict(options),
-        "parameters": elements, "tensors": len(shapes),
+        "optimizer": optimizer.described(), "parameters": elements, "tensors": len(shapes),
         "timings": [{**asdict(one), "ratio": one.ratio, "total_bytes": one.total_bytes} for one in timings],
     }  # fmt: skip
     if options.out is not None:
@@ -70,11 +74,11 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
     return Results(results)
 
 
-def _sheet(timings: list[Timing]) -> Sheet:
+def _sheet(timings: list[Timing], baseline: str) -> Sheet:
     own = timings[0].ratio
     caption = (
-        "ms: median of a step; ratio: to torch fused in float32, which steps in turn (below 1 is faster);"
-        f" torch fused against itself is {own:.2f}, which is how far a ratio can be trusted. Bytes per parameter: weights, gradients,"
+        f"ms: median of a step; ratio: to {baseline}, which steps in turn (below 1 is faster);"
+        f" this against itself is {own:.2f}, which is how far a ratio can be trusted. Bytes per parameter: weights, gradients,"
         " optimizer state. First: the first step, with compilation, in seconds."
     )
     sheet = Sheet(("optimizer", "ms", "ratio", "weights", "grads", "state", "bytes", "first\ns"), caption=caption)

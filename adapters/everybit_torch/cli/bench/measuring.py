@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.cli.device import timed
-from everybit_torch.drop_ins import AdamW
+from everybit_torch.cli.optimizers import Chosen
+from everybit_torch.creating import CLASSES
+from everybit_torch.optimizer import TorchOptimizer
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+BOTH_DTYPES = (torch.float32, torch.bfloat16)
 FEWEST_TURNS = 5
 UNTIMED_TURNS = 2  # they allocate and fill caches
 
@@ -72,24 +75,33 @@ class Timing:
         return self.weight_bytes + self.gradient_bytes + self.state_bytes
 
 
-def torch_contestants() -> list[Contestant]:
-    """Torch's AdamW; the first is the baseline."""
+def torch_contestants(optimizer: Chosen) -> list[Contestant]:
+    """Torch's optimizers; the first, AdamW, is the baseline of all. Beside it stands torch's optimizer of the same name, if it has one."""
 
-    def make(**arguments: Any) -> Make:
+    def adamw(**arguments: Any) -> Make:
         return lambda params: torch.optim.AdamW(params, **HYPERPARAMETERS, **arguments)
 
-    return [
-        Contestant("torch fused, float32", torch.float32, make(fused=True)),
-        Contestant("torch foreach, float32", torch.float32, make(foreach=True)),
-        Contestant("torch fused, bfloat16", torch.bfloat16, make(fused=True)),
-    ]
+    if optimizer.name == "adamw":
+        return [
+            Contestant("torch fused, float32", torch.float32, adamw(fused=True)),
+            Contestant("torch foreach, float32", torch.float32, adamw(foreach=True)),
+            Contestant("torch fused, bfloat16", torch.bfloat16, adamw(fused=True)),
+        ]
+    found = [Contestant("torch AdamW fused, float32", torch.float32, adamw(fused=True))]
+    own: Any = getattr(CLASSES.get(optimizer.entry.name), "torch_class", None)
+    if own is not None:
+        name = f"torch {own.__name__}"
+        found += [Contestant(f"{name}, {str(one).removeprefix('torch.')}", one, own) for one in BOTH_DTYPES]
+    return found
 
 
-def everybit_contestant(name: str, policy: eb.Policy, *, compile: bool) -> Contestant:
+def everybit_contestant(name: str, policy: eb.Policy, optimizer: Chosen, *, compile: bool) -> Contestant:
     """Ours, under a policy."""
+    usual = HYPERPARAMETERS if optimizer.shown == "adamw" else {}
+    flat = optimizer.entry.cut == "element"
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return AdamW(params, **HYPERPARAMETERS, policy=policy, compile=compile, flat_gradients=True)
+        return optimizer.create(params, **usual, policy=policy, compile=compile, flat_gradients=flat)
 
     return Contestant(name, getattr(torch, policy.model_dtype), make)
 
@@ -121,7 +133,7 @@ class Entry:
     def bytes_per_parameter(self) -> tuple[float, float, float]:
         """Of weights, gradients, and everything else that the optimizer keeps."""
         elements = sum(parameter.numel() for parameter in self.parameters)
-        if isinstance(self.optimizer, AdamW):
+        if isinstance(self.optimizer, TorchOptimizer):
             table = dict(self.optimizer.bytes_table())
             weights, gradients = table.pop("parameter"), table.pop("gradient", 0)
             return weights / elements, gradients / elements, sum(table.values()) / elements

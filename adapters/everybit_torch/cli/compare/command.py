@@ -11,7 +11,7 @@ from rich.console import Console
 
 from everybit_torch.cli.compare.corpus import Corpus, load_corpus
 from everybit_torch.cli.compare.experiment import run
-from everybit_torch.cli.compare.options import CompareOptions, Plan, check, check_context
+from everybit_torch.cli.compare.options import DEFAULT_POLICIES, CompareOptions, Plan, check, check_context
 from everybit_torch.cli.compare.pictures import draw
 from everybit_torch.cli.compare.progress import Bars
 from everybit_torch.cli.compare.report import sheet, throughput
@@ -21,10 +21,11 @@ from everybit_torch.cli.device import threads
 from everybit_torch.cli.errors import INTERRUPTED, OptionError
 from everybit_torch.cli.files import check_out, write_json
 from everybit_torch.cli.machine import machine, versions
+from everybit_torch.cli.optimizers import Chosen
 from everybit_torch.cli.output import Results, show
 from everybit_torch.config import policy_to_dict
 
-FORMAT = 1  # of the JSON file; to be raised when a reader would have to know
+FORMAT = 2  # of the JSON file; to be raised when a reader would have to know. From 2 on it says which optimizer.
 FEW_STEPS = 100
 
 
@@ -44,10 +45,12 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     check_out(options.out)
     parameters = sum(p.numel() for p in new_model(plan.size, 0).parameters())
     title = (
-        f"AdamW, {parameters:,} parameters ({options.model}), {options.steps} steps of"
-        f" {options.batch} x {options.context} bytes, learning rate {options.lr:g}"
+        f"{title_of(plan.optimizer)}, {parameters:,} parameters ({options.model}), {options.steps} steps of"
+        f" {options.batch} x {options.context} bytes, learning rate {plan.options.lr:g}"
     )
-    console.print(f"{title}\n{_about(corpus)}", highlight=False)
+    console.print(f"{title}\n{about(corpus)}", highlight=False)
+    if absent := [name for name in DEFAULT_POLICIES if not options.policies and name not in plan.policies]:
+        console.print(f"Without {', '.join(absent)}: under it some state of {plan.optimizer.name} would stop moving.")
 
     started = datetime.now(UTC)
     clock = time.perf_counter()
@@ -88,10 +91,23 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     return Results(results, INTERRUPTED if interrupted else 0)
 
 
+def title_of(optimizer: Chosen) -> str:
+    """The optimizer's title, and the hyperparameters that are not its defaults."""
+    defaults = {name: one.default for name, one in optimizer.entry.arguments.items()}
+    other = {
+        name: value for name, value in optimizer.given.items() if name != "learning_rate" and value != defaults[name]
+    }
+    listed = ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in other.items()
+    )
+    return optimizer.entry.title + (f" ({listed})" if listed else "")
+
+
 def _inputs(plan: Plan, corpus: Corpus, parameters: int) -> dict[str, Any]:
     """Return everything that the run depended on, so that it can be repeated."""
     return {
         "options": asdict(plan.options),
+        "optimizer": plan.optimizer.described(),
         "seeds": plan.seeds,
         "reference": plan.reference,
         "policies": {name: policy_to_dict(policy) for name, policy in plan.policies.items()},
@@ -107,7 +123,8 @@ def _inputs(plan: Plan, corpus: Corpus, parameters: int) -> dict[str, Any]:
     }
 
 
-def _about(corpus: Corpus) -> str:
+def about(corpus: Corpus) -> str:
+    """What text is trained on."""
     return (
         f"Text: {corpus.training_files} files of {corpus.root} ({len(corpus.training) / 1e6:.1f} MB);"
         f" held out: {corpus.held_out_files} ({len(corpus.held_out) / 1e6:.1f} MB)"

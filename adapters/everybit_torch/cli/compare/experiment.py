@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from everybit_torch.cli.compare.corpus import Batches, Corpus, even_windows
-from everybit_torch.cli.compare.options import Plan
+from everybit_torch.cli.compare.options import CompareOptions, Plan
 from everybit_torch.cli.compare.results import Record
 from everybit_torch.cli.compare.training import Trainee
 from everybit_torch.cli.policies import AUTOCAST
@@ -56,22 +59,32 @@ def _run_seed(plan: Plan, corpus: Corpus, watcher: Watcher, seed: int) -> tuple[
         Trainee(name, policy, size=plan.size, seed=seed, options=options, device=plan.device, autocast=name == AUTOCAST)
         for name, policy in plan.policies.items()
     ]
-    batches = Batches(corpus.training, batch=options.batch, context=options.context, seed=seed)
-    held_out = even_windows(
-        corpus.held_out, count=max(1, VALIDATION_BYTES // options.context), context=options.context
-    ).to(plan.device)
-    when = validation_steps(options.steps)
     try:
-        for step in range(1, options.steps + 1):
-            windows = batches.next().to(plan.device)
-            for trainee in trainees:
-                watcher.trained(trainee.name, trainee.train(windows))
-                if step in when:
-                    watcher.validated(trainee.name, trainee.validate(held_out, 4 * options.batch))
+        train(trainees, corpus, options, plan.device, seed, watcher)
     except KeyboardInterrupt:
-        records = [trainee.record() for trainee in trainees]
-        return _in_common(records), True
+        return _in_common([trainee.record() for trainee in trainees]), True
     return [trainee.record() for trainee in trainees], False
+
+
+def train(
+    trainees: Sequence[Trainee],
+    corpus: Corpus,
+    options: CompareOptions,
+    device: torch.device,
+    seed: int,
+    watcher: Watcher,
+) -> None:
+    """Train models on the same batches, step by step, and validate them now and then."""
+    batches = Batches(corpus.training, batch=options.batch, context=options.context, seed=seed)
+    count = max(1, VALIDATION_BYTES // options.context)
+    held_out = even_windows(corpus.held_out, count=count, context=options.context).to(device)
+    when = validation_steps(options.steps)
+    for step in range(1, options.steps + 1):
+        windows = batches.next().to(device)
+        for trainee in trainees:
+            watcher.trained(trainee.name, trainee.train(windows))
+            if step in when:
+                watcher.validated(trainee.name, trainee.validate(held_out, 4 * options.batch))
 
 
 def _in_common(records: list[Record]) -> list[Record]:

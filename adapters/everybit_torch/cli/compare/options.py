@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,16 +14,21 @@ from everybit_torch.cli.compare.corpus import Corpus
 from everybit_torch.cli.compare.model import SIZES, ModelName, ModelSize
 from everybit_torch.cli.device import parsed_device
 from everybit_torch.cli.errors import OptionError
+from everybit_torch.cli.optimizers import Chosen, named_optimizer, refusal, require_policies
 from everybit_torch.cli.output import Output
 from everybit_torch.cli.policies import named_policy
-from everybit_torch.drop_ins import AdamW
+from everybit_torch.hyperparameter_names import ARGUMENTS, core_names, spread
 
 DEFAULT_POLICIES = ("FP32", "MIXED_BF16", "PURE_BF16", "KAHAN_BF16", "LEAN_BF16", "FLOOR_BF16")
+USUAL: Mapping[str, Mapping[str, float]] = {"adamw": {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}}
+"""Hyperparameters that are usual for models this small, where they are not the optimizer's defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions(Output):
     """Train one small language model under several policies, side by side, and compare loss, lost updates, bytes and time.
+
+    By AdamW, or by the optimizer of --optimizer.
 
     The text is the Python standard library's own source. Every policy starts from the same weights, rounded to its model's dtype,
     and sees the same batches. Writes compare.json (all raw numbers) and compare.png to --out.
@@ -34,9 +40,13 @@ class CompareOptions(Output):
     model: ModelName = "mini"
     """Width and blocks: tiny 32 x 1, mini 128 x 2, small 256 x 4, medium 512 x 8, large 768 x 12 (OPT-125m's blocks)."""
 
-    policies: tuple[str, ...] = DEFAULT_POLICIES
+    optimizer: str = "adamw"
+    """A name of everybit.optimizers(), with hyperparameters if they are wanted, such as sgd,momentum=0.9."""
+
+    policies: tuple[str, ...] = ()
     """Names of presets of everybit.policies, AMP (FP32 under torch.autocast), .toml, .json and .yaml files. The reference is FP32, or the
-    first one if FP32 is not among them."""
+    first one if FP32 is not among them. Default: FP32, MIXED_BF16, PURE_BF16, KAHAN_BF16, LEAN_BF16 and FLOOR_BF16, without those that the
+    optimizer refuses."""
 
     seeds: int = 1
     """The number of seeds to train each policy with: 0, 1, and so on."""
@@ -50,18 +60,18 @@ class CompareOptions(Output):
     out: Path = Path("runs/compare")
     """Folder for the results; created if it does not exist."""
 
-    # Usual for models this small. At the lower rates of large models and long runs, rounding loses more of the updates.
-    lr: float = 1e-3
-    """Highest learning rate, reached after a tenth of the steps; it then falls along a cosine to a tenth."""
+    # AdamW's of 1e-3 is usual for models this small. At the lower rates of large models and long runs, rounding loses more of the updates.
+    lr: float | None = None
+    """Highest learning rate, reached after a tenth of the steps; it then falls along a cosine to a tenth. Default: the optimizer's."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's two moments."""
+    betas: tuple[float, float] | None = None
+    """Decay rates of the optimizer's two averages. Default: the optimizer's; 0.9 and 0.95 of AdamW."""
 
-    eps: float = 1e-8
-    """AdamW's eps, added outside the root."""
+    eps: float | None = None
+    """The optimizer's eps. Default: the optimizer's."""
 
-    weight_decay: float = 0.1
-    """Decoupled weight decay, of matrices only, not of norms."""
+    weight_decay: float | None = None
+    """Weight decay, of matrices only, not of norms. Default: the optimizer's; 0.1 of AdamW."""
 
     batch: int = 8
     """Windows of text per step."""
@@ -84,7 +94,8 @@ class Plan:
     """Options that have been checked, and what they mean.
 
     Attributes:
-        options: As given.
+        options: As given, with the learning rate that is meant.
+        optimizer: With its hyperparameters.
         size: Of the model.
         policies: By the name they are shown under, in order.
         reference: Name of the policy that others are compared with.
@@ -93,11 +104,35 @@ class Plan:
     """
 
     options: CompareOptions
+    optimizer: Chosen
     size: ModelSize
     policies: dict[str, eb.Policy]
     reference: str
     seeds: tuple[int, ...]
     device: torch.device
+
+
+def optimizer_of(options: CompareOptions) -> Chosen:
+    """The optimizer with all its hyperparameters.
+
+    Raises:
+        OptionError: There is no such optimizer, or it does not take one of the options.
+    """
+    chosen = named_optimizer(options.optimizer)
+    for option in ("lr", "betas", "eps", "weight_decay"):
+        known, value = chosen.entry.arguments, getattr(options, option)
+        cores = core_names(option, ARGUMENTS, known)
+        if value is None:
+            usual = {name: number for name, number in USUAL.get(chosen.name, {}).items() if name in cores}
+            chosen = replace(chosen, given={**usual, **chosen.given})
+            continue
+        shown, flag = f"{value} with --optimizer {chosen.shown}", f"--{option.replace('_', '-')}"
+        if not all(core in known for core in cores) or len(cores) != (2 if isinstance(value, tuple) else 1):
+            raise OptionError(flag, shown, f"nothing, as {chosen.name} has {', '.join(known)}")
+        if any(core in chosen.given for core in cores):
+            raise OptionError(flag, shown, "either this option or the optimizer's hyperparameter")
+        chosen = chosen.with_hyperparameters(spread(option, value, cores), option=flag)
+    return chosen
 
 
 def check(options: CompareOptions) -> Plan:
@@ -109,16 +144,24 @@ def check(options: CompareOptions) -> Plan:
     for name in ("steps", "batch", "context"):
         _require(f"--{name}", getattr(options, name), getattr(options, name) >= 1, "a whole number, at least 1")
     _require("--threads", options.threads, options.threads >= 0, "a whole number, at least 1, or 0 for torch's choice")
-    _require("--lr", options.lr, math.isfinite(options.lr) and options.lr > 0, "a finite number above 0")
+    if options.lr is not None:
+        _require("--lr", options.lr, math.isfinite(options.lr) and options.lr > 0, "a finite number above 0")
     for name in ("eps", "weight_decay", "clip"):
         value = getattr(options, name)
-        _require(
-            f"--{name.replace('_', '-')}", value, math.isfinite(value) and value >= 0, "a finite number, at least 0"
+        if value is not None:
+            good = math.isfinite(value) and value >= 0
+            _require(f"--{name.replace('_', '-')}", value, good, "a finite number, at least 0")
+    if options.betas is not None:
+        _require("--betas", options.betas, all(0 <= beta < 1 for beta in options.betas), "two numbers in [0, 1)")
+    optimizer = optimizer_of(options)
+    if optimizer.learning_rate is None:
+        raise OptionError(
+            "--lr", f"none with --optimizer {optimizer.shown}", "a learning rate, since it has no default"
         )
-    _require("--betas", options.betas, all(0 <= beta < 1 for beta in options.betas), "two numbers in [0, 1)")
-    policies = _policies(options)
+    policies = _policies(options, optimizer)
     return Plan(
-        options=options,
+        options=replace(options, lr=optimizer.learning_rate),
+        optimizer=optimizer,
         size=SIZES[options.model],
         policies=policies,
         reference="FP32" if "FP32" in policies else next(iter(policies)),
@@ -142,7 +185,10 @@ def check_context(options: CompareOptions, corpus: Corpus) -> None:
     )
 
 
-def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
+def _policies(options: CompareOptions, optimizer: Chosen) -> dict[str, eb.Policy]:
+    if not options.policies:
+        presets = eb.policies.PRESETS
+        return {name: presets[name] for name in DEFAULT_POLICIES if refusal(optimizer, presets[name]) is None}
     policies: dict[str, eb.Policy] = {}
     for name in options.policies:
         shown, policy = named_policy(name, autocast=True)
@@ -150,29 +196,10 @@ def _policies(options: CompareOptions) -> dict[str, eb.Policy]:
             raise OptionError(
                 "--policies", f"{shown} twice", "names that differ (a file goes by its name without ending)"
             )
-        _require_usable(name, policy, options)
         policies[shown] = policy
-    if not policies:
-        raise OptionError("--policies", "none", "at least one")
+    # The optimizer knows whether a policy works with its decay rates, so ask it.
+    require_policies(optimizer, policies)
     return policies
-
-
-def _require_usable(name: str, policy: eb.Policy, options: CompareOptions) -> None:
-    """A policy may refuse to work with these betas, say; the optimizer knows, so ask it."""
-    parameter = torch.nn.Parameter(torch.zeros(1, dtype=getattr(torch, policy.model_dtype)))
-    try:
-        AdamW(
-            [parameter],
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            policy=policy,
-        )
-    except (TypeError, ValueError) as error:
-        raise OptionError(
-            "--policies", f"{name}, which AdamW refuses ({error})", "policies that work with the other options"
-        ) from None
 
 
 def _seeds(options: CompareOptions) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.cli.compare.model import ModelSize, Transformer, loss_of
-from everybit_torch.cli.compare.options import CompareOptions
+from everybit_torch.cli.compare.options import CompareOptions, optimizer_of
 from everybit_torch.cli.compare.results import Point, Probe, Record
 from everybit_torch.cli.device import timed, wait_for
-from everybit_torch.drop_ins import AdamW
+from everybit_torch.cli.optimizers import Chosen
+from everybit_torch.evaluation import evaluation_weights
 
 WARMUP_SHARE = 0.1
 FINAL_SHARE = 0.1  # of the highest learning rate
@@ -30,9 +32,10 @@ class Trainee:
         policy: How the optimizer stores things, and what the model is in.
         size: Of the model.
         seed: Of the weights, and of stochastic rounding.
-        options: Hyperparameters.
+        options: The optimizer and its hyperparameters.
         device: Where the model lives.
         autocast: Compute in bfloat16 where ``torch.autocast`` does.
+        optimizer: With all its hyperparameters; None: as the options say.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Trainee:
         options: CompareOptions,
         device: torch.device,
         autocast: bool = False,
+        optimizer: Chosen | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
@@ -53,17 +57,12 @@ class Trainee:
         self.model = new_model(size, seed).to(device=device, dtype=getattr(torch, policy.model_dtype))
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         gains = [p for p in self.model.parameters() if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
-        self.optimizer = AdamW(
-            groups,
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            policy=policy,
-            compile=options.compile,
-            seed=seed,
-        )
+        chosen = optimizer_of(options) if optimizer is None else optimizer
+        exempt = {"weight_decay": 0.0} if "weight_decay" in chosen.torch_names else {}
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, **exempt}]
+        self.optimizer = chosen.create(groups, policy=policy, compile=options.compile, seed=seed)
+        self._averages = chosen.entry.has_evaluation_weights
+        self._predicted = _bytes_predicted(chosen.transform(), policy, [*matrices, *gains])
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_share(step, options.steps)
         )
@@ -104,7 +103,8 @@ class Trainee:
     def validate(self, windows: Tensor, batch: int) -> float:
         """Mean loss over ``windows``, (count, context + 1), taken ``batch`` at a time, in nats per byte; it is recorded."""
         total = 0.0
-        with torch.no_grad():
+        weights = evaluation_weights(self.optimizer) if self._averages else nullcontext()
+        with torch.no_grad(), weights:
             for some in torch.split(windows, batch):
                 total += float(self._loss(some)) * len(some)
         loss = total / len(windows)
@@ -126,8 +126,17 @@ class Trainee:
             optimizer_seconds=tuple(self._seconds),
             training_seconds=tuple(self._training_seconds),
             bytes_measured=dict(self._bytes),
-            bytes_predicted=self.policy.bytes_table(),
+            bytes_predicted=self._predicted,
         )
+
+
+def _bytes_predicted(
+    transform: eb.Transform[Any], policy: eb.Policy, parameters: list[nn.Parameter]
+) -> dict[str, float]:
+    """Bytes per parameter by use, without counters, from shapes and the policy."""
+    table = eb.with_policy(transform, policy).bytes_table(parameters)
+    elements = sum(parameter.numel() for parameter in parameters)
+    return {use: size / elements for use, size in table.items() if use != "counters"}
 
 
 def new_model(size: ModelSize, seed: int) -> Transformer:

@@ -13,11 +13,21 @@ from everybit.dtypes import FloatDType
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
+from everybit_torch.cli.optimizers import require_policies
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.plan.options import DTypeName, PlanOptions
 from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
-from everybit_torch.cli.setup import DTYPES, Planned, Subject, in_units, plan_all, planned, subject, unit_of
+from everybit_torch.cli.setup import (
+    DTYPES,
+    Planned,
+    Subject,
+    in_units,
+    plan_all,
+    planned,
+    subject,
+    unit_of,
+)
 from everybit_torch.sharded.mixed_precision import MixedPrecision
 from everybit_torch.sharded.model_layout import AnyPrecision
 from everybit_torch.sharded.offload import Offload
@@ -48,6 +58,7 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
         raise OptionError("--offload", f"{options.offload} with --device cpu", "nothing, or --device cuda")
     policies = _policies(options)
     chosen = subject(options)
+    require_policies(chosen.optimizer, policies)
     if options.out is not None:
         check_out(options.out)
     rows = plan_all(policies, options.strategies, partial(_plan, options, chosen), console)
@@ -56,7 +67,8 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
     show(_sheet(rows, host=options.offload != "nothing"), console)
     records = [{"policy": row.policy, "strategy": row.strategy, **_record(row.plan)} for row in rows]
     results = {
-        "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options), "plans": records,
+        "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options),
+        "optimizer": chosen.optimizer.described(), "plans": records,
     }  # fmt: skip
     if options.out is not None:
         drawn: list[tuple[str, Strategy, Plan]] = [(row.policy, row.strategy, row.plan) for row in rows]
@@ -113,7 +125,7 @@ def _title(options: PlanOptions, first: Plan, chosen: Subject) -> str:
         ranks += " (outer: optim under optim_grads_params, else no_shard)"
     passes = f"{options.microbatches} microbatch{'es' * (options.microbatches > 1)} a step"
     return (
-        f"{options.model}: {first.parameters:,} parameters ({options.dtype}), {options.optimizer}, {ranks}, {passes},"
+        f"{options.model}: {first.parameters:,} parameters ({options.dtype}), {chosen.optimizer.shown}, {ranks}, {passes},"
         f" units: {chosen.unit_names}. Bytes of one rank."
     )
 

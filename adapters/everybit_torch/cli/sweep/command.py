@@ -1,0 +1,130 @@
+"""``everybit sweep``, from options to files."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from everybit_torch.cli.compare.command import about
+from everybit_torch.cli.compare.corpus import load_corpus
+from everybit_torch.cli.compare.options import check_context
+from everybit_torch.cli.compare.training import new_model
+from everybit_torch.cli.device import threads
+from everybit_torch.cli.errors import INTERRUPTED, OptionError
+from everybit_torch.cli.files import check_out, keep_results
+from everybit_torch.cli.machine import machine, versions
+from everybit_torch.cli.output import Results, Sheet, show
+from everybit_torch.cli.sweep.options import SweepOptions, SweepPlan, checked
+from everybit_torch.cli.sweep.pictures import draw
+from everybit_torch.cli.sweep.running import Best, Run, best_of_each, sweep
+from everybit_torch.config import policy_to_dict
+
+FORMAT = 1
+
+
+def run_sweep(options: SweepOptions, console: Console, command: str) -> Results:
+    """Train, report, and write ``sweep.json`` and ``sweep.png``; after Ctrl-C what there is, under other names.
+
+    Raises:
+        OptionError: An option that cannot be used; nothing was done.
+        KeyboardInterrupt: Before the first optimizer was done.
+    """
+    plan = checked(options)
+    try:
+        corpus = load_corpus()
+    except OSError as error:
+        raise OptionError("the text to train on", error, "a Python that has its standard library's source") from None
+    check_context(plan.training, corpus)
+    check_out(options.out)
+    parameters = sum(p.numel() for p in new_model(plan.size, 0).parameters())
+    title = (
+        f"{len(plan.optimizers)} optimizers at {len(options.factors)} learning rates each, {plan.policy[0]}, {parameters:,} parameters"
+        f" ({options.model}), {options.steps} steps of {options.batch} x {options.context} bytes, {_seeds(options)}"
+    )
+    console.print(f"{title}\n{about(corpus)}", highlight=False)
+    started, clock = datetime.now(UTC), time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+    with threads(options.threads), Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("training", total=len(plan.optimizers) * len(options.factors))
+
+        def tell(run: Run) -> None:
+            progress.advance(task)
+            console.print(f"{run.optimizer} at {run.learning_rate:g}: {_loss(run.loss)}", highlight=False)
+
+        runs, interrupted = sweep(plan, corpus, tell)
+        where = machine(plan.device)
+    best = best_of_each(runs)
+    results = {
+        "format": FORMAT, "command": command, "started": started.isoformat(timespec="seconds"),
+        "seconds": time.perf_counter() - clock, "interrupted": interrupted, "versions": versions(), "machine": where,
+        "options": asdict(options), "policy": {"name": plan.policy[0], **policy_to_dict(plan.policy[1])},
+        "optimizers": {name: chosen.described() for name, chosen in plan.optimizers.items()},
+        "model": {"name": options.model, **asdict(plan.size), "parameters": parameters},
+        "corpus": {"root": corpus.root, "sha256": corpus.digest},
+        "best": [_described(one) for one in best],
+        "runs": [{**asdict(run), "loss": run.loss, "spread": run.spread} for run in runs],
+    }  # fmt: skip
+    console.print()
+    show(_sheet(plan, best), console)
+    if any(one.at_edge for one in best):
+        console.print("* at the edge of the sweep: a learning rate outside of it may be better (--factors).")
+    if interrupted:
+        console.print("Interrupted: these are the optimizers that were done with all their learning rates.")
+    # Results of a run that went to its end are not replaced by less.
+    name = "sweep-interrupted" if interrupted else "sweep"
+    keep_results(options.out, name, results, lambda picture: draw(picture, runs, best, title=title), console)
+    return Results(results, INTERRUPTED if interrupted else 0)
+
+
+def _seeds(options: SweepOptions) -> str:
+    return f"{options.seeds} seeds" if options.seeds > 1 else "1 seed"
+
+
+def _sheet(plan: SweepPlan, best: Sequence[Best]) -> Sheet:
+    options = plan.options
+    several = options.seeds > 1
+    spread = (
+        "± is the standard deviation over seeds, and smaller differences say nothing."
+        if several
+        else "One seed does not tell which differences are noise; --seeds 3 does."
+    )
+    caption = (
+        f"Losses in nats per byte of held-out text after {options.steps} steps. Every optimizer had the factors"
+        f" {' '.join(f'{factor:g}' for factor in options.factors)} of its default learning rate, the same batches, and the same schedule,"
+        " also where it is meant to go without one; its other hyperparameters are its defaults or as named. State: bytes per parameter."
+        f" {spread} What a small model learns in a few hundred steps does not say which optimizer is best for a large model or a long run."
+    )
+    sheet = Sheet(("optimizer", "loss", "learning\nrate", "factor", "worst", "diverged", "state"), caption=caption)
+    for one in best:
+        uses = one.run.records[0].bytes_predicted
+        state = sum(size for use, size in uses.items() if use not in ("parameter", "compensation", "gradient"))
+        sheet.rows.append(
+            (
+                one.run.optimizer,
+                _loss(one.run.loss) + ("" if one.run.spread is None else f" ±{one.run.spread:.4f}"),
+                f"{one.run.learning_rate:g}{'*' if one.at_edge else ''}",
+                f"{one.run.factor:g}",
+                _loss(one.worst),
+                str(one.diverged),
+                f"{state:.2f}",
+            )
+        )
+    return sheet
+
+
+def _described(one: Best) -> dict[str, Any]:
+    return {
+        "optimizer": one.run.optimizer, "learning_rate": one.run.learning_rate, "factor": one.run.factor, "loss": one.run.loss,
+        "spread": one.run.spread, "worst": one.worst, "diverged": one.diverged, "at_edge": one.at_edge,
+    }  # fmt: skip
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "diverged"

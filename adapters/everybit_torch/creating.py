@@ -1,0 +1,101 @@
+"""Torch optimizers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from everybit.named_optimizers import OptimizerName, optimizer_named
+from everybit.optimizer import Unsafe
+from everybit.policy_names import PolicyOrName
+from everybit.scalars import Hyperparameter
+from everybit_torch import drop_ins, more_drop_ins
+from everybit_torch.hyperparameter_names import torch_defaults
+from everybit_torch.optimizer import Layout, TorchOptimizer
+from everybit_torch.param_groups import Params
+from everybit_torch.stepping import Compile
+
+Option = Hyperparameter | bool | tuple[Hyperparameter | None, ...] | Callable[[str, Tensor], bool] | None
+"""What a hyperparameter may be."""
+
+CLASSES: Mapping[OptimizerName, type[TorchOptimizer]] = {
+    "sgd": drop_ins.SGD,
+    "adam": drop_ins.Adam,
+    "adamw": drop_ins.AdamW,
+    "lion": drop_ins.Lion,
+    "rmsprop": drop_ins.RMSprop,
+    "nadam": more_drop_ins.NAdam,
+    "radam": more_drop_ins.RAdam,
+    "adagrad": more_drop_ins.Adagrad,
+    "adamax": more_drop_ins.Adamax,
+    "adadelta": more_drop_ins.Adadelta,
+    "torch_adafactor": more_drop_ins.Adafactor,
+    "rprop": more_drop_ins.Rprop,
+    "asgd": more_drop_ins.ASGD,
+}
+"""The optimizers that have a class with torch's signature; all others are a :class:`TorchOptimizer` of their function."""
+
+
+def create(
+    name: OptimizerName,
+    model_or_params: nn.Module | Params,
+    *,
+    policy: PolicyOrName | None = None,
+    lr: float | Tensor | None = None,
+    layout: Layout = "auto",
+    flat_gradients: bool = False,
+    compile: Compile = "auto",
+    metrics: bool = False,
+    seed: int = 0,
+    unsafe: Unsafe = "refuse",
+    **options: Option,
+) -> TorchOptimizer:
+    """Return the torch optimizer of this name: of its own class where it has one (``"adamw"`` is :class:`AdamW`).
+
+    All its hyperparameters are in ``param_groups``, so that groups and schedulers can have values of their own; of a class with torch's
+    signature torch's, and those that are given.
+
+    Args:
+        name: One of :func:`everybit.optimizers`.
+        model_or_params: A model, which stands for its ``named_parameters()``; or parameters, or param groups.
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`; None for float32 and
+            float64 models only.
+        lr: Learning rate; None: the optimizer's default.
+        layout: See :class:`TorchOptimizer`, as for all that follow.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        unsafe: See there.
+        options: Other hyperparameters, by torch's names: ``betas``, ``eps``, ``weight_decay``. What is not given has the default of the
+            function of this name in ``everybit``.
+
+    Raises:
+        TypeError: A hyperparameter that this optimizer does not have; the message lists those that it has.
+        ValueError: A name of no optimizer, with the nearest one and all others; a hyperparameter or policy that cannot work.
+
+    Examples:
+        >>> import torch
+        >>> from everybit_torch import create
+        >>> model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+        >>> optimizer = create("ademamix", model, policy="LEAN_BF16", lr=3e-4, betas=(0.9, 0.95))
+        >>> optimizer.param_groups[0]["b3"]
+        0.9999
+    """
+    found = optimizer_named(name, field="create: name")
+    params = model_or_params.named_parameters() if isinstance(model_or_params, nn.Module) else model_or_params
+    given: dict[str, Any] = {} if lr is None else {"lr": lr}
+    given |= options
+    settings: dict[str, Any] = {
+        "policy": policy, "layout": layout, "flat_gradients": flat_gradients, "compile": compile, "metrics": metrics, "seed": seed,
+        "unsafe": unsafe,
+    }  # fmt: skip
+    kind: Any = CLASSES.get(found.name)
+    made: TorchOptimizer = (
+        TorchOptimizer(params, found.function, **settings, **(torch_defaults(found.function) | given))
+        if kind is None
+        else kind(params, **settings, **given)
+    )
+    return made

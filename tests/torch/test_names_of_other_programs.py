@@ -1,0 +1,58 @@
+"""Optimizers with plain arguments, by which Trainer and timm make them: every one that has a name."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import everybit as eb
+from everybit_torch.creating import CLASSES
+from everybit_torch.names.optimizers import OPTIMIZERS, TIMM_NAMES, TRAINER_NAMES
+from everybit_torch.optimizer import TorchOptimizer
+
+PAGE = (Path(__file__).parents[2] / "docs/ecosystem.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", eb.optimizers())
+def test_every_optimizer_has_a_class_of_plain_arguments(name: eb.OptimizerName) -> None:
+    kind = OPTIMIZERS[name]
+    assert issubclass(kind, CLASSES.get(name, TorchOptimizer))
+    parameters = inspect.signature(kind).parameters
+    assert {"params", "lr", "policy", "layout", "flat_gradients", "compile", "metrics", "seed"} <= set(parameters)
+    assert parameters["lr"].default == eb.optimizers()[name].learning_rate
+    plain = (bool, int, float, str, tuple, type(None))
+    assert all(isinstance(one.default, plain) for one in parameters.values() if one.name != "params")
+    assert pickle.loads(pickle.dumps(kind)) is kind
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    # As other programs give them: learning rate and decay always, decay by group.
+    groups = [{"params": [one], "weight_decay": 0.0} for one in model.named_parameters()]
+    optimizer = kind(groups, lr=0.5, weight_decay=0.0, policy="LEAN_BF16", compile=False)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).square().sum().backward()
+    optimizer.step()
+
+
+def test_arguments_that_there_are_not_are_named() -> None:
+    with pytest.raises(
+        TypeError, match=r"EverybitAdemamix: polcy: there is no such argument; accepted are lr, betas, b3,.*, policy"
+    ):
+        OPTIMIZERS["ademamix"](nn.Linear(2, 2).parameters(), polcy="LEAN_BF16")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"EverybitRprop: weight_decay: there is no such argument"):
+        OPTIMIZERS["rprop"](nn.Linear(2, 2).parameters(), weight_decay=0.1)  # type: ignore[call-arg]
+
+
+def test_names_of_other_programs_stand_for_names_of_ours() -> None:
+    assert set(TRAINER_NAMES.values()) <= set(eb.optimizers())
+    for name, given in TIMM_NAMES.values():
+        assert set(given) <= set(eb.optimizers()[name].arguments)
+        if name != "sgd":  # whose Nesterov momentum needs the momentum that timm gives
+            eb.optimizers()[name].function(**given)
+    rows = dict(re.findall(r"^\| `([\w]+)` \| `([\w]+)`", PAGE, re.MULTILINE))
+    theirs = {**TRAINER_NAMES, **{their: name for their, (name, _) in TIMM_NAMES.items()}}
+    assert rows == theirs, "docs/ecosystem.md has to list them all"

@@ -68,7 +68,7 @@ def check_state_is_a_fixed_point(build: Build, stored: Stored = STORED) -> None:
             params = before = example_params(dtype)
             now = initial = optimizer.init(params)
             for step in (1, 2, 3):
-                params, now = optimizer.step(params, example_grads(params, step, dtype=grad_dtype), stored)
+                params, now = optimizer.step(params, example_grads(params, step, dtype=grad_dtype), now)
                 assert_same_kind(params, before, f"{dtype} parameters after step {step} with {grad_dtype} gradients")
                 assert_same_kind(
                     now, initial, f"state of {dtype} parameters after step {step} with {grad_dtype} gradients"

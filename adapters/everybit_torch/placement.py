@@ -210,8 +210,7 @@ def _runs(
     if sharded and needs_whole_tensors(optimizer.transform):
         raise ValueError(
             f"param group {number}: {optimizer.transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them."
-            " Accepted are transforms whose parts all have the cut 'element'; a FlatStepper shards whole tensors for this one."
-            " Accepted for sharded parameters are transforms whose parts all have the cut 'element'."
+            " Accepted for sharded parameters are transforms whose parts all have the cut 'element'. A FlatStepper steps this one, too."
         )
     block = block_of(optimizer.policy)
     if sharded and block > 1:

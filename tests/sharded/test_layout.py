@@ -115,6 +115,11 @@ def test_groups_with_fewer_tensors_than_ranks_lie_on_different_ranks() -> None:
     assert [group.placements[0].start // 5 for group in layout.groups] == [0, 1, 2, 3]
 
 
+def test_whole_tensors_are_not_apart_where_ranks_step_the_same() -> None:
+    specs = [ParameterSpec((f"p{n}",), (4, 4), torch.float32, whole=True) for n in range(5)]
+    assert [build(specs, shards=4, shares=n).groups[0].padded for n in (1, 2, 4)] == [80, 96, 128]
+
+
 def test_padding_is_small_where_whole_rows_would_multiply_memory() -> None:
     """100x97, 211x100 and 7x13x11: padding each to the least common multiple of its rows takes 292,678,100 elements on two ranks."""
     specs = [
@@ -128,6 +133,8 @@ def test_bad_layouts_are_refused_by_name() -> None:
     spec = ParameterSpec(("w",), (2,), torch.float32)
     with pytest.raises(ValueError, match="shards: got 0"):
         build([spec], shards=0)
+    with pytest.raises(ValueError, match="shares: got 2; accepted is a number by which shards, 3, can be divided"):
+        build([spec], shards=3, shares=2)
     with pytest.raises(ValueError, match="specs: w named twice"):
         build([spec, ParameterSpec(("v", "w"), (2,), torch.float32)])
     with pytest.raises(ValueError, match="w: in unit 1; there are units 0 to 0"):

@@ -269,19 +269,25 @@ class Layout:
         return sum(group.padded - group.numel for group in self.groups)
 
 
-def build(specs: Sequence[ParameterSpec], *, shards: int = 1, units: Sequence[str] = ("",)) -> Layout:
+def build(
+    specs: Sequence[ParameterSpec], *, shards: int = 1, units: Sequence[str] = ("",), shares: int | None = None
+) -> Layout:
     """Lay out parameters.
 
     Args:
         specs: In the model's order; a tied parameter comes once, with all of its names.
         shards: Number of ranks that share the buffers.
         units: Names of the units that ``specs`` refer to.
+        shares: Number of ranks that step parts of their own, by which ``shards`` can be divided: a whole tensor lies in one of so many
+            parts. None: all of them.
 
     Raises:
-        ValueError: ``shards`` below 1, a unit that there is not, or a name that comes twice.
+        ValueError: ``shards`` below 1 or no multiple of ``shares``, a unit that there is not, or a name that comes twice.
     """
     if shards < 1:
         raise ValueError(f"shards: got {shards}; accepted is 1 or more.")
+    if shares is not None and (shares < 1 or shards % shares):
+        raise ValueError(f"shares: got {shares}; accepted is a number by which shards, {shards}, can be divided.")
     seen: set[str] = set()
     members: dict[tuple[int, torch.dtype, bool, str], list[ParameterSpec]] = {}
     for spec in specs:
@@ -294,19 +300,16 @@ def build(specs: Sequence[ParameterSpec], *, shards: int = 1, units: Sequence[st
         seen.update(spec.names)
         members.setdefault((spec.unit, spec.dtype, spec.requires_grad, spec.label), []).append(spec)
     groups = []
-    loads = [0] * shards
+    loads = [0] * (shards if shares is None else shares)
     for key in sorted(members, key=lambda key: key[0]):
         block = math.lcm(*(spec.block for spec in members[key]))
-        whole = any(spec.whole for spec in members[key])
-        shares = _packed(members[key], loads) if whole else [members[key]]
-        lengths = [_one_after_another(share, 0)[1] for share in shares]
-        length = _up(max(lengths), block if whole else shards * block)
+        parts = _packed(members[key], loads) if any(spec.whole for spec in members[key]) else [members[key]]
+        lengths = [_one_after_another(part, 0)[1] for part in parts]
+        length = _up(max(lengths), shards // len(parts) * block)
         placements = [
-            placement
-            for number, share in enumerate(shares)
-            for placement in _one_after_another(share, number * length)[0]
+            placement for number, part in enumerate(parts) for placement in _one_after_another(part, number * length)[0]
         ]
-        padded = length * len(shares)
+        padded = length * len(parts)
         groups.append(Group(*key, tuple(placements), sum(spec.numel for spec in members[key]), padded))
     return Layout(shards, tuple(units), tuple(groups))
 

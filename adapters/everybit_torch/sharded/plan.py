@@ -159,7 +159,10 @@ def plan(
             f"offload: got {offload!r} for device={str(device)!r}, whose memory is the host's; accepted is False."
         )
     require_offload(away, kind, described.labelled, keep_gradients=keep_gradients)
-    layout = build(described.specs, shards=inner_size * outer_size, units=[name for name, _ in described.units])
+    names = [name for name, _ in described.units]
+    layout = build(
+        described.specs, shards=inner_size * outer_size, units=names, shares=kind.shares(inner_size, outer_size)
+    )
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank, beside), nan=nan,
         construction=construction_of(model, described, layout, kind, values),

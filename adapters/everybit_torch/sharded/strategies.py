@@ -48,6 +48,10 @@ class Sharding:
         """Whether the model's own parameters are sharded, and gathered unit by unit."""
         return self.strategy == "optim_grads_params"
 
+    def shares(self, inner: int, outer: int) -> int:
+        """Into how many parts of different ranks the main parameters are cut; other ranks have copies of them."""
+        return (inner if self.state else 1) * (outer if self.outer == "optim" else 1)
+
     def own_range(self, padded: int, inner_rank: int, inner: int, outer_rank: int, outer: int) -> tuple[int, int]:
         """Return the range of a group's buffer that a rank steps."""
         if not self.state:

@@ -37,7 +37,9 @@ class MatrixView:
         if self.kind == "heads":
             (count,) = self.sizes
             if rows % count:
-                raise ValueError(f"heads({count}): got {tuple(shape)}; accepted are parameters whose rows {count} divides.")
+                raise ValueError(
+                    f"heads({count}): got {tuple(shape)}; accepted are parameters whose rows {count} divides."
+                )
             return [(count, rows // count, columns)]
         if self.kind == "row_blocks":
             if sum(self.sizes) != rows:
@@ -104,7 +106,9 @@ def _matrix_shape(kind: str, shape: Sequence[int]) -> tuple[int, int]:
     dimensions = len(shape)
     fits = {"batched": dimensions >= 3, "flattened": dimensions >= 2}.get(kind, dimensions == 2)
     if not fits:
-        accepted = {"batched": "three dimensions or more", "flattened": "two dimensions or more"}.get(kind, "two dimensions")
+        accepted = {"batched": "three dimensions or more", "flattened": "two dimensions or more"}.get(
+            kind, "two dimensions"
+        )
         raise ValueError(f"{kind}: got a parameter of shape {tuple(shape)}; accepted are parameters of {accepted}.")
     if kind == "batched":
         return shape[-2], shape[-1]

@@ -98,9 +98,7 @@ def _iterated(x: Tensor, coefficients: Sequence[float], arithmetic: str, normali
     if not x.numel():
         return x.clone()
     if x.ndim > 2:
-        alone = [
-            _iterated(one, coefficients, arithmetic, normalization, eps) for one in x.reshape(-1, *x.shape[-2:])
-        ]
+        alone = [_iterated(one, coefficients, arithmetic, normalization, eps) for one in x.reshape(-1, *x.shape[-2:])]
         return torch.stack(alone).reshape(x.shape)
     tall = x.shape[0] > x.shape[1]
     matrix = x.to(getattr(torch, arithmetic))
@@ -146,6 +144,8 @@ def _batched(_info: object, in_dims: tuple[int | None, ...], x: Tensor, *how: An
     return _orthogonalized(x.movedim(in_dims[0], 0), *how), 0
 
 
-_orthogonalized.register_fake(lambda x, coefficients, arithmetic, normalization, eps: torch.empty_like(x, memory_format=torch.contiguous_format))  # noqa: ARG005, E501  # called by name
+_orthogonalized.register_fake(
+    lambda x, coefficients, arithmetic, normalization, eps: torch.empty_like(x, memory_format=torch.contiguous_format)
+)  # noqa: ARG005, E501  # called by name
 _orthogonalized.register_autograd(_backward, setup_context=_setup)
 _orthogonalized.register_vmap(_batched)

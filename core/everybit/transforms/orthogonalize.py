@@ -32,6 +32,7 @@ SCALES: dict[ScaleName, Callable[[int, int], float]] = {
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
 }
 
+
 @dataclass(frozen=True, slots=True)
 class Orthogonalize:
     r"""Replace each matrix of the updates by one with its singular vectors, and singular values about 1, times a factor.
@@ -101,7 +102,7 @@ class Orthogonalize:
                 raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
         return Empty()
 
-    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:  # noqa: ARG002
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the orthogonal updates."""
         coefficients = triples(self.coefficients, self.steps)
 

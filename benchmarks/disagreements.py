@@ -9,8 +9,8 @@ the implementations here: each takes the same 200 steps from the same weights wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import everybit as eb
 
 STEPS = 200
 RATE = 0.01
-SHAPES = {"matrix": (4, 3), "vector": (5,), "scalar": ()}
+SHAPES: Mapping[str, tuple[int, ...]] = {"matrix": (4, 3), "vector": (5,), "scalar": ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Disagreement:
     question: str
     argument: str
     answers: tuple[Answer, ...]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: SHAPES)
 
 
 def _averaged(transform: eb.Transform[Any]) -> eb.Transform[Any]:
@@ -223,6 +224,153 @@ DISAGREEMENTS = (
         ),
     ),
     Disagreement(
+        "Adafactor",
+        "Where is `eps1`?",
+        "`torch_adafactor` is torch's",
+        (
+            Answer(
+                "added to squares before their means are taken",
+                "paper, Hugging Face, optax, timm",
+                eb.adafactor(eb.relative_step_schedule(RATE), eps1=1e-2),
+            ),
+            Answer("the larger of both after it", "torch", eb.torch_adafactor(RATE, eps1=1e-2)),
+        ),
+    ),
+    Disagreement(
+        "Adafactor",
+        "Over which dimensions is a tensor factored?",
+        "`dimensions`",
+        (
+            Answer("the last two", "paper, Hugging Face, torch", eb.adafactor(RATE)),
+            Answer("the two largest", "optax, timm", eb.adafactor(RATE, dimensions="largest")),
+        ),
+        {"kernel": (4, 2, 3)},
+    ),
+    Disagreement(
+        "Adafactor",
+        "From which size of both on?",
+        "`min_size_to_factor`",
+        (
+            Answer("any", "paper, Hugging Face, torch", eb.adafactor(RATE)),
+            Answer("16", "timm", eb.adafactor(RATE, min_size_to_factor=16)),
+            Answer("128", "optax", eb.adafactor(RATE, min_size_to_factor=128)),
+        ),
+    ),
+    Disagreement(
+        "Adafactor",
+        "What is a step?",
+        "`learning_rate`, `scale_parameter`",
+        (
+            Answer("min(0.01, 1/sqrt(t)) of the weights' root mean square", "paper", eb.adafactor()),
+            Answer("`learning_rate` of it", "optax, Hugging Face's `relative_step=False`", eb.adafactor(0.001)),
+            Answer(
+                "`learning_rate` itself", "Hugging Face's Trainer, timm", eb.adafactor(0.001, scale_parameter=False)
+            ),
+        ),
+    ),
+    Disagreement(
+        "Adafactor",
+        "What does a momentum average where the learning rate changes?",
+        "`momentum_of`",
+        (
+            Answer("steps", "authors' code, Hugging Face, optax", eb.adafactor(_decaying, b1=0.9)),
+            Answer("directions", "timm", eb.adafactor(_decaying, b1=0.9, momentum_of="directions")),
+        ),
+    ),
+    Disagreement(
+        "Adafactor",
+        "What is weight decay multiplied by?",
+        "`decay_by`",
+        (
+            Answer("the step, with the weights' size", "Hugging Face", eb.adafactor(RATE, weight_decay=0.01)),
+            Answer("the learning rate", "torch, timm", eb.adafactor(RATE, weight_decay=0.01, decay_by="learning_rate")),
+            Answer("nothing", "optax", eb.adafactor(RATE, weight_decay=0.01, decay_by="alone")),
+        ),
+    ),
+    Disagreement(
+        "Adafactor",
+        "Which limit has the decay rate of squares?",
+        "`b2_cap`",
+        (
+            Answer("none", "paper, Hugging Face, optax", eb.adafactor(RATE, beta2_decay=-1.5)),
+            Answer("0.999", "timm", eb.adafactor(RATE, beta2_decay=-1.5, b2_cap=0.999)),
+        ),
+    ),
+    Disagreement(
+        "Adafactor",
+        "To what is the direction clipped?",
+        "`clip_threshold`",
+        (
+            Answer("a root mean square of 1", "paper, Hugging Face, optax, torch", eb.adafactor(RATE)),
+            Answer("not at all", "timm", eb.adafactor(RATE, clip_threshold=None)),
+        ),
+    ),
+    Disagreement(
+        "Adam-mini",
+        "What are the blocks of matrices other than queries and keys?",
+        "`labels`",
+        (
+            Answer("rows", "authors since 1.1", eb.adam_mini(RATE, labels="row")),
+            Answer(
+                "a block each, but all elements of embeddings",
+                "authors before, pytorch_optimizer",
+                eb.adam_mini(RATE, labels="tensor"),
+            ),
+        ),
+        {"matrix": (4, 3)},
+    ),
+    Disagreement(
+        "Adam-atan2",
+        "Which factor has the angle?",
+        "`a`",
+        (
+            Answer("1.27", "adam-atan2-pytorch", eb.adam_atan2(RATE)),
+            Answer("none", "paper", eb.adam_atan2(RATE, a=1.0)),
+        ),
+    ),
+    Disagreement(
+        "SM3",
+        "Where is `eps`?",
+        "`eps`",
+        (
+            Answer("1e-30 inside of the root", "pytorch_optimizer, paper: 0 / 0 is 0", eb.sm3(RATE)),
+            Answer("1e-8", "optax", eb.sm3(RATE, eps=1e-8)),
+        ),
+    ),
+    Disagreement(
+        "SM3",
+        "May what is kept fall where squares are averaged?",
+        "`keep_greatest`",
+        (
+            Answer("yes", "optax", eb.sm3(RATE, b2=0.9)),
+            Answer("no", "pytorch_optimizer", eb.sm3(RATE, b2=0.9, keep_greatest=True)),
+        ),
+    ),
+    Disagreement(
+        "Schedule-free RAdam",
+        "What happens until the second moment is trusted?",
+        "`sgd_phase`",
+        (
+            Answer("no step", "schedulefree's default", eb.schedule_free_radam(RATE)),
+            Answer(
+                "steps along gradients", "RAdam, `silent_sgd_phase=False`", eb.schedule_free_radam(RATE, sgd_phase=True)
+            ),
+        ),
+    ),
+    Disagreement(
+        "D-Adaptation",
+        "Over what are the sums of the estimate taken?",
+        "none",
+        (
+            Answer("over all that share the step", "everybit", eb.dadapt_adam(0.1, d0=1e-2)),
+            Answer(
+                "over the parameters of a process, over all ranks only where FSDP1 is found",
+                "dadaptation",
+                eb.partition(dict.fromkeys(("matrix", "other"), eb.dadapt_adam(0.1, d0=1e-2)), _halves),
+            ),
+        ),
+    ),
+    Disagreement(
         "Prodigy",
         "Is the step corrected for the bias of the moments?",
         "`bias_correction`",
@@ -286,26 +434,28 @@ DISAGREEMENTS = (
 )
 
 
-def drawn(seed: int) -> dict[str, Tensor]:
+def drawn(seed: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Normal numbers in float64."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def trained(transform: eb.Transform[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def trained(
+    transform: eb.Transform[Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights before the first step and after the last; gradients are noise around 1/2."""
     optimizer = eb.with_policy(transform, eb.policies.FP64)
-    params = first = drawn(0)
+    params = first = drawn(0, shapes)
     state = optimizer.init(params)
     for step in range(1, STEPS + 1):
-        grads = {name: value + 0.5 for name, value in drawn(step).items()}
+        grads = {name: value + 0.5 for name, value in drawn(step, shapes).items()}
         params, state = optimizer.step(params, grads, state)
     return first, params
 
 
-def apart(one: eb.Transform[Any], other: eb.Transform[Any]) -> float:
+def apart(one: eb.Transform[Any], other: eb.Transform[Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> float:
     """The distance of two ends of training, over the distance of the first from the beginning (Euclidean)."""
-    (first, a), (_, b) = trained(one), trained(other)
+    (first, a), (_, b) = trained(one, shapes), trained(other, shapes)
 
     def distance(x: dict[str, Tensor], y: dict[str, Tensor]) -> float:
         return math.hypot(*(float((x[name] - y[name]).norm()) for name in x))
@@ -322,14 +472,14 @@ def row(one: Disagreement) -> str:
     if base.transform is None:
         raise ValueError(f"{one.optimizer}, {one.question}: the first answer has no transform")
     answers = "; ".join(f"{answer.text}: {answer.who}" for answer in one.answers)
-    found = ", ".join(_percent(base.transform, other.transform) for other in others)
+    found = ", ".join(_percent(base.transform, other.transform, one.shapes) for other in others)
     return f"| {one.optimizer} | {one.question} | {answers} | {found} | {one.argument} |"
 
 
-def _percent(base: eb.Transform[Any], other: eb.Transform[Any] | None) -> str:
+def _percent(base: eb.Transform[Any], other: eb.Transform[Any] | None, shapes: Mapping[str, tuple[int, ...]]) -> str:
     if other is None:
         return "not offered"
-    percent = 100 * apart(base, other)
+    percent = 100 * apart(base, other, shapes)
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 

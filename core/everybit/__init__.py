@@ -9,6 +9,7 @@ stored.
 """
 
 from everybit import policies, tree
+from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.axis import Axis, Local
 from everybit.barriers import sqrt
@@ -28,6 +29,7 @@ from everybit.decay_schedules import (
     inverse_sqrt_schedule,
     polynomial_schedule,
     power_cooldown_schedule,
+    relative_step_schedule,
     warmup_constant_schedule,
     warmup_exponential_decay_schedule,
 )
@@ -44,6 +46,7 @@ from everybit.formats import (
     Stochastic,
 )
 from everybit.labels import by_name, label_table, layerwise_decay, mup_scales
+from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.metrics import Metrics, with_metrics
 from everybit.more_aliases import (
     adabelief,
@@ -91,8 +94,11 @@ from everybit.sharpness import sam_point
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
 from everybit.transform import Cut, Elementwise, SlotDecay, Transform
 from everybit.transforms.adadelta import scale_by_adadelta
+from everybit.transforms.adafactor import scale_by_factored_rms, scale_by_parameter_rms, subtract_relative_decay
 from everybit.transforms.adagrad import scale_by_adagrad
 from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.adam_atan2 import scale_by_adam_atan2
+from everybit.transforms.adam_mini import AdamMiniBlocks, scale_by_adam_mini
 from everybit.transforms.adamax import scale_by_adamax
 from everybit.transforms.adan import proximal_decay, scale_by_adan
 from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
@@ -101,7 +107,9 @@ from everybit.transforms.adopt import begin_after, scale_by_adopt
 from everybit.transforms.asgd import averaged_descent
 from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
 from everybit.transforms.belief import scale_by_belief
+from everybit.transforms.came import scale_by_came
 from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
+from everybit.transforms.d_adaptation import dadapt_adam
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.lion import scale_by_lion
@@ -113,6 +121,7 @@ from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.rprop import scale_by_rprop
 from everybit.transforms.running_mean import running_mean, scale_by_running_square
 from everybit.transforms.schedule_free import schedule_free
+from everybit.transforms.sm3 import scale_by_sm3
 from everybit.transforms.stable_adam import scale_by_stable_adam
 from everybit.transforms.stateless import (
     clip,
@@ -135,25 +144,27 @@ from everybit.update import apply_updates
 __version__ = "0.3.0.dev0"
 
 __all__ = [
-    "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local", "Master", "Members",
-    "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay",
-    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adagrad", "adam", "adamax",
-    "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix", "adopt",
-    "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "begin_after",
-    "bias_correction", "by_dtype", "by_label", "by_name", "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms",
-    "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule",
-    "cosine_restarts_schedule", "ema_nesterov", "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters",
-    "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule",
-    "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "mean_weights", "mup_scales", "nadam", "named_chain",
-    "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "outer_gradient", "partition",
-    "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights",
-    "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance", "require_step", "rmsprop", "rprop", "running_mean",
-    "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix",
-    "scale_by_adopt", "scale_by_belief", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd",
-    "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_stable_adam",
-    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_sgd",
-    "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sqrt", "stable_adamw", "state", "state_dict",
-    "subtract_decayed_weights", "tiger", "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
-    "yogi", "zero_nans",
+    "AdamMiniBlocks", "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "Hyperparameter", "Kahan", "Key", "Local",
+    "Master", "Members", "Metrics", "Nearest", "Optimizer", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule",
+    "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor",
+    "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay",
+    "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at",
+    "average_weights", "averaged_descent", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious",
+    "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally",
+    "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "ema_nesterov",
+    "exponential_decay_schedule", "freezable", "freeze", "identity", "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules",
+    "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict",
+    "lookahead", "mars", "masked", "mean_weights", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias",
+    "novograd", "one_cycle_schedule", "outer_gradient", "partition", "piecewise_constant_schedule", "piecewise_interpolate_schedule",
+    "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy", "proximal_decay", "radam",
+    "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "rprop", "running_mean", "sam_point", "scale",
+    "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax",
+    "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars",
+    "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam",
+    "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam",
+    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",
+    "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sm3", "sqrt", "stable_adamw", "state",
+    "state_dict", "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree", "unfreeze",
+    "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule",
+    "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

@@ -87,6 +87,11 @@ def log(x: Tensor) -> Tensor:
     return _log(x) if torch.compiler.is_compiling() else x.log()
 
 
+def atan(x: Tensor) -> Tensor:
+    """The arctangent, element by element."""
+    return _atan(x) if torch.compiler.is_compiling() else x.atan()
+
+
 @torch.library.custom_op("everybit::materialize", mutates_args=())
 def _materialize(x: Tensor) -> Tensor:
     return x.clone()
@@ -132,6 +137,11 @@ def _log(x: Tensor) -> Tensor:
     return x.log()
 
 
+@torch.library.custom_op("everybit::atan", mutates_args=())
+def _atan(x: Tensor) -> Tensor:
+    return x.atan()
+
+
 def _register(
     op: Any, derivative: Callable[[Tensor], Tensor], *, reduces: bool = False, dtype: torch.dtype | None = None
 ) -> None:
@@ -157,3 +167,4 @@ _register(_sum_of_squares, lambda x: 2 * x, reduces=True, dtype=torch.float64)
 _register(_sqrt, lambda x: 0.5 / x.sqrt())
 _register(_log, lambda x: 1 / x)
 _register(_cos, lambda x: -x.sin())
+_register(_atan, lambda x: 1 / (1 + x * x))

@@ -94,6 +94,25 @@ class InverseSqrtSchedule:
         return self.start * sqrt(torch.reciprocal(1 + step.double() / self.timescale))
 
 
+@dataclass(frozen=True, slots=True)
+class RelativeStepSchedule:
+    r"""Adafactor's schedule :math:`\min(\rho, 1/\sqrt t)` of the t-th update, in which :math:`\rho` is ``limit``, or ``slope`` times t."""
+
+    limit: float = 1e-2
+    slope: float | None = None
+
+    def __post_init__(self) -> None:
+        require_above_zero("limit", self.limit)
+        if self.slope is not None:
+            require_above_zero("slope", self.slope)
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """Return the value after ``step`` updates; 0-d."""
+        number = step.double() + 1
+        limit = torch.full_like(number, self.limit) if self.slope is None else self.slope * number
+        return torch.minimum(limit, 1 / sqrt(number))
+
+
 def polynomial_schedule(start: float, end: float, steps: int, *, power: float = 1.0) -> PolynomialSchedule:
     """Return a schedule ``end + (start - end) * (1 - t / steps) ** power`` up to ``steps``, then ``end``.
 
@@ -189,6 +208,19 @@ def inverse_sqrt_schedule(
     require_steps("warmup_steps", warmup_steps)
     decay = InverseSqrtSchedule(peak, warmup_steps if timescale is None else timescale)
     return JoinSchedules((LinearSchedule(start, peak, warmup_steps), decay), (warmup_steps,))
+
+
+def relative_step_schedule(limit: float = 1e-2, *, slope: float | None = None) -> RelativeStepSchedule:
+    r"""Return Adafactor's schedule :math:`\min(\rho, 1/\sqrt t)`, where t is 1 at the first update (Shazeer & Stern 2018, section 9).
+
+    Args:
+        limit: :math:`\rho`, above zero.
+        slope: Warm up: :math:`\rho` is ``slope`` times t in the place of ``limit``; Hugging Face's ``warmup_init`` has 1e-6.
+
+    Raises:
+        ValueError: A number that is not finite, or out of range.
+    """
+    return RelativeStepSchedule(limit, slope)
 
 
 def power_cooldown_schedule(

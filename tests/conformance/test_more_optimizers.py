@@ -5,16 +5,9 @@ Where implementations disagree, each is followed by the option that stands for i
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import torch
@@ -26,7 +19,6 @@ from tests.support.following import (
     STEPS,
     Tensors,
     deviation,
-    gradients,
     ours,
     ours_with_averages,
     rate,
@@ -34,37 +26,12 @@ from tests.support.following import (
     start,
     theirs,
 )
-
-jax.config.update("jax_enable_x64", True)
+from tests.support.oracles import Noted, from_timm, optax_rate, theirs_of_optax
 
 # As in tests/core/test_more_optimizers.py: some 16 rounded numbers a step, none larger than the largest weight.
 FLOAT64 = STEPS * 16 * 2.0**-53
 FLOAT32 = STEPS * 16 * 2.0**-24
-Noted = Callable[[str, str, float], None]
-
-
-@pytest.fixture
-def noted(record_testsuite_property: Callable[[str, object], None]) -> Noted:
-    """Note the largest deviation from an oracle; ``--junitxml`` writes it, and ``benchmarks/vocabulary.py`` makes a table of it."""
-    return lambda oracle, name, apart: record_testsuite_property(f"{name}; {oracle}", apart)
-
-
 DECAY: dict[str, Any] = {"weight_decay": 0.1}
-
-
-def optax_rate(count: Any) -> Any:
-    return PEAK / (1 + jnp.asarray(count, jnp.float64) / 50)
-
-
-def theirs_of_optax(transform: Any) -> list[Tensors]:
-    params = {name: jnp.asarray(value.numpy()) for name, value in start().items()}
-    state, found = transform.init(params), []
-    step = jax.jit(transform.update)
-    for gradient in gradients():
-        updates, state = step({name: jnp.asarray(value.numpy()) for name, value in gradient.items()}, state, params)
-        params = optax.apply_updates(params, updates)
-        found.append({name: torch.tensor(np.asarray(value)) for name, value in params.items()})
-    return found
 
 
 OF_OPTAX: dict[str, tuple[Callable[[], eb.Transform[Any]], Callable[[], Any]]] = {
@@ -129,24 +96,6 @@ class Packages:
         return bitsandbytes.optim.AdEMAMix(params, weight_decay=0.1, t_alpha=150, t_beta3=150)
 
     @staticmethod
-    def timm(name: str, **options: Any) -> Callable[[list[Tensor]], Any]:
-        # Not among the packages of `make conformance`: the torchvision that it needs is one for CUDA. Its optimizers do not need that, but
-        # `timm` and `timm.optim` import it; so only the module that is asked for is imported, from packages that are empty.
-        found = importlib.util.find_spec("timm")
-        if found is None or found.submodule_search_locations is None:
-            pytest.skip("timm is not installed")
-        (folder,) = found.submodule_search_locations
-        for package, path in (("timm", folder), ("timm.optim", f"{folder}/optim")):
-            sys.modules[package] = types.ModuleType(package)
-            sys.modules[package].__path__ = [path]
-        try:
-            module: Any = importlib.import_module(f"timm.optim.{name.lower()}")
-        finally:
-            for package in ("timm", "timm.optim"):
-                del sys.modules[package]
-        return lambda params: getattr(module, name)(params, **options)
-
-    @staticmethod
     def optimi(params: list[Tensor]) -> Any:
         optimi: Any = pytest.importorskip("optimi")
         return optimi.StableAdamW(params, lr=PEAK, betas=(0.9, 0.5), weight_decay=0.1, foreach=False, triton=False)
@@ -163,6 +112,14 @@ def test_bitsandbytes_ademamix_is_followed_with_both_schedules(noted: Noted) -> 
 def test_optimis_stable_adamw_is_followed(noted: Noted) -> None:
     apart = deviation(ours(eb.stable_adamw(schedule, b2=0.5, **DECAY)), theirs(Packages.optimi))
     noted("torch-optimi", "stable adamw", apart)
+    assert apart <= FLOAT64
+
+
+def test_lucidrains_adam_atan2_is_followed(noted: Noted) -> None:
+    package: Any = pytest.importorskip("adam_atan2_pytorch.adam_atan2")
+    oracle = theirs(lambda params: package.AdamAtan2(params, lr=PEAK, b=0.5, **DECAY))
+    apart = deviation(ours(eb.adam_atan2(schedule, b=0.5, **DECAY)), oracle)
+    noted("adam-atan2-pytorch", "adam atan2", apart)
     assert apart <= FLOAT64
 
 
@@ -184,6 +141,17 @@ OF_TIMM: dict[str, tuple[Callable[[], eb.Transform[Any]], str, dict[str, Any]]] 
     ),
     "adan": (lambda: eb.adan(schedule, **DECAY), "Adan", DECAY),
     "adan, no prox": (lambda: eb.adan(schedule, proximal=False, **DECAY), "Adan", {"no_prox": True, **DECAY}),
+    "lion": (lambda: eb.lion(schedule, **DECAY), "Lion", DECAY),
+    "lion, cautious": (
+        lambda: eb.chain(eb.cautious(eb.scale_by_lion()), eb.add_decayed_weights(0.1), eb.scale_by_learning_rate(schedule)),
+        "Lion",
+        {"caution": True, **DECAY},
+    ),
+    "lion, corrected decay": (
+        lambda: eb.chain(eb.scale_by_lion(), eb.add_corrected_decay(0.1, schedule, PEAK), eb.scale_by_learning_rate(schedule)),
+        "Lion",
+        {"corrected_weight_decay": True, **DECAY},
+    ),
     "laprop": (lambda: eb.laprop(PEAK), "LaProp", {"eps": 1e-15}),
     "mars": (
         lambda: eb.mars(schedule, b1=0.9, **DECAY),
@@ -204,24 +172,20 @@ def test_timm_is_followed(name: str, noted: Noted, monkeypatch: pytest.MonkeyPat
     foreach = {} if cls == "Mars" else {"foreach": False}
     # Counts and corrections of timm's are in torch's default dtype.
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
-    oracle = theirs(Packages.timm(cls, lr=PEAK, **foreach, **options), varying=name != "laprop")
+    oracle = theirs(from_timm(cls, None, lr=PEAK, **foreach, **options), varying=name != "laprop")
     apart = deviation(ours(make()), oracle)
     noted("timm", name, apart)
     assert apart <= FLOAT64
 
 
-@pytest.mark.parametrize("adam", [False, True])
-@pytest.mark.parametrize(("warmup", "r"), [(0, 0.0), (30, 2.0)])
-def test_schedulefree_is_followed_in_both_of_its_modes(adam: bool, warmup: int, r: float, noted: Noted) -> None:
-    """It switches its parameters between modes at each step here; ours stay where they are."""
+def in_both_modes(name: str, averages: list[Tensors], **options: Any) -> Callable[[list[Tensor]], Any]:
+    """An optimizer of ``schedulefree`` that notes its averages after each step, switching to them and back."""
     schedulefree = pytest.importorskip("schedulefree")
-    cls = schedulefree.AdamWScheduleFree if adam else schedulefree.SGDScheduleFree
-    averages: list[Tensors] = []
 
     class InBothModes:
         def __init__(self, params: list[Tensor]) -> None:
             self.params = params
-            self.inner = cls(params, lr=PEAK, warmup_steps=warmup, r=r, weight_decay=0.1)
+            self.inner = getattr(schedulefree, name)(params, lr=PEAK, weight_decay=0.1, **options)
             self.param_groups = self.inner.param_groups
             self.inner.train()
 
@@ -231,11 +195,40 @@ def test_schedulefree_is_followed_in_both_of_its_modes(adam: bool, warmup: int, 
             averages.append(dict(zip(start(), (p.detach().clone() for p in self.params), strict=True)))
             self.inner.train()
 
-    oracle = theirs(InBothModes)
-    make = eb.schedule_free_adamw if adam else eb.schedule_free_sgd
-    found = ours_with_averages(make(schedule, warmup_steps=warmup, r=r, weight_decay=0.1))
+    return InBothModes
+
+
+SCHEDULE_FREE: dict[str, tuple[Callable[[], eb.Transform[Any]], str, dict[str, Any]]] = {
+    "schedule-free sgd": (lambda: eb.schedule_free_sgd(schedule, **DECAY), "SGDScheduleFree", {}),
+    "schedule-free sgd, warmed up": (
+        lambda: eb.schedule_free_sgd(schedule, warmup_steps=30, r=2.0, **DECAY),
+        "SGDScheduleFree",
+        {"warmup_steps": 30, "r": 2.0},
+    ),
+    "schedule-free adamw": (lambda: eb.schedule_free_adamw(schedule, **DECAY), "AdamWScheduleFree", {}),
+    "schedule-free adamw, warmed up": (
+        lambda: eb.schedule_free_adamw(schedule, warmup_steps=30, r=2.0, **DECAY),
+        "AdamWScheduleFree",
+        {"warmup_steps": 30, "r": 2.0},
+    ),
+    "schedule-free radam": (lambda: eb.schedule_free_radam(schedule, r=1.0, **DECAY), "RAdamScheduleFree", {"r": 1.0}),
+    "schedule-free radam, sgd": (
+        lambda: eb.schedule_free_radam(schedule, sgd_phase=True, **DECAY),
+        "RAdamScheduleFree",
+        {"silent_sgd_phase": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_schedulefree_is_followed_in_both_of_its_modes(name: str, noted: Noted) -> None:
+    """It switches its parameters between modes at each step here; ours stay where they are."""
+    make, cls, options = SCHEDULE_FREE[name]
+    averages: list[Tensors] = []
+    oracle = theirs(in_both_modes(cls, averages, **options))
+    found = ours_with_averages(make())
     trained, evaluated = deviation([one[0] for one in found], oracle), deviation([one[1] for one in found], averages)
-    noted("schedulefree", f"schedule-free {'adamw' if adam else 'sgd'}", max(trained, evaluated))
+    noted("schedulefree", name, max(trained, evaluated))
     assert max(trained, evaluated) <= FLOAT64
 
 
@@ -263,6 +256,30 @@ def test_prodigyopt_is_followed(options: dict[str, Any], same: dict[str, Any], n
     apart = deviation(ours(tx), oracle)
     assert made[0].param_groups[0]["d"] > 1.5e-3, "the estimate has grown"
     noted("prodigyopt", "prodigy", apart)
+    assert apart <= FLOAT64 * 10
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"weight_decay": 0.1}, {"decouple": True, "weight_decay": 0.1}),
+        ({"growth_rate": 1.02}, {"growth_rate": 1.02}),
+        ({"bias_correction": True}, {"use_bias_correction": True}),
+    ],
+)
+def test_dadaptation_is_followed(options: dict[str, Any], same: dict[str, Any], noted: Noted) -> None:
+    """As Prodigy."""
+    dadaptation = pytest.importorskip("dadaptation")
+    made: list[Any] = []
+
+    def make(params: list[Tensor]) -> Any:
+        made.append(dadaptation.DAdaptAdam(params, d0=1e-3, **same))
+        return made[0]
+
+    oracle = theirs(make, factor=5)
+    apart = deviation(ours(eb.dadapt_adam(lambda done: 5 * schedule(done), d0=1e-3, **options)), oracle)
+    assert made[0].param_groups[0]["d"] > 1.5e-3, "the estimate has grown"
+    noted("dadaptation", "dadapt adam", apart)
     assert apart <= FLOAT64 * 10
 
 

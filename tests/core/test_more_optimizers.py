@@ -185,9 +185,18 @@ def novograd(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
         yield p
 
 
+def adam_atan2(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
+    for t in range(1, STEPS + 1):
+        mean = decayed_mean(grads[:t], 0.9) / (1 - 0.9**t)
+        square = decayed_mean([x * x for x in grads[:t]], 0.99) / (1 - 0.99**t)
+        p = p - lr(t - 1) * (1.5 * torch.atan2(mean, 0.5 * square.sqrt()) + 0.1 * p)
+        yield p
+
+
 DECAY: dict[str, Any] = {"weight_decay": 0.1}
 FORMULAS: dict[str, tuple[eb.Transform[Any], Follow]] = {
     "ademamix": (eb.ademamix(schedule, alpha_warmup=150, b3_warmup=150, **DECAY), ademamix),
+    "adam-atan2": (eb.adam_atan2(schedule, a=1.5, b=0.5, **DECAY), adam_atan2),
     "adopt": (eb.adopt(schedule, b2=0.99, **DECAY), adopt(0.25, nesterov=False)),
     "adopt, unclipped, nesterov": (
         eb.adopt(schedule, b2=0.99, clip_power=None, nesterov=True, **DECAY),
@@ -249,6 +258,36 @@ def test_schedule_free_averages_what_it_steps(adam: bool, warmup: int, r: float)
         ) <= (ROUNDING)
 
 
+@pytest.mark.parametrize("sgd_phase", [False, True])
+def test_schedule_free_radam_rectifies_what_it_steps(sgd_phase: bool) -> None:
+    def follow(p: Tensor, grads: list[Tensor], lr: Rate) -> Iterator[Tensor]:
+        x, z, shares, greatest = p, p, 0.0, 0.0
+        for t, g in enumerate(grads, 1):
+            longest = 2 / 0.01 - 1
+            length = longest - 2 * t * 0.99**t / (1 - 0.99**t)
+            trusted = length > 4
+            square = decayed_mean([one * one for one in grads[:t]], 0.99) / (1 - 0.99**t)
+            y = 0.1 * z + 0.9 * x
+            u = (g / (square.sqrt() + 1e-8) if trusted else g) + 0.1 * y
+            factor = float(sgd_phase)
+            if trusted:
+                factor = math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
+            eta = lr(t - 1) * factor
+            greatest = max(greatest, eta)
+            shares += greatest**2
+            z = z - eta * u
+            share = greatest**2 / shares if shares else 0.0
+            x = (1 - share) * x + share * z
+            yield torch.stack([0.1 * z + 0.9 * x, x])
+
+    found = ours_with_averages(eb.schedule_free_radam(schedule, b2=0.99, weight_decay=0.1, sgd_phase=sgd_phase))
+    expected = formula(follow)
+    for index in (0, 1):
+        assert deviation(
+            [one[index] for one in found], [{k: v[index] for k, v in one.items()} for one in expected]
+        ) <= (ROUNDING)
+
+
 def prodigy(*, growth: float = math.inf, unbiased: bool = False, safeguard: bool = False) -> list[Tensors]:
     """Algorithm 4, with the two sums over all tensors."""
     p0, b1, b2, b3, d0 = start(), 0.9, 0.999, 0.999**0.5, 1e-3
@@ -295,6 +334,43 @@ def test_prodigy_is_the_papers_algorithm(options: dict[str, Any]) -> None:
     assert float(state.inner.estimate) > 1.5e-3
 
 
+def dadapt_adam(*, growth: float = math.inf, unbiased: bool = False) -> list[Tensors]:
+    """Algorithm 5, with the two sums over all tensors, whose weights are written out."""
+    p, b1, b2, d = start(), 0.9, 0.999, 1e-3
+    m, v, s = ({name: torch.zeros_like(value) for name, value in p.items()} for _ in range(3))
+    numerator, found = 0.0, []
+    for t, g in enumerate(gradients(), 1):
+        size = d * 5 * rate(t - 1) * (math.sqrt(1 - b2**t) / (1 - b1**t) if unbiased else 1)
+        agreement = sum(float((g[name] * s[name] / (v[name].sqrt() + 1e-8)).sum()) for name in p)
+        numerator = b2**0.5 * numerator + (1 - b2**0.5) * size * agreement
+        for name in p:
+            m[name] = b1 * m[name] + (1 - b1) * size * g[name]
+            v[name] = b2 * v[name] + (1 - b2) * g[name] ** 2
+            s[name] = b2**0.5 * s[name] + (1 - b2**0.5) * size * g[name]
+        p = {name: p[name] - m[name] / (v[name].sqrt() + 1e-8) - size * 0.1 * p[name] for name in p}
+        d = max(d, min(numerator / (1 - b2**0.5) / sum(float(x.abs().sum()) for x in s.values()), d * growth))
+        found.append(p)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"growth": 1.02}, {"unbiased": True}], ids=lambda options: str(options))
+def test_dadapt_adam_is_the_papers_algorithm(options: dict[str, Any]) -> None:
+    """As Prodigy, everything is in proportion to a quotient of sums."""
+    tx = eb.dadapt_adam(
+        lambda done: 5 * schedule(done),
+        d0=1e-3,
+        weight_decay=0.1,
+        growth_rate=options.get("growth"),
+        bias_correction=options.get("unbiased", False),
+    )
+    assert deviation(ours(tx), dadapt_adam(**options)) <= ROUNDING * 10
+    optimizer = eb.with_policy(tx, eb.policies.FP64)
+    params, state = start(), optimizer.init(start())
+    for gradient in gradients():
+        params, state = optimizer.step(params, gradient, state)
+    assert float(state.inner.estimate) > 1.5e-3
+
+
 def test_prodigys_estimate_is_that_of_all_tensors_together() -> None:
     """Not that of each: with one tensor the estimate is another."""
     optimizer = eb.with_policy(eb.prodigy(d0=1e-3), eb.policies.FP64)
@@ -324,6 +400,7 @@ def test_nothing_moves_while_prodigy_has_seen_zero_gradients_only() -> None:
         (lambda: eb.schedule_free_adamw(warmup_steps=-1), r"^warmup_steps: got -1; accepted is a number of updates"),
         (lambda: eb.prodigy(d0=0.0), r"^d0: got 0\.0; accepted is a number above zero"),
         (lambda: eb.prodigy(growth_rate=0.5), r"^growth_rate: got 0\.5"),
+        (lambda: eb.dadapt_adam(d0=0.0), r"^d0: got 0\.0; accepted is a number above zero"),
         (lambda: eb.begin_after(-1), r"^steps: got -1; accepted is a number of updates, at least 0"),
         (lambda: eb.adan(b2=1.0), r"^b2: got 1\.0"),
     ],
@@ -339,3 +416,14 @@ def test_a_tensor_without_norm_is_moved_by_a_ratio_of_one() -> None:
     params, gradient = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     moved, _ = optimizer.step(params, gradient, optimizer.init(params))
     assert torch.equal(moved, torch.full((3,), -PEAK, dtype=torch.float64))
+
+
+def test_adam_atan2_has_angles_where_there_are_no_squares() -> None:
+    """Of a gradient whose square is zero in float32, and of no gradient."""
+    params = torch.zeros(4)
+    gradient = torch.tensor([1e-30, -1e-30, 0.0, 1e-3])
+    optimizer = eb.with_policy(eb.adam_atan2(1.0, a=1.0), eb.policies.FP32)
+    moved, _ = optimizer.step(params, gradient, optimizer.init(params))
+    expected = torch.tensor([-math.pi / 2, math.pi / 2, 0.0, -math.pi / 4])
+    # Of a half-way point of pi, rounded twice, and of the moments' roundings.
+    torch.testing.assert_close(moved, expected, rtol=0, atol=8 * 2.0**-24)

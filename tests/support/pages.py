@@ -158,10 +158,22 @@ def _as_main(folder: str, script: str, arguments: list[str], port: int) -> None:
     before = os.getcwd()
     os.chdir(folder)
     try:
-        with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", [script, *arguments]):
+        with (
+            mock.patch.dict(os.environ, environment),
+            mock.patch.object(sys, "argv", [script, *arguments]),
+            mock.patch.object(sys, "path", [folder, *sys.path]),
+        ):
             runpy.run_path(str(Path(folder) / script), run_name="__main__")
     finally:
         os.chdir(before)
+        _forget_modules_of(folder)
+
+
+def _forget_modules_of(folder: str) -> None:
+    """Drop what was imported from the files of a page: another page may have one of the same name."""
+    for name, found in list(sys.modules.items()):
+        if folder in (getattr(found, "__file__", None) or ""):
+            del sys.modules[name]
 
 
 @dataclass(slots=True)
@@ -217,9 +229,7 @@ def run_page(page: str, how: Page, folder: Path, *, slow: bool = False) -> dict[
             assert not unused, f"{page}: has {number} blocks of Python; got set-up for {unused}."
     finally:
         sys.path.remove(str(folder))
-        for name, found in list(sys.modules.items()):
-            if str(folder) in (getattr(found, "__file__", None) or ""):
-                del sys.modules[name]  # a file of the page: another page may have one of the same name
+        _forget_modules_of(str(folder))
     return vars(module)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -90,10 +90,11 @@ class Masked(Wrapping):
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Each leaf is handled by the transform of its label."""
+    """Each leaf is handled by the transform of its label. Of ``optional`` labels there may be none."""
 
     transforms: Mapping[str, Transform[Any]] = field(hash=False)
     labels: Any = field(hash=False)
+    optional: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name, transform in self.transforms.items():
@@ -139,7 +140,7 @@ class Partition:
     def init(self, params: P) -> PartitionState:
         """Each label's state of its leaves."""
         labels = self._labels(params)
-        unused = [name for name in self.transforms if name not in labels]
+        unused = [name for name in self.transforms if name not in labels and name not in self.optional]
         if unused:
             raise ValueError(
                 f"partition: no parameter is labelled {', '.join(map(repr, unused))}; the labels given are"
@@ -203,18 +204,30 @@ def masked(
     return Masked(transform, where if mask is None else mask)
 
 
-def partition(transforms: Mapping[str, Transform[Any]], labels: Callable[[str, Tensor], str] | object) -> Partition:
+def partition(
+    transforms: Mapping[str, Transform[Any]],
+    labels: Callable[[str, Tensor], str] | object,
+    *,
+    optional: Collection[str] = (),
+) -> Partition:
     """Apply to each leaf the transform of its label. Leaves given :func:`set_to_zero` are frozen, and have no state.
 
     Args:
         transforms: Transform for each label.
         labels: A tree of labels whose structure is a prefix of the parameters', or a function of (path, parameter).
+        optional: Labels that no parameter need have.
 
     Raises:
         TypeError: A value that is no transform.
-        ValueError: From ``init``: a label without transform, or a transform without parameters; the message names them.
+        ValueError: An optional label without transform. From ``init``: a label without transform, or a transform without parameters
+            whose label is not optional; the message names them.
     """
-    return Partition(dict(transforms), labels)
+    unknown = [name for name in optional if name not in transforms]
+    if unknown:
+        raise ValueError(
+            f"optional: got {', '.join(map(repr, unknown))}; accepted are labels with a transform, {', '.join(map(repr, transforms))}."
+        )
+    return Partition(dict(transforms), labels, frozenset(optional))
 
 
 def _mask(mask: object, params: object) -> list[bool]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
@@ -23,6 +24,7 @@ from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.context import Context
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
+from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.more_aliases import (
     adabelief,
     adan,
@@ -48,6 +50,7 @@ from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
 from everybit.transforms.averages import average_weights, power_average_weights
 from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
+from everybit.transforms.d_adaptation import dadapt_adam
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.prodigy import prodigy
@@ -71,6 +74,12 @@ def _is_matrix(_path: str, leaf: Tensor) -> bool:
 
 def _kind(_path: str, leaf: Tensor) -> str:
     return "matrix" if leaf.ndim > 1 else "vector" if leaf.ndim else "number"
+
+
+def _mini_block(path: str, leaf: Tensor) -> str:
+    if leaf.ndim > 1:
+        return "row" if len(leaf) % 3 else "head"
+    return "element" if path.endswith("['b']") else "tensor"
 
 
 def _dimensions(_path: str, leaf: Tensor) -> str:
@@ -175,6 +184,20 @@ _BUILDS: dict[str, Build] = {
     "mars": lambda lr: mars(lr, weight_decay=0.1),
     "mars lion": lambda lr: mars(lr, gamma=0.1, max_norm=None, zero_before=True, sign=True),
     "novograd": lambda lr: novograd(lr, weight_decay=0.1),
+    "adafactor": lambda lr: adafactor(lr, weight_decay=0.1),
+    "adafactor momentum": lambda lr: adafactor(lr, b1=0.9, b2_cap=0.95, weight_decay=0.1, dimensions="largest"),
+    "adafactor directions": lambda lr: adafactor(
+        lr, b1=0.9, momentum_of="directions", clip_threshold=None, scale_parameter=False, weight_decay=0.1
+    ),
+    "came": lambda lr: came(lr, weight_decay=0.1),
+    "adam mini": lambda lr: adam_mini(lr, head_size=3, weight_decay=0.1, labels=_mini_block),
+    "sm3": lambda lr: sm3(lr, weight_decay=0.1),
+    "sm3 averaged": lambda lr: sm3(lr, b1=None, b2=0.9, eps=1e-8, keep_greatest=True),
+    "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
+    "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
+    "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),
+    "schedule-free radam": lambda lr: schedule_free_radam(lr, b2=0.9, r=1.0, weight_decay=0.1),
+    "schedule-free radam sgd": lambda lr: schedule_free_radam(lr, b2=0.9, sgd_phase=True),
     "apply if finite": lambda lr: apply_if_finite(chain(scale_by_rms(), scale_by_learning_rate(lr)), max_consecutive=5),
 }
 

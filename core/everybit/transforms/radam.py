@@ -71,7 +71,7 @@ class ScaleByRadam(Elementwise):
         step = require_step(ctx.step, "scale_by_radam")
         b1, b2, eps = at(self.b1, step, name="b1"), at(self.b2, step, name="b2"), at(self.eps, step, name="eps")
         correction = bias_correction(b2, step)
-        is_trusted, rectification = self._rectification(b2, correction, step)
+        is_trusted, factor = rectification(b2, step, at(self.threshold, step, name="threshold"))
         unbias_mean, root = materialize(1 / bias_correction(b1, step)), materialize(sqrt(correction))
 
         momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
@@ -80,21 +80,22 @@ class ScaleByRadam(Elementwise):
         def direction(m: Tensor, v: Tensor) -> Tensor:
             mean = m * unbias_mean
             norm = sqrt(v) / root + eps if self.eps_after_correction else (sqrt(v) + eps) / root
-            return torch.where(is_trusted, rectification * mean / norm, mean)
+            return torch.where(is_trusted, factor * mean / norm, mean)
 
         return tree.elementwise(direction, momentum, variance), AdamState(momentum, variance)
 
-    def _rectification(self, b2: Scalar, correction: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Whether :math:`\rho_t` is above the threshold, and :math:`r_t` if it is."""
-        number = step.double()
-        rate = torch.zeros_like(number) + b2  # float64, of a float32 tensor too
-        longest = 2 / (1 - rate) - 1
-        length = longest - 2 * number * rate**number / correction
-        is_trusted = length > at(self.threshold, step, name="threshold")
-        # Else a root of a negative number, whose derivative would be NaN although it is not used.
-        length = torch.where(is_trusted, length, longest + 5.0)
-        ratio = ((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)
-        return is_trusted, materialize(sqrt(torch.where(is_trusted, ratio, 1.0)))
+
+def rectification(b2: Scalar, step: Tensor, threshold: Scalar) -> tuple[Tensor, Tensor]:
+    r"""Whether :math:`\rho_t` is above the threshold, at least 4, and :math:`r_t` if it is; else 1. 0-d, float64."""
+    number = step.double()
+    rate = torch.zeros_like(number) + b2  # float64, of a float32 tensor too
+    longest = 2 / (1 - rate) - 1
+    length = longest - 2 * number * rate**number / bias_correction(b2, step)
+    is_trusted = length > threshold
+    # Else a root of a negative number, whose derivative would be NaN although it is not used.
+    length = torch.where(is_trusted, length, longest + 5.0)
+    ratio = ((length - 4) * (length - 2) * longest) / ((longest - 4) * (longest - 2) * length)
+    return is_trusted, materialize(sqrt(torch.where(is_trusted, ratio, 1.0)))
 
 
 scale_by_radam = ScaleByRadam

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, bias_correction, require, require_step
 from everybit.transform import Elementwise, SlotDecay
+from everybit.transforms.radam import rectification
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -84,6 +87,8 @@ class ScaleByRunningSquare(Elementwise):
     Args:
         decay: :math:`\beta`, in [0, 1).
         eps: Added outside the root; same unit as the gradient.
+        once_trusted: Leave gradients as they are until RAdam would trust the square: until its length is above 4
+            (:class:`everybit.scale_by_radam`).
 
     Raises:
         ValueError: A hyperparameter out of range, or not finite.
@@ -91,6 +96,7 @@ class ScaleByRunningSquare(Elementwise):
 
     decay: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8
+    once_trusted: bool = False
 
     def __post_init__(self) -> None:
         require("decay", self.decay, 0.0, 1.0, open_high=True)
@@ -113,6 +119,9 @@ class ScaleByRunningSquare(Elementwise):
         unbias = materialize(1 / bias_correction(decay, step))
         variance = tree.elementwise(lambda g, v: decay * v + (1 - decay) * (g * g), updates, state.variance)
         moved = tree.elementwise(lambda g, v: g / (sqrt(v * unbias) + eps), updates, variance)
+        if self.once_trusted:
+            is_trusted, _ = rectification(decay, step, 4.0)
+            moved = tree.elementwise(lambda u, g: torch.where(is_trusted, u, g), moved, updates)
         return moved, RunningSquareState(variance)
 
 

@@ -13,6 +13,7 @@ from everybit.barriers import materialize
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require, require_step
 from everybit.transform import Elementwise, SlotDecay
+from everybit.transforms.radam import rectification
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -51,6 +52,8 @@ class ScheduleFree(Elementwise):
         warmup_steps: :math:`T`, the number of updates over which the learning rate grows linearly; 0: none.
         r: Shares grow with this power of the number of the update; at least zero.
         weight_lr_power: :math:`q`: shares grow with this power of the greatest learning rate so far; at least zero.
+        rectified_by: Multiply :math:`\eta_t` by RAdam's rectification for second moments with this decay rate; None: do not.
+        untrusted: What to multiply by where it has none, up to a length of 4: 0, no step, as ``schedulefree`` by default, or 1.
 
     Raises:
         TypeError: A schedule for ``b1``, which is used where no step is counted.
@@ -65,6 +68,8 @@ class ScheduleFree(Elementwise):
     warmup_steps: int = 0
     r: Hyperparameter = 0.0
     weight_lr_power: Hyperparameter = 2.0
+    rectified_by: Hyperparameter | None = None
+    untrusted: Hyperparameter = 0.0
 
     def __post_init__(self) -> None:
         require("learning_rate", self.learning_rate, 0.0)
@@ -73,6 +78,9 @@ class ScheduleFree(Elementwise):
             raise ValueError("b1: got 0.0; accepted is a number in (0, 1]: the average is found by dividing by it.")
         require("r", self.r, 0.0)
         require("weight_lr_power", self.weight_lr_power, 0.0)
+        if self.rectified_by is not None:
+            require("rectified_by", self.rectified_by, 0.0, 1.0, open_high=True)
+        require("untrusted", self.untrusted, 0.0, 1.0)
         if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps: got {self.warmup_steps!r}; accepted is a number of updates, at least 0.")
 
@@ -95,6 +103,13 @@ class ScheduleFree(Elementwise):
         rate = at(self.learning_rate, ctx.step, name="learning_rate") * torch.ones_like(step)
         if self.warmup_steps:
             rate = rate * (step / self.warmup_steps).clamp(max=1.0)
+        if self.rectified_by is not None:
+            decay, untrusted = (
+                at(self.rectified_by, ctx.step, name="rectified_by"),
+                at(self.untrusted, ctx.step, name="untrusted"),
+            )
+            is_trusted, factor = rectification(decay, require_step(ctx.step, "schedule_free"), 4.0)
+            rate = rate * torch.where(is_trusted, factor, untrusted)
         greatest = torch.maximum(state.greatest_rate, rate)
         weight = step ** at(self.r, ctx.step, name="r")
         weight = weight * greatest ** at(self.weight_lr_power, ctx.step, name="weight_lr_power")

@@ -1,0 +1,214 @@
+"""Adafactor in parts: second moments of rows and columns, and steps relative to the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import factored, tree
+from everybit.barriers import materialize, sqrt, sum_of_squares
+from everybit.context import ALONE, Context
+from everybit.factored import Which, factored_dimensions
+from everybit.scalars import Hyperparameter, Scalar, at, require, require_step
+from everybit.transform import Cut, SlotDecay
+from everybit.transforms.stateless import Empty
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class FactoredRmsState(Generic[P]):
+    """``variance``: of a matrix the means of the squares of its rows and of its columns, of anything else the squares of its elements."""
+
+    variance: Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByFactoredRms:
+    r"""Divide by the root of a running square that is kept for rows and columns, and limit the root mean square of what is left.
+
+    .. math::
+        s_t = \max(1 - \beta_\text{cap}, t^c) \qquad
+        r_t = r_{t-1} + s_t (\operatorname{mean}_\text{row} (G^2 + \epsilon_1) - r_{t-1}) \qquad
+        c_t = c_{t-1} + s_t (\operatorname{mean}_\text{column} (G^2 + \epsilon_1) - c_{t-1})
+    .. math::
+        V_t = \frac{r_t c_t^\top}{\operatorname{mean} r_t} \qquad
+        U_t = \frac{G_t}{\sqrt{V_t}} \qquad
+        u_t = \frac{U_t}{\max(1, \operatorname{rms}(U_t) / d)}
+
+    for each matrix G in a tensor of two dimensions or more. Of anything else V is the running mean of the squares themselves.
+
+    Args:
+        beta2_decay: :math:`c`, at most zero: :math:`t^c` is the share of the newest squares.
+        b2_cap: :math:`\beta_\text{cap}`, in [0, 1]: the greatest decay rate. 1: no limit.
+        eps1: :math:`\epsilon_1`, added to the squares; unit of the gradient squared.
+        clip_threshold: :math:`d`, above zero; None: no limit.
+        dimensions: ``"last"``: factor over the last two dimensions, as the paper; ``"largest"``: over the two largest, as optax and timm.
+        min_size_to_factor: Factor a tensor only if both of these dimensions are at least so long.
+        step_offset: Updates to leave out of t, which is at least 1: those of an earlier run whose count goes on.
+
+    Raises:
+        ValueError: A hyperparameter out of range, or not finite.
+
+    Reference:
+        Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, Algorithms 4 to 6; the cap is of Zhai et al. 2021,
+        https://arxiv.org/abs/2106.04560.
+    """
+
+    cut: ClassVar[Cut] = "tensor"
+    reduces: ClassVar[bool] = False
+    beta2_decay: Hyperparameter = -0.8
+    b2_cap: Hyperparameter = 1.0
+    eps1: Hyperparameter = 1e-30
+    clip_threshold: Hyperparameter | None = 1.0
+    dimensions: Which = "last"
+    min_size_to_factor: int = 1
+    step_offset: int = 0
+
+    def __post_init__(self) -> None:
+        require("beta2_decay", self.beta2_decay, high=0.0)
+        require("b2_cap", self.b2_cap, 0.0, 1.0)
+        require("eps1", self.eps1, 0.0)
+        if self.clip_threshold is not None:
+            require("clip_threshold", self.clip_threshold, 0.0)
+        factored.require_which(self.dimensions)
+        for name, low in (("min_size_to_factor", 1), ("step_offset", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name}: got {value!r}; accepted is a whole number, at least {low}.")
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """Declare that ``variance`` moves more slowly the longer it is kept, down to ``b2_cap``."""
+        return (SlotDecay("variance", self.b2_cap, squares=True),)
+
+    def init(self, params: P) -> FactoredRmsState[P]:
+        """Return means of zero for all parameters."""
+        return FactoredRmsState(tree.map(lambda p: factored.zeros(p, self._factored(p)), params))
+
+    def update(
+        self, updates: P, state: FactoredRmsState[Any], params: P, ctx: Context = ALONE
+    ) -> tuple[P, FactoredRmsState[P]]:
+        """Update the means of squares, divide by their roots, and clip."""
+        step = require_step(ctx.step, "scale_by_factored_rms")
+        eps1 = at(self.eps1, step, name="eps1")
+        limit = None if self.clip_threshold is None else at(self.clip_threshold, step, name="clip_threshold")
+        number = (step - self.step_offset).clamp(min=1).double()
+        # A power of two tensors: torch has roots of its own for powers by some numbers.
+        share = number ** (torch.zeros_like(number) + at(self.beta2_decay, step, name="beta2_decay"))
+        least = torch.zeros_like(number) + (1 - at(self.b2_cap, step, name="b2_cap"))
+        share = materialize(torch.maximum(share, least))
+
+        def means(g: Tensor, v: Any) -> Any:
+            return factored.moved(v, factored.raised(g * g, eps1), share, self._factored(g))
+
+        def direction(g: Tensor, v: Any) -> Tensor:
+            u = factored.over_root(g, v, self._factored(g))
+            return u if limit is None else factored.clipped_by_rms(u, limit)
+
+        variance = tree.map(means, updates, state.variance)
+        return tree.map(direction, updates, variance), FactoredRmsState(variance)
+
+    def _factored(self, p: Tensor) -> tuple[int, int] | None:
+        return factored_dimensions(p, self.dimensions, self.min_size_to_factor)
+
+
+class _OfWholeTensors:
+    """A transform without state that asks for the root mean square of parameters, each of which is whole."""
+
+    __slots__ = ()
+    cut: ClassVar[Cut] = "tensor"
+    reduces: ClassVar[bool] = False
+
+    def init(self, params: P) -> Empty:
+        """Return the empty state of a transform without memory."""
+        return Empty()
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByParameterRms(_OfWholeTensors):
+    r"""Multiply each parameter's update by the root mean square of the parameter.
+
+    .. math::
+        u \leftarrow \max(\epsilon_2, \operatorname{rms}\, p) \, u
+
+    Args:
+        eps2: :math:`\epsilon_2`, at least zero: the least root mean square, so that parameters of zeros can be trained.
+
+    Raises:
+        ValueError: ``eps2`` out of range.
+
+    Reference:
+        Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 8; optax's ``scale_by_param_block_rms``.
+    """
+
+    eps2: Hyperparameter = 1e-3
+
+    def __post_init__(self) -> None:
+        require("eps2", self.eps2, 0.0)
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """Return the scaled updates."""
+        eps2 = at(self.eps2, ctx.step, name="eps2")
+
+        def scaled(u: Tensor, p: Tensor) -> Tensor:
+            # Vectors: a tensor without dimensions would take the dtype of the size.
+            return (u.reshape(-1) * _size(p, eps2)).reshape(u.shape)
+
+        return tree.map(scaled, updates, params), state
+
+
+@dataclass(frozen=True, slots=True)
+class SubtractRelativeDecay(_OfWholeTensors):
+    r"""Subtract :math:`\lambda \eta \max(\epsilon_2, \operatorname{rms}\, p) \, p` from the updates, after the learning rate is applied.
+
+    It is what ``add_decayed_weights`` before :func:`everybit.scale_by_parameter_rms` does, where something between the two must not see
+    the decay, such as a mean of steps.
+
+    Args:
+        weight_decay: :math:`\lambda`, at least zero.
+        learning_rate: :math:`\eta`, that of the chain.
+        eps2: :math:`\epsilon_2`, at least zero.
+
+    Raises:
+        ValueError: A hyperparameter out of range.
+    """
+
+    weight_decay: Hyperparameter
+    learning_rate: Hyperparameter
+    eps2: Hyperparameter = 1e-3
+
+    def __post_init__(self) -> None:
+        require("weight_decay", self.weight_decay, 0.0)
+        require("learning_rate", self.learning_rate, 0.0)
+        require("eps2", self.eps2, 0.0)
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """``updates - weight_decay * learning_rate * max(eps2, rms(params)) * params``."""
+        eps2 = at(self.eps2, ctx.step, name="eps2")
+        rate = at(self.weight_decay, ctx.step, name="weight_decay") * at(
+            self.learning_rate, ctx.step, name="learning_rate"
+        )
+
+        def decayed(u: Tensor, p: Tensor) -> Tensor:
+            factor = materialize(rate * _size(p, eps2))
+            # Zero times an infinite weight would be NaN.
+            return torch.where(factor == 0, u.reshape(-1), u.reshape(-1) - factor * p.reshape(-1)).reshape(u.shape)
+
+        return tree.map(decayed, updates, params), state
+
+
+def _size(p: Tensor, least: Scalar) -> Tensor:
+    """The root mean square of a whole tensor, but at least ``least``: 0-d, float64; ``least`` of a tensor without elements."""
+    square = sum_of_squares(p) / max(p.numel(), 1)
+    above = square > least * least
+    return materialize(torch.where(above, sqrt(torch.where(above, square, 1.0)), least + torch.zeros_like(square)))
+
+
+scale_by_factored_rms = ScaleByFactoredRms
+scale_by_parameter_rms = ScaleByParameterRms
+subtract_relative_decay = SubtractRelativeDecay

@@ -26,7 +26,7 @@ from everybit.transforms.weight_decay import add_decayed_weights, subtract_decay
 Decay = Literal["decoupled", "coupled", "independent", "cautious"]
 """How weights of matrices decay."""
 
-NOT_HIDDEN = r"(^|[._])(\w*emb\w*|wte|wpe|lm_head|head|classifier|output)([._]|$)"
+NOT_HIDDEN = r"(^|[._])(embs?|\w*embed\w*|wte|wpe|head|classifier)([._]|$)|(^|\.)(shared|output|score)(\.weight)?$"
 """Names of the first and last layers, whose matrices are not orthogonalized: a table of vectors is no linear map between hidden states."""
 
 
@@ -93,8 +93,8 @@ def muon(
         scale: Factor of the update, from rows and columns.
         weight_decay: At least zero.
         decay: ``"decoupled"``: times the learning rate, which the scale does not change; ``"coupled"``: added to the gradient;
-            ``"independent"``: times the learning rate's share of ``max_learning_rate``; ``"cautious"``: decoupled, where it points the way of
-            the update.
+            ``"independent"``: times the learning rate's share of ``max_learning_rate``; ``"cautious"``: decoupled, where it points the
+            way of the update.
         max_learning_rate: Of independent decay.
         view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
         views: Other views of parameters by regular expressions on their names, of which the first that is found decides.
@@ -132,4 +132,5 @@ def muon(
     transforms = {"matrix": of(view), **{pattern: of(one) for pattern, one in given.items()}}
     rest = {} if others is None else {"others": others(learning_rate)}
     chosen = labels or HiddenMatrices(tuple(given.items()), NOT_HIDDEN if others is not None else None)
-    return partition({**transforms, **rest}, chosen)
+    # Where all matrices have views of their own, there is none left for the first transform.
+    return partition({**transforms, **rest}, chosen, optional=("matrix", *rest) if given else tuple(rest))

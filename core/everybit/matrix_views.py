@@ -54,7 +54,7 @@ class MatrixView:
         shapes = self.shapes(x.shape)
         if self.kind != "row_blocks":
             return [x.reshape(shapes[0])]
-        return list(x.reshape(-1, math.prod(x.shape[1:])).split(list(self.sizes)))
+        return list(torch.split(x, list(self.sizes)))
 
     def joined(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """The tensor of this shape that batches of matrices, as :meth:`split` gives them, are."""

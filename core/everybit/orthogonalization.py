@@ -27,7 +27,7 @@ Arithmetic = Literal["bfloat16", "float32", "float64"]
 Normalization = Literal["frobenius", "polar_express"]
 """What a matrix is divided by before, so that no singular value is above 1.
 
-``"frobenius"``: its norm, and at least ``eps``. ``"polar_express"``: 1.01 times its norm, plus ``eps``, as that method's coefficients ask for.
+``"frobenius"``: its norm, and at least ``eps``. ``"polar_express"``: 1.01 times its norm, plus ``eps``, for that method's coefficients.
 """
 
 PUBLISHED: dict[CoefficientName, tuple[Triple, ...]] = {
@@ -144,8 +144,10 @@ def _batched(_info: object, in_dims: tuple[int | None, ...], x: Tensor, *how: An
     return _orthogonalized(x.movedim(in_dims[0], 0), *how), 0
 
 
-_orthogonalized.register_fake(
-    lambda x, coefficients, arithmetic, normalization, eps: torch.empty_like(x, memory_format=torch.contiguous_format)
-)  # noqa: ARG005, E501  # called by name
+def _fake(x: Tensor, *how: Any) -> Tensor:  # noqa: ARG001  # what the operator takes
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_orthogonalized.register_fake(_fake)
 _orthogonalized.register_autograd(_backward, setup_context=_setup)
 _orthogonalized.register_vmap(_batched)

@@ -54,8 +54,8 @@ class Orthogonalize:
         normalization: ``"frobenius"``: the norm is at least ``eps``. ``"polar_express"``: 1.01 times the norm, plus ``eps``.
         eps: Above zero.
         scale: :math:`s`, from the rows and columns of each matrix. ``"original"``: :math:`\sqrt{\max(1, r/c)}`; ``"match_rms_adamw"``:
-            :math:`0.2\sqrt{\max(r, c)}`, with which AdamW's learning rates may be kept; ``"spectral_unclamped"``: :math:`\sqrt{r/c}`; a number; a
-            function of both.
+            :math:`0.2\sqrt{\max(r, c)}`, with which AdamW's learning rates may be kept; ``"spectral_unclamped"``: :math:`\sqrt{r/c}`;
+            a number; a function of both.
 
     Raises:
         TypeError: ``view`` is none.
@@ -124,8 +124,8 @@ class Orthogonalize:
             return MatrixView("elements")
         if view is None:
             raise ValueError(
-                f"got shape {tuple(leaf.shape)}; accepted are matrices, convolutions (four or five dimensions), and parameters for which a view"
-                " is named. Give others to another transform: everybit.muon(..., others=everybit.adamw), or everybit.partition."
+                f"got shape {tuple(leaf.shape)}; accepted are matrices, convolutions (four or five dimensions), and parameters for which a"
+                " view is named. Give others to another transform: everybit.muon(..., others=everybit.adamw), or everybit.partition."
             )
         return view
 

@@ -45,6 +45,8 @@ class HiddenMatrices:
     def __call__(self, path: str, parameter: Tensor) -> str:
         """Return the label of a parameter."""
         name = plain_name(path)
+        if self.others is not None and parameter.ndim < 2:
+            return "others"
         for pattern, _ in self.views:
             if re.search(pattern, name):
                 return pattern
@@ -64,7 +66,7 @@ def muon(
     steps: int = 5,
     arithmetic: Arithmetic = "bfloat16",
     normalization: Normalization = "frobenius",
-    eps: float = 1e-7,
+    eps: Hyperparameter = 1e-7,
     scale: Scale = "original",
     weight_decay: Hyperparameter = 0.1,
     decay: Decay = "decoupled",
@@ -97,7 +99,8 @@ def muon(
             way of the update.
         max_learning_rate: Of independent decay.
         view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
-        views: Other views of parameters by regular expressions on their names, of which the first that is found decides.
+        views: Other views of parameters by regular expressions on their names, of which the first that is found decides. With ``others``
+            they are asked of parameters of two dimensions or more, so that biases need not be kept out of them.
         others: What steps the other parameters, from a learning rate, such as ``everybit.adamw``.
         labels: Which these are: a function of (path, parameter) that returns ``"matrix"``, a pattern of ``views``, or ``"others"``. None:
             :class:`HiddenMatrices`: those of one or three dimensions, and those whose names say that they are embeddings or a head.

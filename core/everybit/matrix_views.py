@@ -20,7 +20,7 @@ class MatrixView:
         sizes: Of the row blocks, or the number of heads.
     """
 
-    kind: Literal["matrix", "flattened", "heads", "row_blocks", "batched", "elements"]
+    kind: Literal["matrix", "flattened", "heads", "row_blocks", "batched"]
     sizes: tuple[int, ...] = ()
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
@@ -29,8 +29,6 @@ class MatrixView:
         Raises:
             ValueError: It cannot be seen so.
         """
-        if self.kind == "elements":
-            return [(1, math.prod(shape))]
         rows, columns = _matrix_shape(self.kind, shape)
         if self.kind == "batched":
             return [tuple(shape)]

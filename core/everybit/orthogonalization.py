@@ -11,6 +11,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from everybit.scalars import Scalar
 
 Triple = tuple[float, float, float]
 """The coefficients a, b, c of one step, :math:`X \\leftarrow aX + b(XX^\\top)X + c(XX^\\top)^2X`."""
@@ -73,7 +76,7 @@ def orthogonalized(
     *,
     arithmetic: Arithmetic = "bfloat16",
     normalization: Normalization = "frobenius",
-    eps: float = 1e-7,
+    eps: Scalar = 1e-7,
 ) -> Tensor:
     """Return matrices with the singular vectors of ``x``, and singular values about 1.
 
@@ -90,21 +93,33 @@ def orthogonalized(
         Of the shape and dtype of ``x``.
     """
     flat = [number for one in coefficients for number in one]
-    found: Tensor = _orthogonalized(x, flat, arithmetic, normalization, eps)
+    least = eps if isinstance(eps, Tensor) else torch.full((), eps, dtype=torch.float64, device=x.device)
+    if _is_differentiated(x):
+        return _iterated(x, least, flat, arithmetic, normalization)
+    found: Tensor = _orthogonalized(x, least, flat, arithmetic, normalization)
     return found
 
 
-def _iterated(x: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str, eps: float) -> Tensor:
+def _is_differentiated(x: Tensor) -> bool:
+    """Whether derivatives are taken, in reverse or forward mode: torch.func takes none of custom operators."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return True
+    tangent = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
+    return tangent is not None
+
+
+def _iterated(x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str) -> Tensor:
     if not x.numel():
         return x.clone()
     if x.ndim > 2:
-        alone = [_iterated(one, coefficients, arithmetic, normalization, eps) for one in x.reshape(-1, *x.shape[-2:])]
+        alone = [_iterated(one, eps, coefficients, arithmetic, normalization) for one in x.reshape(-1, *x.shape[-2:])]
         return torch.stack(alone).reshape(x.shape)
     tall = x.shape[0] > x.shape[1]
     matrix = x.to(getattr(torch, arithmetic))
     matrix = matrix.T if tall else matrix
     norm = matrix.norm()
-    matrix = matrix / (norm.clamp(min=eps) if normalization == "frobenius" else norm * 1.01 + eps)
+    least = eps.to(norm.dtype)
+    matrix = matrix / (torch.maximum(norm, least) if normalization == "frobenius" else norm * 1.01 + least)
     for start in range(0, len(coefficients), 3):
         a, b, c = coefficients[start : start + 3]
         gram = matrix @ matrix.T
@@ -118,30 +133,18 @@ def _iterated(x: Tensor, coefficients: Sequence[float], arithmetic: str, normali
 
 @torch.library.custom_op("everybit::orthogonalized", mutates_args=())
 def _orthogonalized(
-    x: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str, eps: float
+    x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str
 ) -> Tensor:
-    found = _iterated(x, coefficients, arithmetic, normalization, eps)
-    return found.clone() if found is x else found
+    return _iterated(x, eps, coefficients, arithmetic, normalization)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  # called by name
-    ctx.save_for_backward(inputs[0])
-    ctx.how = inputs[1:]
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The derivative of the iteration's own steps, computed again."""
-    (x,) = ctx.saved_tensors
-    with torch.enable_grad():
-        again = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad(_iterated(again, *ctx.how), again, gradient)
-    return found, None, None, None, None
-
-
-def _batched(_info: object, in_dims: tuple[int | None, ...], x: Tensor, *how: Any) -> tuple[Tensor, int | None]:
-    if in_dims[0] is None:
-        return _orthogonalized(x, *how), None
-    return _orthogonalized(x.movedim(in_dims[0], 0), *how), 0
+def _batched(_info: object, in_dims: tuple[int | None, ...], x: Tensor, eps: Tensor, *how: Any) -> tuple[Tensor, int]:
+    of_x, of_eps, *_ = in_dims
+    if of_eps is None and of_x is not None:
+        return _orthogonalized(x.movedim(of_x, 0), eps, *how), 0
+    count = eps.shape[of_eps or 0]
+    each = [x] * count if of_x is None else x.unbind(of_x)
+    return torch.stack([_orthogonalized(*pair, *how) for pair in zip(each, eps.unbind(of_eps or 0), strict=True)]), 0
 
 
 def _fake(x: Tensor, *how: Any) -> Tensor:  # noqa: ARG001  # what the operator takes
@@ -149,5 +152,4 @@ def _fake(x: Tensor, *how: Any) -> Tensor:  # noqa: ARG001  # what the operator 
 
 
 _orthogonalized.register_fake(_fake)
-_orthogonalized.register_autograd(_backward, setup_context=_setup)
 _orthogonalized.register_vmap(_batched)

@@ -14,7 +14,7 @@ from everybit.context import ALONE, Context
 from everybit.labels import plain_name
 from everybit.matrix_views import MatrixView, view_for
 from everybit.orthogonalization import Arithmetic, Coefficients, Normalization, orthogonalized, triples
-from everybit.scalars import require
+from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
 from everybit.transform import Cut
 from everybit.transforms.stateless import Empty
 
@@ -23,7 +23,7 @@ P = TypeVar("P")
 ScaleName = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 """Published factors of an orthogonal update, by torch's names."""
 
-Scale = ScaleName | float | Callable[[int, int], float]
+Scale = ScaleName | Scalar | Callable[[int, int], float]
 """The factor of an orthogonal update: a published one, a number, or a function of rows and columns."""
 
 SCALES: dict[ScaleName, Callable[[int, int], float]] = {
@@ -72,7 +72,7 @@ class Orthogonalize:
     steps: int = 5
     arithmetic: Arithmetic = "bfloat16"
     normalization: Normalization = "frobenius"
-    eps: float = 1e-7
+    eps: Hyperparameter = 1e-7
     scale: Scale = "original"
 
     def __post_init__(self) -> None:
@@ -85,7 +85,9 @@ class Orthogonalize:
         ):
             if value not in accepted:
                 raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, accepted))}.")
-        require("eps", self.eps, 0.0, schedule=False)
+        require("eps", self.eps, 0.0)
+        if is_zero(self.eps):
+            raise ValueError("eps: got 0.0; accepted is a number above zero.")
         if isinstance(self.scale, str) and self.scale not in SCALES:
             raise ValueError(
                 f"scale: got {self.scale!r}; accepted are {', '.join(map(repr, SCALES))}, a number, or a function of rows and columns."
@@ -96,6 +98,8 @@ class Orthogonalize:
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory, after a look at all shapes."""
         for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+            if not leaf.numel():
+                continue
             try:
                 self._view(leaf).shapes(leaf.shape)
             except ValueError as error:
@@ -105,14 +109,17 @@ class Orthogonalize:
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the orthogonal updates."""
         coefficients = triples(self.coefficients, self.steps)
+        eps = at(self.eps, ctx.step, name="eps")
 
         def one(batch: Tensor) -> Tensor:
             found = orthogonalized(
-                batch, coefficients, arithmetic=self.arithmetic, normalization=self.normalization, eps=self.eps
+                batch, coefficients, arithmetic=self.arithmetic, normalization=self.normalization, eps=eps
             )
             return found * self._factor(*batch.shape[-2:])
 
         def whole(leaf: Tensor) -> Tensor:
+            if not leaf.numel():
+                return leaf
             view = self._view(leaf)
             return view.joined([one(batch) for batch in view.split(leaf)], leaf.shape)
 
@@ -120,8 +127,6 @@ class Orthogonalize:
 
     def _view(self, leaf: Tensor) -> MatrixView:
         view = self.view or view_for(leaf.shape)
-        if not leaf.numel():
-            return MatrixView("elements")
         if view is None:
             raise ValueError(
                 f"got shape {tuple(leaf.shape)}; accepted are matrices, convolutions (four or five dimensions), and parameters for which a"
@@ -129,10 +134,10 @@ class Orthogonalize:
             )
         return view
 
-    def _factor(self, rows: int, columns: int) -> float:
+    def _factor(self, rows: int, columns: int) -> Scalar:
         if isinstance(self.scale, str):
             return SCALES[self.scale](rows, columns)
-        return float(self.scale(rows, columns) if callable(self.scale) else self.scale)
+        return float(self.scale(rows, columns)) if callable(self.scale) else self.scale
 
 
 orthogonalize = Orthogonalize

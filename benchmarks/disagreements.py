@@ -22,6 +22,8 @@ STEPS = 200
 RATE = 0.01
 SHAPES: Mapping[str, tuple[int, ...]] = {"matrix": (4, 3), "vector": (5,), "scalar": ()}
 
+MATRICES: Mapping[str, tuple[int, ...]] = {"tall": (6, 4), "wide": (3, 5)}
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -46,6 +48,12 @@ class Disagreement:
 def _averaged(transform: eb.Transform[Any]) -> eb.Transform[Any]:
     """A preconditioner as an optimizer."""
     return eb.chain(transform, eb.scale_by_learning_rate(RATE))
+
+
+def _muon(**options: Any) -> Any:
+    """Muon whose iteration is in float64, where nothing else is asked: what differs is then the option alone."""
+    make: Any = eb.muon
+    return make(RATE, **({"arithmetic": "float64"} | options))
 
 
 def _halves(path: str, parameter: Tensor) -> str:  # noqa: ARG001  # what labels are called with
@@ -394,6 +402,93 @@ DISAGREEMENTS = (
         ),
     ),
     Disagreement(
+        "Muon",
+        "What is its momentum?",
+        "`average`",
+        (
+            Answer("a running mean", "torch, Keller Jordan", _muon()),
+            Answer("a decaying sum", "Moonlight, Dion", _muon(average=False)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Muon",
+        "Is it Nesterov's by default?",
+        "`nesterov`",
+        (
+            Answer("yes", "torch, Keller Jordan, Moonlight, optax", _muon()),
+            Answer("no", "Dion, Emerging-Optimizers", _muon(nesterov=False)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Muon",
+        "Is the bias of the momentum corrected?",
+        "none",
+        (
+            Answer("no", "torch, Keller Jordan", _muon()),
+            Answer("yes, of which Nesterov's mix alone is left", "optax"),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Muon",
+        "Which factor has an update of r rows and c columns?",
+        "`scale`",
+        (
+            Answer("sqrt(max(1, r/c))", "torch, Keller Jordan, for 2-d parameters", _muon()),
+            Answer("0.2 sqrt(max(r, c))", "Moonlight, torch's and Dion's option", _muon(scale="match_rms_adamw")),
+            Answer("sqrt(r/c)", "Dion", _muon(scale="spectral_unclamped")),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Muon",
+        "By which polynomials?",
+        "`coefficients`, `steps`",
+        (
+            Answer("Keller Jordan's, five times", "torch, optax, Moonlight", _muon()),
+            Answer("Polar Express, of five steps", "Dion, nanochat", _muon(coefficients="polar_express")),
+            Answer("eight steep and two that converge", "DeepSeek", _muon(coefficients="deepseek", steps=10)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Muon",
+        "What is a matrix divided by?",
+        "`normalization`",
+        (
+            Answer("its norm", "torch, Keller Jordan, Dion", _muon()),
+            Answer("1.01 times its norm", "nanochat, modded-nanogpt", _muon(normalization="polar_express")),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Muon",
+        "In which dtype is the iteration?",
+        "`arithmetic`",
+        (
+            Answer("bfloat16", "torch, Keller Jordan, Dion, Moonlight", _muon(arithmetic="bfloat16")),
+            Answer("float32", "optax, Emerging-Optimizers", _muon(arithmetic="float32")),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Muon",
+        "How do weights decay?",
+        "`decay`",
+        (
+            Answer("as in AdamW", "torch, Keller Jordan, Moonlight, Dion", _muon()),
+            Answer("only where this points the way of the update", "nanochat, Dion's option", _muon(decay="cautious")),
+            Answer(
+                "by a share that does not follow the learning rate's size",
+                "Emerging-Optimizers' option",
+                _muon(decay="independent", max_learning_rate=RATE),
+            ),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
         "Yogi",
         "Where does the mean begin?",
         "`initial_mean`",
@@ -480,6 +575,8 @@ def _percent(base: eb.Transform[Any], other: eb.Transform[Any] | None, shapes: M
     if other is None:
         return "not offered"
     percent = 100 * apart(base, other, shapes)
+    if percent < 1e-9:
+        return "nothing but rounding"
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everybit.entries import STEP, WEIGHTS, field_of
 from everybit.scalars import at
-from everybit_torch.arguments import as_python
+from everybit_torch.arguments import as_python, differ
 from everybit_torch.dtensors import local
 from everybit_torch.entries import KEPT, is_own_name
 from everybit_torch.expected import Kind, expectations, require_entry
@@ -96,7 +96,12 @@ def judge_settings(front: Front, saved: Saved) -> Settings:
             new |= {name: as_python(name, new[name]) for name in own.names if name in new}
             merged = {**group, **new}
             # A tensor's value is judged here as a number's is: loading may wait for a device, as a step may not.
-            numbers = {name: _as_number(merged[name], name) for name in own.names}
+            numbers = {
+                name: merged[name]
+                if _is_unchanged_function(merged[name], group[name])
+                else _as_number(merged[name], name)
+                for name in own.names
+            }
             own.build(front.factory_arguments({**merged, **numbers}))
             arguments = front.factory_arguments(merged)
             optimizers = own.build(arguments)
@@ -124,6 +129,11 @@ def _require_same_kind(where: str, value: Any, now: Any) -> None:
 
 def _is_container(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple, set, frozenset, bytes))
+
+
+def _is_unchanged_function(value: Any, now: Any) -> bool:
+    """Whether a function is the one that is in force, which need be no schedule: what labels parameters, or makes another optimizer."""
+    return callable(value) and not differ(value, now)
 
 
 def _as_number(value: Any, name: str) -> Any:

@@ -36,6 +36,13 @@ def check_swapped_line(names: dict[str, Any], printed: str, folder: Path) -> Non
     assert "LEAN_BF16" in printed
 
 
+def check_muon(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """The table that the page shows is printed, and the model learns."""
+    (table,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs/how-to/train_with_muon.md").read_text(), re.DOTALL)
+    assert table in printed
+    assert names["last"] < names["first"] - 1
+
+
 def check_checkpoints(names: dict[str, Any], printed: str, folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"run.pt", "model.safetensors", "checkpoints"}
 
@@ -247,6 +254,7 @@ PAGES = {
     "docs/coming-from/one_program.md": Page(setup={1: SHARDED + TRAINED}),
     "docs/configuration.md": Page(check=check_configuration),
     "docs/how-to/log_metrics.md": Page(setup={1: LOGGERS}, check=check_logged),
+    "docs/how-to/train_with_muon.md": Page(check=check_muon),
     "docs/how-to/weight_decay.md": Page(check=check_groups),
     "docs/how-to/change_policy.md": Page(check=check_policies_in_turn),
     "README.md": Page(check=check_readme),

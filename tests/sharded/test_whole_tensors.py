@@ -31,6 +31,7 @@ TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     "clipped": lambda lr: eb.chain(eb.clip_by_global_norm(0.5), eb.novograd(lr, weight_decay=0.1)),
     "units": lambda lr: eb.chain(eb.clip_by_unit_norm(0.1), eb.adamw(lr)),
     "masked": lambda lr: eb.chain(eb.masked(eb.centralize(), lambda path, p: p.ndim > 1), eb.sgd(lr, momentum=0.9)),
+    "muon": lambda lr: eb.muon(lr, views={r"layers\.1\.weight": eb.batched()}, others=eb.adamw),
 }
 STEPS = 3
 
@@ -121,10 +122,10 @@ def test_in_two_dimensions(outer: OuterStrategy) -> None:
         assert equal(found, expected)
 
 
-def saved(place: str, strategy: Strategy) -> tuple[Weights, Weights]:
+def saved(place: str, strategy: Strategy, name: str) -> tuple[Weights, Weights]:
     """The weights at a save, and three steps after it, in which this number of ranks has the same gradients each."""
     model = new_model("LEAN_BF16")
-    stepper = new_stepper(model, "adafactor", "LEAN_BF16", strategy=strategy)
+    stepper = new_stepper(model, name, "LEAN_BF16", strategy=strategy)
     before = train(model, stepper, range(2))
     save_sharded(stepper, place)
     return before, alike(model, stepper)
@@ -139,19 +140,20 @@ def alike(model: Model, stepper: FlatStepper) -> Weights:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def loaded(place: str, strategy: Strategy) -> tuple[Weights, Weights]:
+def loaded(place: str, strategy: Strategy, name: str) -> tuple[Weights, Weights]:
     model = new_model("LEAN_BF16")
-    stepper = new_stepper(model, "adafactor", "LEAN_BF16", strategy=strategy)
+    stepper = new_stepper(model, name, "LEAN_BF16", strategy=strategy)
     load_sharded(stepper, place)
     with stepper.full_parameters():
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
     return before, alike(model, stepper)
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_another_strategy(tmp_path: Path) -> None:
-    (before, after), *_ = run(2, saved, str(tmp_path), "optim_grads_params")
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_another_strategy(name: str, tmp_path: Path) -> None:
+    (before, after), *_ = run(2, saved, str(tmp_path), "optim_grads_params", name)
     for size, strategy in ((1, "optim"), (3, "optim_grads_params")):
-        for found in run(size, loaded, str(tmp_path), strategy):
+        for found in run(size, loaded, str(tmp_path), strategy, name):
             assert equal(found[0], before)
             assert equal(found[1], after), (size, strategy)
 

@@ -144,7 +144,7 @@ class Partition:
         if unused:
             raise ValueError(
                 f"partition: no parameter is labelled {', '.join(map(repr, unused))}; the labels given are"
-                f" {', '.join(map(repr, dict.fromkeys(labels)))}. Drop the transform, or mend the labels."
+                f" {', '.join(map(repr, dict.fromkeys(labels)))}, to {_shown(params)}. Drop the transform, or mend the labels."
             )
         states = {
             name: transform.init(_select(params, [label == name for label in labels]))
@@ -228,6 +228,13 @@ def partition(
             f"optional: got {', '.join(map(repr, unknown))}; accepted are labels with a transform, {', '.join(map(repr, transforms))}."
         )
     return Partition(dict(transforms), labels, frozenset(optional))
+
+
+def _shown(params: object) -> str:
+    """The first parameters with their shapes."""
+    paths, leaves = tree.paths(params), tree.leaves(params)
+    shown = [f"{path} of shape {tuple(leaf.shape)}" for path, leaf in list(zip(paths, leaves, strict=True))[:5]]
+    return f"{', '.join(shown) or 'no parameter'}{' and others' if len(leaves) > 5 else ''}"
 
 
 def _mask(mask: object, params: object) -> list[bool]:

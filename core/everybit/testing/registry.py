@@ -24,6 +24,7 @@ from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.context import Context
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
+from everybit.matrix_aliases import muon
 from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.more_aliases import (
     adabelief,
@@ -193,6 +194,18 @@ _BUILDS: dict[str, Build] = {
     "adam mini": lambda lr: adam_mini(lr, head_size=3, weight_decay=0.1, labels=_mini_block),
     "sm3": lambda lr: sm3(lr, weight_decay=0.1),
     "sm3 averaged": lambda lr: sm3(lr, b1=None, b2=0.9, eps=1e-8, keep_greatest=True),
+    "muon": lambda lr: muon(
+        lr,
+        average=False,
+        nesterov=False,
+        coefficients="polar_express",
+        arithmetic="float64",
+        normalization="polar_express",
+        scale="match_rms_adamw",
+        decay="cautious",
+        others=sgd,
+    ),
+    "muon with others": lambda lr: muon(lr, arithmetic="float64", others=adamw),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
     "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
     "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),

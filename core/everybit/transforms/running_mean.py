@@ -33,6 +33,7 @@ class RunningMean(Elementwise):
     Args:
         decay: :math:`\beta`, in [0, 1).
         debias: Divide what is passed on by :math:`1-\beta^t`.
+        nesterov: Pass on :math:`\beta m_t + (1-\beta) u_t`, which looks a step ahead.
 
     Raises:
         ValueError: A hyperparameter out of range, or not finite.
@@ -40,6 +41,7 @@ class RunningMean(Elementwise):
 
     decay: Hyperparameter = 0.9
     debias: bool = False
+    nesterov: bool = False
 
     def __post_init__(self) -> None:
         require("decay", self.decay, 0.0, 1.0, open_high=True)
@@ -58,10 +60,13 @@ class RunningMean(Elementwise):
         """Update the mean, and return it."""
         decay = at(self.decay, ctx.step, name="decay")
         momentum = tree.elementwise(lambda u, m: decay * m + (1 - decay) * u, updates, state.momentum)
-        if not self.debias:
-            return momentum, RunningMeanState(momentum)
-        unbias = materialize(1 / bias_correction(decay, require_step(ctx.step, "running_mean with debias")))
-        return tree.elementwise(lambda m: m * unbias, momentum), RunningMeanState(momentum)
+        passed = momentum
+        if self.nesterov:
+            passed = tree.elementwise(lambda u, m: decay * m + (1 - decay) * u, updates, momentum)
+        if self.debias:
+            unbias = materialize(1 / bias_correction(decay, require_step(ctx.step, "running_mean with debias")))
+            passed = tree.elementwise(lambda m: m * unbias, passed)
+        return passed, RunningMeanState(momentum)
 
 
 @tree.state

@@ -1,0 +1,497 @@
+"""Muon: its iteration, how parameters become matrices, and its options against torch's optimizer and formulas in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import _muon
+
+import everybit as eb
+from everybit.orthogonalization import PUBLISHED, CoefficientName, Normalization, orthogonalized, triples
+from everybit.transforms.orthogonalize import SCALES
+from everybit_torch import TorchOptimizer
+from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
+
+UNTYPED: Any = eb.muon
+QUINTIC = PUBLISHED["quintic"][0]
+SIDES = st.integers(1, 12)
+SEEDS = st.integers(0, 2**16)
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def of_singular_values(values: Tensor, rows: int, columns: int) -> Tensor:
+    u, _ = torch.linalg.qr(drawn(rows, len(values), seed=1, dtype=torch.float64))
+    v, _ = torch.linalg.qr(drawn(columns, len(values), seed=2, dtype=torch.float64))
+    found: Tensor = u @ torch.diag(values) @ v.T
+    return found
+
+
+def torchs(x: Tensor, steps: int = 5) -> Tensor:
+    # It divides its argument in place if that is bfloat16.
+    return torch.as_tensor(_muon._zeropower_via_newtonschulz(x.clone(), QUINTIC, steps, 1e-7))
+
+
+# -- the iteration ------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(SIDES, SIDES, SEEDS, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(-20, 20))
+def test_torchs_bits(rows: int, columns: int, seed: int, dtype: torch.dtype, exponent: int) -> None:
+    x = drawn(rows, columns, seed=seed, dtype=dtype) * 2.0**exponent
+    assert torch.equal(orthogonalized(x, triples("quintic", 5)), torchs(x).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1), (64, 48), (48, 64), (33, 33)])
+def test_torchs_bits_of_vectors_and_larger_matrices(shape: tuple[int, int]) -> None:
+    x = drawn(*shape)
+    assert torch.equal(orthogonalized(x, triples("quintic", 5)), torchs(x).float())
+
+
+# The least and the greatest value to which the polynomials take [least, 1], on two million points, and to spare 1e-3. The quintic set's
+# are its fixed interval; Polar Express is made for values of at least 1e-3 in five steps.
+INTERVALS: dict[str, tuple[CoefficientName, int, float, float, float]] = {
+    "quintic": ("quintic", 5, 0.05, 0.681, 1.135),
+    "quintic, more steps": ("quintic", 12, 1e-5, 0.681, 1.135),
+    "cubic": ("cubic", 40, 1e-5, 0.999, 1.001),
+    "polar express": ("polar_express", 5, 1.01e-3, 0.852, 1.142),
+    "deepseek": ("deepseek", 10, 9e-5, 0.999, 1.003),
+    "deepseek, more steps": ("deepseek", 14, 1e-5, 0.999, 1.003),
+}
+
+
+KINDS = {
+    "random": torch.linalg.svdvals(drawn(6, 9, seed=3, dtype=torch.float64)),
+    "ill-conditioned": torch.logspace(0, -4, 8, dtype=torch.float64),
+    "rank-deficient": torch.tensor([3.0, 2.0, 1.5], dtype=torch.float64),
+}
+ENOUGH = [
+    (name, kind)
+    for name, (_, _, least, _, _) in INTERVALS.items()
+    for kind, values in KINDS.items()
+    if float(values.min() / values.norm()) >= least
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), ENOUGH)
+def test_singular_values_end_in_the_published_interval(name: str, kind: str) -> None:
+    coefficients, steps, _, low, high = INTERVALS[name]
+    values = KINDS[kind]
+    x = of_singular_values(values, 8, 10)
+    normalization: Normalization = "polar_express" if coefficients == "polar_express" else "frobenius"
+    chosen = triples(coefficients, steps)
+    found = orthogonalized(x, chosen, arithmetic="float64", normalization=normalization)
+    after = torch.linalg.svdvals(found)
+    assert low <= float(after[: len(values)].min())
+    assert float(after.max()) <= high
+    # What has no singular value gets none but rounding, which each step can make a_k times larger.
+    grown = math.prod(a for a, _, _ in chosen)
+    assert float(after[len(values) :].sum()) <= 80 * 2.0**-53 * grown
+    # And each value goes where its polynomials take it: singular vectors stay.
+    expected = of_singular_values(mapped(values, chosen, normalization), 8, 10)
+    assert float((found - expected).abs().max()) <= 100 * 2.0**-53 * grown
+
+
+def mapped(values: Tensor, coefficients: tuple[Any, ...], normalization: str) -> Tensor:
+    """The singular values after the iteration, from the polynomials alone."""
+    norm = values.norm()
+    x = values / (norm.clamp(min=1e-7) if normalization == "frobenius" else norm * 1.01 + 1e-7)
+    for a, b, c in coefficients:
+        x = a * x + b * x**3 + c * x**5
+    return torch.as_tensor(x)
+
+
+def test_in_bfloat16_they_stay_around_one() -> None:
+    """Keller Jordan's page says: between 0.5 and 1.5."""
+    for shape in ((16, 16), (24, 64), (64, 24)):
+        found = torch.linalg.svdvals(orthogonalized(drawn(*shape), triples("quintic", 7)))
+        assert 0.5 <= float(found.min()) <= float(found.max()) <= 1.5
+
+
+@pytest.mark.parametrize("arithmetic", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_zero_stays_zero(name: CoefficientName, arithmetic: Any) -> None:
+    for normalization in ("frobenius", "polar_express"):
+        for x in (torch.zeros(3, 5), torch.full((5, 3), 1e-30)):
+            found = orthogonalized(x, triples(name, 5), arithmetic=arithmetic, normalization=normalization)
+            assert found.isfinite().all()
+            assert x.any() or not found.any()
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 4), SIDES, SIDES, SEEDS)
+def test_bits_do_not_depend_on_the_batch(count: int, rows: int, columns: int, seed: int) -> None:
+    batch = drawn(count, rows, columns, seed=seed)
+    found = orthogonalized(batch, triples("quintic", 5))
+    mapped_over: Tensor = torch.func.vmap(lambda x: orthogonalized(x, triples("quintic", 5)))(batch)
+    for one, together, in_map in zip(batch, found, mapped_over, strict=True):
+        alone = orthogonalized(one, triples("quintic", 5))
+        assert torch.equal(alone, together)
+        assert torch.equal(alone, in_map)
+
+
+def test_each_matrix_of_a_map_may_have_its_own_eps() -> None:
+    batch, eps = torch.stack([drawn(3, 4), 1e-3 * drawn(3, 4)]), torch.tensor([1e-7, 1.0])
+    found: Tensor = torch.func.vmap(lambda x, e: orthogonalized(x, triples("quintic", 5), eps=e))(batch, eps)
+    for index in range(2):
+        alone = orthogonalized(batch[index], triples("quintic", 5), eps=float(eps[index]))
+        assert torch.equal(found[index], alone)
+    shared: Tensor = torch.func.vmap(lambda e: orthogonalized(batch[1], triples("quintic", 5), eps=e))(eps)
+    assert torch.equal(shared[1], found[1])
+    assert not torch.equal(shared[0], shared[1])
+
+
+@pytest.mark.exhaustive
+def test_compiled_bits_are_eager_bits() -> None:
+    x = drawn(33, 20)
+    for arithmetic in ("bfloat16", "float32"):
+
+        def step(x: Tensor, arithmetic: Any = arithmetic) -> Tensor:
+            return orthogonalized(x * 1.5, triples("quintic", 5), arithmetic=arithmetic) * 0.2
+
+        assert torch.equal(torch.compile(step, fullgraph=True)(x), step(x))
+
+
+def test_what_is_no_set_of_coefficients_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^coefficients: got 'quartic'; accepted are 'quintic', 'cubic', 'polar_express'"
+    ):
+        triples("quartic", 5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^coefficients: got \(\(1.0, 2.0\),\); accepted is a tuple of triples"):
+        triples(((1.0, 2.0),), 5)  # type: ignore[arg-type]
+
+
+# -- how parameters become matrices -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[eb.MatrixView, tuple[int, ...]]:
+    kind = draw(st.sampled_from(["matrix", "flattened", "heads", "row_blocks", "batched"]))
+    rows, columns = draw(SIDES), draw(SIDES)
+    if kind == "flattened":
+        return eb.flattened(), (rows, *draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    if kind == "heads":
+        count = draw(st.integers(1, 4))
+        return eb.heads(count), (count * rows, columns)
+    if kind == "row_blocks":
+        sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+        return eb.row_blocks(*sizes), (sum(sizes), columns)
+    if kind == "batched":
+        return eb.batched(), (*draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)), rows, columns)
+    return eb.matrix(), (rows, columns)
+
+
+@settings(deadline=None, max_examples=100)
+@given(views())
+def test_what_is_split_can_be_joined(case: tuple[eb.MatrixView, tuple[int, ...]]) -> None:
+    view, shape = case
+    x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    parts = view.split(x)
+    assert [tuple(part.shape) for part in parts] == view.shapes(shape)
+    assert torch.equal(view.joined(parts, shape), x)
+
+
+def test_rows_and_columns_are_where_they_should_be() -> None:
+    x = drawn(6, 4)
+    assert torch.equal(eb.heads(3).split(x)[0][1], x[2:4])
+    assert torch.equal(eb.row_blocks(1, 5).split(x)[1], x[1:])
+    kernel = drawn(5, 2, 3)
+    assert torch.equal(eb.flattened().split(kernel)[0][4], kernel[4].reshape(-1))
+    assert torch.equal(eb.batched().split(kernel)[0][4], kernel[4])
+
+
+@pytest.mark.parametrize(
+    ("view", "shape", "message"),
+    [
+        (eb.heads(4), (6, 4), r"^layers\.0\.w: heads\(4\): got \(6, 4\); accepted are parameters whose rows 4 divides"),
+        (eb.row_blocks(4, 4), (6, 4), r"^layers\.0\.w: row_blocks\(4, 4\): got \(6, 4\); accepted .* of 8 rows"),
+        (
+            eb.matrix(),
+            (6, 4, 2),
+            r"^layers\.0\.w: matrix: got a parameter of shape \(6, 4, 2\); accepted .* two dimensions",
+        ),
+        (eb.batched(), (6, 4), r"^layers\.0\.w: batched: got .*three dimensions or more"),
+        (eb.flattened(), (6,), r"^layers\.0\.w: flattened: got .*two dimensions or more"),
+        (None, (6,), r"^layers\.0\.w: got shape \(6,\); accepted are matrices, .*others=everybit\.adamw"),
+        (None, (6, 4, 2), r"^layers\.0\.w: got shape \(6, 4, 2\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_name(
+    view: eb.MatrixView | None, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        eb.muon(1e-3, view=view).init({"layers": [{"w": torch.ones(shape)}]})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: eb.heads(0), r"^heads: count: got \(0,\); accepted are whole numbers, at least 1"),
+        (lambda: eb.row_blocks(), r"^row_blocks: sizes: got \(\); accepted"),
+        (lambda: eb.row_blocks(2, True), r"^row_blocks: sizes: got \(2, True\); accepted"),
+        (lambda: UNTYPED(decay="l2"), r"^decay: got 'l2'; accepted are 'decoupled', 'coupled', 'independent', 'cautious'"),
+        (lambda: eb.muon(views={"(": eb.heads(2)}), r"^views: got '\('; accepted are regular expressions"),
+        (lambda: eb.muon(steps=100), r"^steps: got 100; accepted is a whole number of steps, from 1 to 99"),
+        (lambda: UNTYPED(arithmetic="float16"), r"^arithmetic: got 'float16'; accepted are 'bfloat16'"),
+        (lambda: UNTYPED(normalization="spectral"), r"^normalization: got 'spectral'; accepted are 'frobenius'"),
+        (lambda: UNTYPED(scale="muon"), r"^scale: got 'muon'; accepted are 'original', .*a function of rows and columns"),
+        (lambda: eb.muon(eps=0.0), r"^eps: got 0\.0; accepted is a number above zero"),
+        (lambda: eb.muon(decay="independent"), r"^max_learning_rate: .*needs both or neither"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# -- against torch ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_every_step_is_torchs_from_torchs_own_state(scale: Any, nesterov: bool) -> None:
+    """Momentum differs in its last bits, which rounding to bfloat16 hides in nearly all steps; where it does, weights agree closely."""
+    momentum, rate, decay = 0.95, 0.02, 0.1
+    weights = {"tall": nn.Parameter(drawn(9, 4)), "wide": nn.Parameter(drawn(3, 8, seed=1))}
+    theirs = torch.optim.Muon(
+        weights.values(), lr=rate, momentum=momentum, nesterov=nesterov, weight_decay=decay, adjust_lr_fn=scale
+    )
+    tx: Any = eb.muon(rate, momentum=momentum, nesterov=nesterov, weight_decay=decay, scale=scale)
+    state = tx.init({name: p.detach() for name, p in weights.items()})
+    alike = 0
+    for step in range(STEPS):
+        before = {name: p.detach().clone() for name, p in weights.items()}
+        grads = {name: drawn(*p.shape, seed=2 + step) + 0.5 for name, p in weights.items()}
+        updates, state = tx.update(grads, state, before)
+        for name, p in weights.items():
+            p.grad = grads[name].clone()
+        theirs.step()  # type: ignore[no-untyped-call]
+        own = {name: theirs.state[p]["momentum_buffer"] for name, p in weights.items()}
+        found = eb.tree.get(state, "momentum")
+        for name, p in weights.items():
+            # Three rounded operations here, three there, each of a number no larger than both arguments together.
+            size = float(own[name].abs().max() + grads[name].abs().max())
+            assert float((found[name] - own[name]).abs().max()) <= 6 * 2.0**-24 * size
+            ahead, its = (
+                momentum * m + (1 - momentum) * grads[name] if nesterov else m for m in (found[name], own[name])
+            )
+            if torch.equal(ahead.bfloat16(), its.bfloat16()):
+                alike += 1
+                apart = (before[name] + updates[name] - p.detach()).abs().max()
+                # Some five rounded operations on each side, of numbers up to the largest weight or update.
+                largest = float(before[name].abs().max() + updates[name].abs().max())
+                # The iteration of torch's own lerp may round otherwise than the formula above in single elements.
+                assert float(apart) <= 10 * 2.0**-24 * largest or not torch.equal(ahead, its)
+        state = eb.tree.set(state, "momentum", {name: value.clone() for name, value in own.items()})
+    assert alike >= STEPS  # of twice as many
+
+
+# -- against formulas ---------------------------------------------------------------------------------------------------------
+
+SHAPES = {"tall": (6, 4), "wide": (3, 5), "row": (1, 4), "column": (3, 1)}
+
+# A step rounds some 100 times; the iteration makes this up to the product of its first coefficients, at most 1000, times larger, and a
+# weight gets it times a learning rate and a scale below 1; and that in each of the steps.
+ROUNDING = STEPS * PEAK * 100 * 1000 * 2.0**-53
+
+
+def polar(x: Tensor, coefficients: Any, normalization: str) -> Tensor:
+    u, values, v = torch.linalg.svd(x, full_matrices=False)
+    found: Tensor = u @ torch.diag(mapped(values, coefficients, normalization)) @ v
+    return found
+
+
+def muon(
+    *,
+    average: bool = True,
+    nesterov: bool = True,
+    coefficients: CoefficientName = "quintic",
+    normalization: str = "frobenius",
+    scale: Callable[[int, int], float] = SCALES["original"],
+    decay: str = "decoupled",
+) -> Callable[[Tensor, list[Tensor], Callable[[int], float]], Iterator[Tensor]]:
+    def follow(p: Tensor, grads: list[Tensor], lr: Callable[[int], float]) -> Iterator[Tensor]:
+        mean = torch.zeros_like(p)
+        for done, given_gradient in enumerate(grads):
+            g = given_gradient + 0.1 * p if decay == "coupled" else given_gradient
+            share = 0.05 if average else 1.0
+            mean = 0.95 * mean + share * g
+            ahead = 0.95 * mean + share * g if nesterov else mean
+            u = scale(*p.shape) * polar(ahead, triples(coefficients, 5), normalization)
+            rate = lr(done)
+            shrink = {"decoupled": rate * 0.1, "cautious": rate * 0.1, "independent": 0.1 * rate / PEAK}.get(decay, 0.0)
+            where = (u * p > 0).to(p) if decay == "cautious" else torch.ones_like(p)
+            p = p - rate * u - shrink * where * p
+            yield p
+
+    return follow
+
+
+FORMULAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "torch, Keller Jordan": ({}, {}),
+    "momentum alone": ({"nesterov": False}, {}),
+    "Moonlight": ({"average": False, "scale": "match_rms_adamw"}, {"scale": lambda r, c: 0.2 * max(r, c) ** 0.5}),
+    "Dion": (
+        {"average": False, "nesterov": False, "scale": "spectral_unclamped"},
+        {"scale": lambda r, c: (r / c) ** 0.5},
+    ),
+    "Polar Express": ({"coefficients": "polar_express", "normalization": "polar_express"}, {}),
+    "cubic": ({"coefficients": "cubic"}, {}),
+    "a number": ({"scale": 0.3}, {"scale": lambda _r, _c: 0.3}),
+    "a function": ({"scale": lambda r, c: 0.1 * (r + c)}, {"scale": lambda r, c: 0.1 * (r + c)}),
+    "coupled": ({"decay": "coupled"}, {}),
+    "independent": ({"decay": "independent", "max_learning_rate": PEAK}, {}),
+    "cautious": ({"decay": "cautious"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_options_follow_their_formulas(name: str) -> None:
+    options, its = FORMULAS[name]
+    tx = eb.muon(schedule, arithmetic="float64", **options)
+    same = {
+        key: value
+        for key, value in options.items()
+        if key in ("average", "nesterov", "coefficients", "normalization", "decay")
+    }
+    expected = formula(muon(**(same | its)), SHAPES)
+    assert deviation(ours(tx, shapes=SHAPES), expected) <= ROUNDING
+    if name != "torch, Keller Jordan":
+        assert deviation(formula(muon(), SHAPES), expected) > 1e6 * ROUNDING
+
+
+def test_a_convolution_is_a_matrix_and_experts_are_many() -> None:
+    """As each matrix alone."""
+    kernel = drawn(4, 2, 3, 3)
+    (found, _), (flat, _) = (stepped(eb.muon(0.1, weight_decay=0.0), x) for x in (kernel, kernel.reshape(4, 18)))
+    assert torch.equal(found.reshape(4, 18), flat)
+    experts = drawn(3, 4, 5)
+    together, _ = stepped(eb.muon(0.1, view=eb.batched()), experts)
+    blocks, _ = stepped(eb.muon(0.1, view=eb.row_blocks(4, 4, 4)), experts.reshape(12, 5))
+    for index, expert in enumerate(experts):
+        alone, _ = stepped(eb.muon(0.1), expert)
+        assert torch.equal(together[index], alone)
+        assert torch.equal(blocks.reshape(3, 4, 5)[index], alone)
+
+
+def stepped(tx: Any, x: Tensor) -> tuple[Tensor, Any]:
+    params = {"w": x}
+    updates, state = tx.update({"w": x.cos()}, tx.init(params), params)
+    return updates["w"], state
+
+
+# -- with another optimizer for the rest --------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.qkv = nn.Linear(6, 18)
+        self.ensemble = nn.Linear(18, 6, bias=False)
+        self.norm = nn.LayerNorm(6)
+        self.lm_head = nn.Linear(6, 7, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.lm_head(self.norm(self.ensemble(self.qkv(self.embed(tokens)))))
+        return found
+
+
+def small() -> Small:
+    torch.manual_seed(0)
+    return Small()
+
+
+def test_labels_of_a_model() -> None:
+    params = dict(small().named_parameters())
+    tx: Any = eb.muon(1e-3, others=eb.adamw, views={"qkv": eb.row_blocks(6, 6, 6)})
+    assert eb.label_table(tx.labels, params).splitlines() == [
+        "others: 5 parameters, 114 elements",
+        "  embed.weight (7, 6)",
+        "  qkv.bias (18,)",
+        "  norm.weight (6,)",
+        "  norm.bias (6,)",
+        "  lm_head.weight (7, 6)",
+        "qkv: 1 parameter, 108 elements",
+        "  qkv.weight (18, 6)",
+        "matrix: 1 parameter, 108 elements",
+        "  ensemble.weight (6, 18)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("encoder.layer.0.attention.output.dense.weight", "matrix"),
+        ("blocks.0.mlp.members.weight", "matrix"),
+        ("layers.0.shared_expert.up_proj.weight", "matrix"),
+        ("layers.0.multihead.weight", "matrix"),
+        ("model.embed_tokens.weight", "others"),
+        ("tok_embeddings.weight", "others"),
+        ("transformer.wte.weight", "others"),
+        ("shared.weight", "others"),
+        ("output.weight", "others"),
+        ("score.weight", "others"),
+        ("head.weight", "others"),
+        ("classifier.0.weight", "others"),
+    ],
+)
+def test_first_and_last_layers_by_name(name: str, label: str) -> None:
+    assert eb.HiddenMatrices()(f"['{name}']", torch.ones(2, 2)) == label
+
+
+def test_a_model_without_matrices_is_refused() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"no parameter is labelled 'matrix'; the labels given are 'others', to \['b'\] of shape \(3,\)\. ",
+    ):
+        eb.muon(1e-3, others=eb.adamw).init({"b": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"no parameter is labelled 'qkv'; the labels given are 'matrix', 'others'"):
+        eb.muon(1e-3, others=eb.adamw, views={"qkv": eb.heads(2)}).init({"a": torch.ones(3, 2), "b": torch.ones(3)})
+    eb.muon(1e-3, others=eb.adamw).init({"a": torch.ones(3, 2)})
+    eb.muon(1e-3, views={"a": eb.heads(3)}).init({"a": torch.ones(3, 2)})
+
+
+def test_each_part_of_a_model_gets_its_own_optimizers_bits() -> None:
+    """Through the torch optimizer, with a scheduler, whose learning rate both parts follow; and resumed."""
+    together = small()
+    options: dict[str, Any] = {"views": {"qkv": eb.row_blocks(6, 6, 6)}, "others": eb.adamw, "weight_decay": 0.01}
+
+    def new(model: nn.Module) -> Any:
+        return TorchOptimizer(model.named_parameters(), eb.muon, lr=0.1, policy="FP32", **options)
+
+    one = new(together)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(one, 0.5)
+    apart = small()
+    hidden = {"qkv.weight": apart.qkv.weight}
+    others = [(name, p) for name, p in apart.named_parameters() if name not in ("qkv.weight", "ensemble.weight")]
+    each = [
+        TorchOptimizer(hidden.items(), eb.muon, lr=0.1, view=eb.row_blocks(6, 6, 6), weight_decay=0.01),
+        TorchOptimizer([apart.ensemble.weight], eb.muon, lr=0.1, weight_decay=0.01),
+        TorchOptimizer(others, eb.adamw, lr=0.1),
+    ]
+    for step in range(3):
+        if step == 2:
+            saved = one.state_dict()
+            again = new(together)
+            again.load_state_dict(saved)
+            one, schedule = again, torch.optim.lr_scheduler.ExponentialLR(again, 0.5, last_epoch=1)
+        for model in (together, apart):
+            model.zero_grad()
+            model(torch.arange(7)).square().mean().backward()
+        one.step()
+        schedule.step()
+        for optimizer in each:
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+        for (name, p), q in zip(together.named_parameters(), apart.parameters(), strict=True):
+            assert torch.equal(p, q), (step, name)

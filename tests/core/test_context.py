@@ -34,12 +34,14 @@ from tests.support.transforms import (
 
 FP32, LEAN = eb.policies.FP32, eb.policies.LEAN_BF16
 COMPILED = ("compiled equals eager", "no recompilation")
+IN_THE_LIBRARY = ("lamb", "rms clipped", "averaged")
+"""Examples that the library has an optimizer of by now, which the battery runs on."""
 
 
 @pytest.mark.parametrize(
     ("name", "check"),
     [
-        pytest.param(name, check, marks=pytest.mark.exhaustive if check in COMPILED else ())
+        pytest.param(name, check, marks=pytest.mark.exhaustive if check in COMPILED or name in IN_THE_LIBRARY else ())
         for name in EXAMPLES
         for check in CHECKS
     ],

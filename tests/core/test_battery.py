@@ -51,7 +51,8 @@ TWINS = (
 """Entries that are another one with an argument more; the other one is checked by default."""
 
 IN_FULL = (
-    "sgd momentum", "adamw", "lion", "rmsprop", "named chain", "clipped", "masked", "partition", "accumulate", "averaged", "apply if finite",
+    "sgd momentum", "adamw", "lion", "rmsprop", "named chain", "clipped", "masked", "partition", "accumulate", "averaged",
+    "apply if finite",
 )  # fmt: skip
 """Entries that go through all checks but the compiling ones by default; the others only through the quick ones."""
 LEAN: Stored = ((torch.bfloat16, eb.policies.LEAN_BF16),)

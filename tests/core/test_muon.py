@@ -354,7 +354,10 @@ FORMULAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if number % 2 else pytest.mark.exhaustive) for number, name in enumerate(FORMULAS)],
+)
 def test_options_follow_their_formulas(name: str) -> None:
     options, its = FORMULAS[name]
     tx = eb.muon(schedule, arithmetic="float64", **options)

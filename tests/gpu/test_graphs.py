@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.testing.examples import assert_same_bits
 from everybit_torch import EXACT_OPTIONS, TorchOptimizer
-from tests.support.devices import captured, some
+from tests.support.devices import captured, require_device, some
 
 pytestmark = pytest.mark.cuda
+require_device()
 
 PRESETS = eb.policies.PRESETS
 STEPS, WARM = 20, 3

@@ -15,9 +15,10 @@ import everybit as eb
 from everybit.testing import CHECKS, REGISTRY, check_compiled_equals_eager
 from everybit.testing.examples import assert_same_bits
 from everybit_torch import EXACT_OPTIONS, AdamW, FlatStepper, TorchOptimizer
-from tests.support.devices import some
+from tests.support.devices import require_device, some
 
 pytestmark = pytest.mark.cuda
+require_device()
 
 PRESETS = eb.policies.PRESETS
 STEPS = 5

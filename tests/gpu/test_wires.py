@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import everybit as eb
 from everybit.testing.examples import assert_same_bits
 from everybit_torch import ExactReduceScatter, FlatStepper
-from tests.support.devices import some
+from tests.support.devices import require_device, some
 
 pytestmark = pytest.mark.cuda
+require_device()
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

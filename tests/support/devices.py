@@ -6,12 +6,19 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import pytest
 import torch
 
 DEVICE = os.environ.get("EVERYBIT_DEVICE", "cuda")
 """The device's type."""
 
 T = TypeVar("T")
+
+
+def require_device() -> None:
+    """Skip the module of tests that calls it where the device is missing: as one, and not case by case."""
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device; `make gpu` runs this on one", allow_module_level=True)
 
 
 def some(cases: Iterable[T]) -> list[T]:

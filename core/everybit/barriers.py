@@ -34,6 +34,11 @@ def sum(x: Tensor) -> Tensor:
     return _sum(x) if torch.compiler.is_compiling() else x.sum()
 
 
+def total(terms: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of 0-d tensors, added up as :func:`sum` does; of none a zero like ``like``."""
+    return sum(torch.stack(list(terms))) if terms else torch.zeros_like(like)
+
+
 def sum_of_squares(x: Tensor, scratch: Tensor | None = None) -> Tensor:
     """The sum of the squares of all elements, 0-d, float64; in compiled code added up in eager's order.
 

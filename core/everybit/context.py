@@ -12,7 +12,7 @@ from everybit import tree
 from everybit.axis import Axis, Local
 from everybit.per_tensor import Members, PerTensor
 from everybit.random_bits import Key, Numbering, stream
-from everybit.scalars import require_step
+from everybit.scalars import require_count, require_step
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -131,8 +131,7 @@ class Context:
         Raises:
             ValueError: A period below 1, or nobody counts steps.
         """
-        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-            raise ValueError(f"period: got {period!r}; accepted is a whole number of updates, at least 1.")
+        require_count("period", period, "a whole number of updates")
         for known, due in self.due:
             if known == period:
                 return work() if due else otherwise()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -55,6 +55,19 @@ class ByDepth:
         return dict(self.labels)[plain_name(path)]
 
 
+def require_patterns(name: str, patterns: Iterable[str]) -> None:
+    """Refuse what is no regular expression.
+
+    Raises:
+        ValueError: One is none; the message has the parameter's ``name``.
+    """
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name}: got {pattern!r}; accepted are regular expressions: {error}.") from None
+
+
 def by_name(patterns: Mapping[str, str], default: str | None = None) -> ByName:
     """Labels for :func:`everybit.partition` and :func:`everybit.by_label` by regular expressions on names.
 
@@ -78,11 +91,7 @@ def by_name(patterns: Mapping[str, str], default: str | None = None) -> ByName:
         matrix: 1 parameter, 4 elements
           out.weight (2, 2)
     """
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"patterns: got {pattern!r}; accepted are regular expressions: {error}.") from None
+    require_patterns("patterns", patterns)
     return ByName(tuple(patterns.items()), default)
 
 

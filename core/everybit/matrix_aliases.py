@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everybit.combinators.chain import Chain, chain
 from everybit.combinators.masked import Partition, partition
-from everybit.labels import plain_name
+from everybit.labels import plain_name, require_patterns
 from everybit.matrix_views import MatrixView, view_for
 from everybit.orthogonalization import Arithmetic, Coefficients, Normalization
 from everybit.scalars import Hyperparameter, Scalar
@@ -127,11 +127,7 @@ def muon(
     if others is None and not views:
         return of(view)
     given = dict(views or {})
-    for pattern in given:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"views: got {pattern!r}; accepted are regular expressions: {error}.") from None
+    require_patterns("views", given)
     transforms = {"matrix": of(view), **{pattern: of(one) for pattern, one in given.items()}}
     rest = {} if others is None else {"others": others(learning_rate)}
     chosen = labels or HiddenMatrices(tuple(given.items()), NOT_HIDDEN if others is not None else None)

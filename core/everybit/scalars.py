@@ -57,6 +57,32 @@ def require(
         raise ValueError(f"{name}: got {value!r}; accepted is a finite number in {left}, {right}.")
 
 
+def require_count(name: str, value: object, what: str, least: int = 1, *, optional: bool = False) -> None:
+    """Refuse what is no whole number of at least ``least``; None, if it is ``optional``, is accepted.
+
+    Args:
+        name: The parameter's.
+        value: What was given for it.
+        what: What is accepted, such as ``"a whole number of updates"``.
+        least: The least number.
+        optional: Whether None is accepted, too.
+
+    Raises:
+        ValueError: It is another number, or none.
+    """
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{name}: got {value!r}; accepted is {what}, at least {least}{', or None' if optional else ''}."
+        )
+
+
+def square_root(x: Scalar) -> Scalar:
+    """The square root of a number, or of a 0-d tensor."""
+    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
+
+
 def is_zero(value: object) -> bool:
     """Whether a value is the number zero. A tensor is not looked at: its value may be on a device."""
     return isinstance(value, (int, float)) and value == 0

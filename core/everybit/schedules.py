@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everybit.barriers import cos
-from everybit.scalars import Schedule, is_zero, require
+from everybit.scalars import Schedule, is_zero, require, require_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,7 @@ def progress(step: Tensor, steps: float) -> Tensor:
 
 def require_steps(name: str, value: Any) -> None:
     """Refuse what is no number of updates of at least 1, with a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: got {value!r}; accepted is a whole number of updates, at least 1.")
+    require_count(name, value, "a whole number of updates")
 
 
 def require_longer(name: str, value: int, other_name: str, other: int) -> None:

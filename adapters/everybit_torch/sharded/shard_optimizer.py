@@ -241,33 +241,32 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         for shard in shards:
             optimizer = group.optimizers[shard.weights.group.dtype]
             if any(s.placement.spec.whole for s in shard.slices):
-                for n in range(len(shard.slices)):
-                    self._add_tensor(number, optimizer, shard, n)
+                for n, s in enumerate(shard.slices):
+                    self._add_run(number, optimizer, shard, [n], s.placement.spec.shape)
             else:
                 for run in contiguous_runs(shard.slices, by_index=one.draws_bits, block=one.policy.block):
                     self._add_run(number, optimizer, shard, run)
 
-    def _add_run(self, number: int, optimizer: eb.Optimizer[Any], shard: Shard, run: list[int]) -> None:
+    def _add_run(
+        self,
+        number: int,
+        optimizer: eb.Optimizer[Any],
+        shard: Shard,
+        run: list[int],
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        """Step slices that lie one after the other as a vector, or a single one, which is a whole tensor, in its ``shape``."""
         low = shard.slices[run[0]].offset if run else 0
         high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
         first = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0
         tensor = shard.weights.own[low:high]
+        tensor = tensor if shape is None else tensor.view(shape)
         named = [(shard.slices[n].placement.spec.name, shard.parameters[n]) for n in run]
         state = self.engine.init_state(optimizer, tensor, first, chunk=PIECE)
         # Counts lie where steps are computed.
         state = map_state(state, lambda x: x, lambda x: x.to(self._device))
-        gradients = _ShardGradients(shard.gradients, low, high)
-        self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=True, gradients=gradients))
-
-    def _add_tensor(self, number: int, optimizer: eb.Optimizer[Any], shard: Shard, n: int) -> None:
-        """Step a whole tensor by itself."""
-        s, parameter = shard.slices[n], shard.parameters[n]
-        spec, stop = s.placement.spec, s.offset + parameter.numel()
-        tensor = shard.weights.own[s.offset : stop].view(spec.shape)
-        state = self.engine.init_state(optimizer, tensor, spec.index)
-        gradients = _ShardGradients(shard.gradients, s.offset, stop, spec.shape)
-        named = [(spec.name, parameter)]
-        self.engine.add(Unit.of(number, optimizer, tensor, named, state, spec.index, flat=False, gradients=gradients))
+        gradients, flat = _ShardGradients(shard.gradients, low, high, shape), shape is None
+        self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=flat, gradients=gradients))
 
     def _parameter_table(self) -> ParameterTable:
         """Number all parameters that are trained, wherever they lie, those of other stages too."""

@@ -12,6 +12,7 @@ from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
+from everybit.scalars import require_count
 from everybit.transform import (
     SlotDecay,
     Transform,
@@ -57,8 +58,7 @@ class Accumulate(Wrapping):
 
     def __post_init__(self) -> None:
         require_transform(self.transform, who="accumulate")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every: got {self.every!r}; accepted is a whole number of gradients, at least 1.")
+        require_count("every", self.every, "a whole number of gradients")
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the inner transform's decay rates, and that of the mean, which its last gradient changes by ``1 / every``."""

@@ -13,6 +13,7 @@ from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
+from everybit.scalars import require_count
 from everybit.transform import (
     Transform,
     require_transform,
@@ -50,9 +51,7 @@ class ApplyIfFinite(Wrapping):
 
     def __post_init__(self) -> None:
         require_transform(self.transform, who="apply_if_finite")
-        limit = self.max_consecutive
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise ValueError(f"max_consecutive: got {limit!r}; accepted is a whole number, at least 0, or None.")
+        require_count("max_consecutive", self.max_consecutive, "a whole number", 0, optional=True)
 
     @property
     def reduces(self) -> bool:

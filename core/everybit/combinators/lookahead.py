@@ -12,7 +12,7 @@ from everybit.barriers import materialize
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
-from everybit.scalars import Hyperparameter, at, require, require_step
+from everybit.scalars import Hyperparameter, at, require, require_count, require_step
 from everybit.transform import (
     SlotDecay,
     Transform,
@@ -68,8 +68,7 @@ class Lookahead(Wrapping):
     def __post_init__(self) -> None:
         require_transform(self.transform, who="lookahead")
         require("share", self.share, 0.0, 1.0)
-        if isinstance(self.period, bool) or not isinstance(self.period, int) or self.period < 1:
-            raise ValueError(f"period: got {self.period!r}; accepted is a whole number of updates, at least 1.")
+        require_count("period", self.period, "a whole number of updates")
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Return the inner transform's decay rates, and that of ``slow``, which moves by ``share`` when it moves."""

@@ -12,7 +12,7 @@ from everybit import factored, tree
 from everybit.barriers import materialize, sqrt, sum_of_squares
 from everybit.context import ALONE, Context
 from everybit.factored import Which, factored_dimensions
-from everybit.scalars import Hyperparameter, Scalar, at, require, require_step
+from everybit.scalars import Hyperparameter, Scalar, at, require, require_count, require_step
 from everybit.transform import Cut, SlotDecay
 from everybit.transforms.stateless import Empty
 from everybit.tree import Slot
@@ -79,8 +79,7 @@ class ScaleByFactoredRms:
         factored.require_which(self.dimensions)
         for name, low in (("min_size_to_factor", 1), ("step_offset", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name}: got {value!r}; accepted is a whole number, at least {low}.")
+            require_count(name, value, "a whole number", low)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """Declare that ``variance`` moves more slowly the longer it is kept, down to ``b2_cap``."""

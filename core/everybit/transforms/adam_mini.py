@@ -13,7 +13,7 @@ from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
 from everybit.labels import plain_name
-from everybit.scalars import Hyperparameter, at, bias_correction, require, require_step
+from everybit.scalars import Hyperparameter, at, bias_correction, require, require_count, require_step
 from everybit.transform import Cut, SlotDecay
 from everybit.tree import Slot
 
@@ -63,8 +63,7 @@ class ScaleByAdamMini:
         require("b1", self.b1, 0.0, 1.0, open_high=True)
         require("b2", self.b2, 0.0, 1.0, open_high=True)
         require("eps", self.eps, 0.0)
-        if self.rows is not None and (isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1):
-            raise ValueError(f"rows: got {self.rows!r}; accepted is a number of rows, at least 1, or None.")
+        require_count("rows", self.rows, "a number of rows", optional=True)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``."""

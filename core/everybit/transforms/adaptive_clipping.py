@@ -12,7 +12,7 @@ from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
-from everybit.scalars import Hyperparameter, at, require, require_step
+from everybit.scalars import Hyperparameter, at, require, require_count, require_step
 from everybit.transform import Cut, Elementwise
 from everybit.transforms.stateless import Empty
 
@@ -172,8 +172,7 @@ class ClipByZScore(Elementwise):
     def __post_init__(self) -> None:
         require("decay", self.decay, 0.0, 1.0, open_high=True)
         require("limit", self.limit, 0.0)
-        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 1:
-            raise ValueError(f"warmup: got {self.warmup!r}; accepted is a whole number of updates, at least 1.")
+        require_count("warmup", self.warmup, "a whole number of updates")
 
     @property
     def reduces(self) -> bool:

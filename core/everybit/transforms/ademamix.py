@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_step
+from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_count, require_step
 from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
@@ -78,8 +78,7 @@ class ScaleByAdemamix(Elementwise):
             require(name, getattr(self, name), 0.0)
         for name in ("alpha_warmup", "b3_warmup"):
             updates = getattr(self, name)
-            if updates is not None and (isinstance(updates, bool) or not isinstance(updates, int) or updates < 1):
-                raise ValueError(f"{name}: got {updates!r}; accepted is a number of updates, at least 1, or None.")
+            require_count(name, updates, "a number of updates", optional=True)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``slow`` with ``b3``, ``variance`` with ``b2``."""

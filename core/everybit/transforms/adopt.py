@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, at, require, require_step
+from everybit.scalars import Hyperparameter, at, require, require_count, require_step
 from everybit.transform import Elementwise, SlotDecay
 from everybit.transforms.stateless import Empty
 from everybit.tree import Slot
@@ -118,8 +118,7 @@ class BeginAfter(Elementwise):
     steps: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
-            raise ValueError(f"steps: got {self.steps!r}; accepted is a number of updates, at least 0.")
+        require_count("steps", self.steps, "a number of updates", 0)
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""

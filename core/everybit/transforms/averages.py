@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.barriers import materialize
 from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, at, bias_correction, require, require_step
+from everybit.scalars import Hyperparameter, at, bias_correction, require, require_count, require_step
 from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
@@ -180,8 +180,7 @@ class PowerAverageWeights(_Average):
 
 
 def _require_start(start: object) -> None:
-    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        raise ValueError(f"start: got {start!r}; accepted is a number of steps, at least 0.")
+    require_count("start", start, "a number of steps", 0)
 
 
 average_weights = AverageWeights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from everybit import barriers, tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, is_zero, require, require_step
+from everybit.scalars import Hyperparameter, at, bias_correction, is_zero, require, require_step, square_root
 from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
@@ -115,7 +114,7 @@ class DAdaptAdam(Elementwise):
         step = require_step(ctx.step, "dadapt_adam")
         d = state.estimate
         b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        root, eps = _root(b2), at(self.eps, step, name="eps")
+        root, eps = square_root(b2), at(self.eps, step, name="eps")
         rate = at(self.learning_rate, step, name="learning_rate") * torch.ones_like(d)
         moves = rate > 0
         size = d * rate
@@ -133,7 +132,7 @@ class DAdaptAdam(Elementwise):
         owned = tree.leaves(ctx.axis.owned(updates))
         agreements = [barriers.sum(g.double() * w.double()) for g, w in zip(owned, tree.leaves(way), strict=True)]
         lengths = [barriers.sum(s.double().abs()) for s in tree.leaves(ctx.axis.owned(weighted))]
-        sums = ctx.axis.sum(torch.stack([_total(agreements, d), _total(lengths, d)]))
+        sums = ctx.axis.sum(torch.stack([barriers.total(agreements, d), barriers.total(lengths, d)]))
         numerator = root * state.numerator + (1 - root) * size * sums[0]
         known = moves & (sums[1] > 0)
         found = numerator / torch.where(known, (1 - root) * sums[1], 1.0)
@@ -151,14 +150,6 @@ class DAdaptAdam(Elementwise):
             torch.where(known, torch.maximum(d, found), d),
             torch.where(known, numerator, state.numerator),
         )
-
-
-def _root(x: Scalar) -> Scalar:
-    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
-
-
-def _total(terms: list[Tensor], like: Tensor) -> Tensor:
-    return barriers.sum(torch.stack(terms)) if terms else torch.zeros_like(like)
 
 
 dadapt_adam = DAdaptAdam

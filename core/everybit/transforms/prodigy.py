@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from everybit import barriers, tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, is_zero, require, require_step
+from everybit.scalars import Hyperparameter, at, bias_correction, is_zero, require, require_step, square_root
 from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
 
@@ -128,7 +127,7 @@ class Prodigy(Elementwise):
         step = require_step(ctx.step, "prodigy")
         d = state.estimate
         b1, b2 = at(self.b1, step, name="b1"), at(self.b2, step, name="b2")
-        b3 = _root(b2) if self.b3 is None else at(self.b3, step, name="b3")
+        b3 = square_root(b2) if self.b3 is None else at(self.b3, step, name="b3")
         eps, decay = at(self.eps, step, name="eps"), at(self.weight_decay, step, name="weight_decay")
         rate = at(self.learning_rate, step, name="learning_rate") * torch.ones_like(d)
         moves = rate > 0
@@ -146,7 +145,7 @@ class Prodigy(Elementwise):
         owned = tree.leaves(ctx.axis.owned(updates))
         ways = [_inner(g, p0, p) for g, p0, p in zip(owned, tree.leaves(state.start), tree.leaves(params), strict=True)]
         lengths = [barriers.sum(s.double().abs()) for s in tree.leaves(ctx.axis.owned(weighted))]
-        sums = ctx.axis.sum(torch.stack([_total(ways, d), _total(lengths, d)]))
+        sums = ctx.axis.sum(torch.stack([barriers.total(ways, d), barriers.total(lengths, d)]))
         numerator = b3 * state.numerator + relative * size * sums[0]
         known = moves & (sums[1] > 0)
 
@@ -173,17 +172,9 @@ class Prodigy(Elementwise):
         )
 
 
-def _root(x: Scalar) -> Scalar:
-    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
-
-
 def _inner(g: Tensor, start: Tensor, p: Tensor) -> Tensor:
     """The inner product of the gradient and the way back to the first weights: float64, 0-d."""
     return barriers.sum(g.double() * (start.double() - p.double()))
-
-
-def _total(terms: list[Tensor], like: Tensor) -> Tensor:
-    return barriers.sum(torch.stack(terms)) if terms else torch.zeros_like(like)
 
 
 prodigy = Prodigy

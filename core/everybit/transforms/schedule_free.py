@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.barriers import materialize
 from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require, require_step
+from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require, require_count, require_step
 from everybit.transform import Elementwise, SlotDecay
 from everybit.transforms.radam import rectification
 from everybit.tree import Slot
@@ -81,8 +81,7 @@ class ScheduleFree(Elementwise):
         if self.rectified_by is not None:
             require("rectified_by", self.rectified_by, 0.0, 1.0, open_high=True)
         require("untrusted", self.untrusted, 0.0, 1.0)
-        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps: got {self.warmup_steps!r}; accepted is a number of updates, at least 0.")
+        require_count("warmup_steps", self.warmup_steps, "a number of updates", 0)
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``base`` is a sum of all updates."""

@@ -12,6 +12,7 @@ from everybit import tree
 from everybit.barriers import materialize, sqrt, sum_of_squares
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
+from everybit.factored import factored_dimensions, moved, zeros
 from everybit.scalars import Hyperparameter, Scalar, at, require, require_step
 from everybit.transform import Cut, SlotDecay
 from everybit.tree import Slot
@@ -85,13 +86,7 @@ class ScaleByTorchAdafactor:
 
     def init(self, params: P) -> TorchAdafactorState[P]:
         """Return means of zero for all parameters."""
-
-        def zeros(p: Tensor) -> Any:
-            if p.ndim < 2 or not p.numel():
-                return torch.zeros_like(p)
-            return {"rows": torch.zeros_like(p[..., :1]), "columns": torch.zeros_like(p[..., :1, :])}
-
-        return TorchAdafactorState(tree.map(zeros, params))
+        return TorchAdafactorState(tree.map(lambda p: zeros(p, factored_dimensions(p)), params))
 
     def update(
         self, updates: P, state: TorchAdafactorState[Any], params: P, ctx: Context = ALONE
@@ -110,16 +105,8 @@ class ScaleByTorchAdafactor:
         longest = 1 / sqrt(number)
         relative = torch.where(longest > rate, rate, longest)
 
-        def moved(old: Tensor, new: Tensor) -> Tensor:
-            # A vector: a tensor without dimensions would take the dtype of the share.
-            return (old.reshape(-1) + share * (new - old).reshape(-1)).reshape(old.shape)
-
         def means(g: Tensor, v: Any) -> Any:
-            square = g * g
-            if not isinstance(v, dict):
-                return moved(v, square)
-            rows, columns = mean(square, -1).unsqueeze(-1), mean(square, -2).unsqueeze(-2)
-            return {"rows": moved(v["rows"], rows), "columns": moved(v["columns"], columns)}
+            return moved(v, g * g, share, factored_dimensions(g))
 
         def descent(g: Tensor, v: Any, p: Tensor) -> Tensor:
             least = torch.finfo(g.dtype).eps if eps1 is None else eps1

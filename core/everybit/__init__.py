@@ -34,6 +34,7 @@ from everybit.decay_schedules import (
     warmup_exponential_decay_schedule,
 )
 from everybit.formats import (
+    Blockwise,
     Format,
     Kahan,
     Master,
@@ -148,8 +149,8 @@ from everybit.update import apply_updates
 __version__ = "0.3.0.dev0"
 
 __all__ = [
-    "AdamMiniBlocks", "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices", "Hyperparameter", "Kahan",
-    "Key", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest", "Optimizer", "OptimizerName",
+    "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
+    "Hyperparameter", "Kahan", "Key", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest", "Optimizer", "OptimizerName",
     "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split",
     "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2",
     "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix",

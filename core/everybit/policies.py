@@ -12,6 +12,9 @@
 | ``FLOOR_BF16``   |     8 | bfloat16 throughout, all rounded stochastically |
 | ``PURE_BF16``    |     8 | bfloat16 throughout, all rounded to nearest, as in plain torch; refused where a moment would freeze |
 | ``ANYPRECISION`` |    10 | torchdistX's defaults: weights and second moment to nearest in bfloat16, float32 momentum; refused likewise |
+| ``LEAN_8BIT``    |  7.03 | as ``TIGHT_BF16``, moments in 8 bits with a scale for 256 elements, rounded stochastically |
+| ``FLOOR_8BIT``   |  6.03 | as ``FLOOR_BF16``, moments in 8 bits likewise |
+| ``LEAN_4BIT``    |  6.55 | as ``LEAN_8BIT``, second moment in 4 bits with a scale for 128 elements |
 
 ``KAHAN_BF16`` is for those who want to continue or compare with optimizers that compensate bfloat16 weights by a bfloat16 residual
 (torchdistX's AnyPrecisionAdamW, optimi), and for code that reads the residual as a number. Choose ``LEAN_BF16`` otherwise: it takes the
@@ -31,7 +34,7 @@ from types import MappingProxyType
 from typing import Any
 
 from everybit.dtypes import FloatDType
-from everybit.formats import Kahan, Master, Nearest, Split, Stochastic
+from everybit.formats import Blockwise, Kahan, Master, Nearest, Split, Stochastic
 from everybit.policy import ByLabel, Policy
 
 _BF16 = Nearest("bfloat16")
@@ -54,6 +57,22 @@ FLOOR_BF16 = Policy(params=Stochastic(), momentum=_BF16_STOCHASTIC, variance=_BF
 PURE_BF16 = Policy(momentum=_BF16, variance=_BF16, state=_BF16)
 ANYPRECISION = Policy(momentum=Nearest("float32"), variance=_BF16)
 
+LEAN_8BIT = Policy(
+    params=Split(8, rounding="stochastic"),
+    momentum=Blockwise("float"),
+    variance=Blockwise("float"),
+    state=_BF16_STOCHASTIC,
+)
+FLOOR_8BIT = Policy(
+    params=Stochastic(), momentum=Blockwise("float"), variance=Blockwise("float"), state=_BF16_STOCHASTIC
+)
+LEAN_4BIT = Policy(
+    params=Split(8, rounding="stochastic"),
+    momentum=Blockwise("float"),
+    variance=Blockwise("float", 4, 128),
+    state=_BF16_STOCHASTIC,
+)
+
 PRESETS: Mapping[str, Policy] = MappingProxyType(
     {
         "FP64": FP64,
@@ -66,6 +85,9 @@ PRESETS: Mapping[str, Policy] = MappingProxyType(
         "FLOOR_BF16": FLOOR_BF16,
         "PURE_BF16": PURE_BF16,
         "ANYPRECISION": ANYPRECISION,
+        "LEAN_8BIT": LEAN_8BIT,
+        "FLOOR_8BIT": FLOOR_8BIT,
+        "LEAN_4BIT": LEAN_4BIT,
     }
 )
 

@@ -9,7 +9,8 @@ from everybit.policies import PRESETS
 from everybit.policy import AnyPolicy, Policy
 
 PolicyName = Literal[
-    "FP64", "FP32", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "PURE_BF16", "ANYPRECISION"
+    "FP64", "FP32", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "PURE_BF16", "ANYPRECISION",
+    "LEAN_8BIT", "FLOOR_8BIT", "LEAN_4BIT"
 ]  # fmt: skip
 PolicyOrName = AnyPolicy | PolicyName
 

@@ -60,7 +60,7 @@ def test_wider_gradients_and_other_slots_are_counted() -> None:
         (lambda: loose.Policy(params="bfloat16"), r"Did you mean Nearest\('bfloat16'\)\?"),
         (
             lambda: loose.Policy(variance=eb.Master()),
-            r"Policy.variance: got Master.*accepted are Nearest, Stochastic, Kahan, Split, and .* for parameters only",
+            r"Policy.variance: got Master.*accepted are Nearest, Stochastic, Kahan, Split, Blockwise, and .* for parameters only",
         ),
         (lambda: loose.Policy(state=None), r"Policy.state: got None"),
         (lambda: loose.Policy(slots=[1]), r"Policy.slots: got \[1\]; accepted is a mapping"),

@@ -51,6 +51,13 @@ def core(shapes: list[tuple[int, ...]], steps: int) -> tuple[list[Tensor], Any]:
     return params, state
 
 
+EIGHT_BITS = eb.Policy(
+    params=eb.Split(8, rounding="stochastic"),
+    momentum=eb.Blockwise("float", block=32),
+    variance=eb.Blockwise("root", 4, 32),
+)
+
+
 @pytest.mark.parametrize("flat_gradients", [False, True])
 @pytest.mark.parametrize("layout", ["flat", "tree"])
 def test_every_layout_steps_as_the_core_does_and_resumes(layout: Any, flat_gradients: bool) -> None:

@@ -14,6 +14,7 @@ format                 parts                 error of one encode, relative to ``
 ``Split(16)``          value, remainder      exact                                     2 + 2
 ``Split(8)``           value, remainder      2**-16                                    2 + 1
 ``Master``             value, main           exact                                     2 + 4
+``Blockwise``          codes, scale          see :class:`Blockwise`                    1 or 0.5, + 4 / block
 =====================  ====================  ========================================  ==============================
 
 ``Kahan`` and ``Split(8)`` with stochastic rounding are off by up to twice as much, and by nothing on average.
@@ -27,6 +28,7 @@ half a unit in the last place of what was written; ``Split`` cannot tell a stale
 
 from __future__ import annotations
 
+from everybit.formats.blockwise import Blockwise
 from everybit.formats.kahan import Kahan
 from everybit.formats.main_copy import Master
 from everybit.formats.one_part import Nearest, Stochastic
@@ -44,12 +46,12 @@ from everybit.formats.protocol import (
 from everybit.formats.split import Split
 
 __all__ = [
-    "BUILT_IN", "HALF_UNITS", "SLOT_KINDS", "Format", "Kahan", "Master", "Nearest", "ParamFormat", "PartSpec", "Parts", "Rounding",
-    "SlotKind", "Split", "StateFormat", "Stochastic", "bytes_of",
+    "BUILT_IN", "HALF_UNITS", "SLOT_KINDS", "Blockwise", "Format", "Kahan", "Master", "Nearest", "ParamFormat", "PartSpec", "Parts",
+    "Rounding", "SlotKind", "Split", "StateFormat", "Stochastic", "bytes_of",
 ]  # fmt: skip
 
-BUILT_IN: tuple[type[Nearest] | type[Stochastic] | type[Kahan] | type[Split] | type[Master], ...] = (
-    Nearest, Stochastic, Kahan, Split, Master,
+BUILT_IN: tuple[type[Nearest] | type[Stochastic] | type[Kahan] | type[Split] | type[Master] | type[Blockwise], ...] = (
+    Nearest, Stochastic, Kahan, Split, Master, Blockwise,
 )  # fmt: skip
 """The formats of this package, which can be written to a file."""
 

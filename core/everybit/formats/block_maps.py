@@ -1,0 +1,161 @@
+"""Maps of block formats: which numbers in [-1, 1] a code of 8 or 4 bits stands for.
+
+A map is a rising sequence of *levels*. Maps by formula have levels from 0 to 1, and the code of a negative number is that of its
+magnitude, with a sign. Maps by table list their levels, negative ones too. Every map is used in one way: a number lies between two
+neighbouring levels, and is rounded to the nearer one, or to one of the two at random. So each map is two functions, the level of an index
+and an index near a number, of which the first decides: eager and compiled code agree on the bits however the second is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from everybit.formats.protocol import SlotKind
+
+MapName = Literal["dynamic", "linear", "root", "softsign", "float"]
+MAP_NAMES: tuple[MapName, ...] = get_args(MapName)
+
+Bits = Literal[8, 4]
+
+
+class _Float(NamedTuple):
+    """A floating-point number of few bits.
+
+    Attributes:
+        levels: Numbers that are not negative.
+        fraction: Bits of the fraction.
+        offset: What is added to such a number's bits for the upper bits of the same float32.
+        quantum: Distance of the least numbers, of which there are ``2**fraction``.
+        greatest: The greatest number.
+    """
+
+    levels: int
+    fraction: int
+    offset: int
+    quantum: float
+    greatest: float
+
+
+# In the place of a sign a number that is not negative has one more bit of the exponent.
+_FLOATS: Mapping[tuple[Bits, SlotKind], _Float] = MappingProxyType(
+    {
+        (8, "signed"): _Float(127, 3, 120 << 3, 2.0**-9, 448.0),  # e4m3
+        (8, "non-negative"): _Float(256, 3, 112 << 3, 2.0**-17, 122880.0),  # e5m3
+        (4, "signed"): _Float(8, 0, 120, 2.0**-6, 1.0),  # e3m0
+        (4, "non-negative"): _Float(16, 0, 112, 2.0**-14, 1.0),  # e4m0
+    }
+)
+
+
+def is_table(name: MapName) -> bool:
+    """Whether the map lists its levels, with the negative ones among them."""
+    return name == "dynamic"
+
+
+def has_zero(name: MapName, bits: Bits, kind: SlotKind) -> bool:
+    """Whether zero is a level: of all maps but the one for non-negative numbers in 4 bits at equal distances."""
+    return not (name == "linear" and bits == 4 and kind == "non-negative")
+
+
+def greatest_index(name: MapName, bits: Bits, kind: SlotKind) -> int:
+    """The index of the last level, which is 1."""
+    if name == "float":
+        return _FLOATS[bits, kind].levels - 1
+    whole = (1 << bits) - 1
+    return whole if kind == "non-negative" or is_table(name) else whole >> 1
+
+
+def level(name: MapName, bits: Bits, kind: SlotKind, index: Tensor) -> Tensor:
+    """The number in [-1, 1] that an index stands for.
+
+    Args:
+        name: Of the map.
+        bits: Of a code.
+        kind: Of the numbers.
+        index: Integers from 0 to :func:`greatest_index`; int32.
+
+    Returns:
+        float32, of the same shape.
+    """
+    if is_table(name):
+        return index.new_tensor(table(bits, kind), dtype=torch.float32)[index.long()]
+    top = greatest_index(name, bits, kind)
+    if name == "float":
+        _, fraction, offset, quantum, greatest = _FLOATS[bits, kind]
+        normal = ((index + offset) << (23 - fraction)).view(torch.float32)
+        return torch.where(index < 1 << fraction, index.float() * quantum, normal) / greatest
+    number = index.float()
+    if name == "root":
+        return number * number / float(top * top)
+    if name == "softsign":
+        return number / (2.0 * top - number)
+    return number / top if has_zero(name, bits, kind) else (number + 1.0) / (top + 1.0)
+
+
+def index_near(name: MapName, bits: Bits, kind: SlotKind, x: Tensor) -> Tensor:
+    """The index of the last level that is not above a number, or the index after it.
+
+    Args:
+        name: Of the map.
+        bits: Of a code.
+        kind: Of the numbers.
+        x: float32, in [0, 1]; in [-1, 1] for maps by table.
+
+    Returns:
+        int32, of the same shape; it may be out of range by one.
+    """
+    if is_table(name):
+        return _search(table(bits, kind), x)
+    # More than the errors of the operations below, and less than the distance of two levels: no index is too low, none too high by two.
+    x = x * (1.0 + 2.0**-20)
+    top = greatest_index(name, bits, kind)
+    if name == "float":
+        _, fraction, offset, quantum, greatest = _FLOATS[bits, kind]
+        wide = x * greatest
+        normal = (wide.view(torch.int32) >> (23 - fraction)) - offset
+        return torch.where(wide < 2.0**fraction * quantum, (wide / quantum).to(torch.int32), normal)
+    if name == "root":
+        return (x.sqrt() * float(top)).to(torch.int32)
+    if name == "softsign":
+        return (2.0 * x / (1.0 + x) * top).to(torch.int32)
+    return (x * top).to(torch.int32) if has_zero(name, bits, kind) else (x * (top + 1.0)).to(torch.int32) - 1
+
+
+def _search(levels: tuple[float, ...], x: Tensor) -> Tensor:
+    """The index of the last level that is not above ``x``, at least 0, by halving."""
+    known = x.new_tensor(levels)
+    found = torch.zeros_like(x, dtype=torch.int64)
+    step = len(levels) >> 1
+    while step:
+        tried = found + step
+        found = torch.where(known[tried] <= x, tried, found)
+        step >>= 1
+    return found.to(torch.int32)
+
+
+@cache
+def table(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
+    """The levels of the dynamic map, rising: decades, each with twice as many levels as the one below it.
+
+    The greatest is 1. There is no -1: the most negative level of the signed map lies below it by half a distance.
+
+    Reference:
+        Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, section 2.1 (dynamic tree quantization); the levels are those of
+        bitsandbytes' ``create_dynamic_map`` with 7 decades for 8 bits and 3 for 4 bits, and of torchao's maps, bit for bit.
+    """
+    decades, signed = (7 if bits == 8 else 3), kind == "signed"
+    levels = [0.0, 1.0]
+    for decade in range(decades):
+        intervals = 1 << (decade if signed else decade + 1) << (bits - 1 - decades)
+        edges = torch.linspace(0.1, 1, intervals + 1, dtype=torch.float32)
+        means = 10.0 ** (decade - decades + 1) * ((edges[:-1] + edges[1:]) / 2.0)
+        levels += means.tolist()
+        levels += (-means).tolist() if signed else []
+    assert len(levels) == 1 << bits, (bits, kind, len(levels))
+    return tuple(sorted(levels))

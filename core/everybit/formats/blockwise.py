@@ -1,0 +1,222 @@
+"""State in 8 or 4 bits for each element, and one scale for each block of elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from everybit.dtypes import ComputeDType, require_member
+from everybit.formats import block_maps
+from everybit.formats.block_maps import MAP_NAMES, Bits, MapName
+from everybit.formats.protocol import SPLITS_FLOAT32, Parts, PartSpec, Rounding, SlotKind, StateFormat
+from everybit.random_bits import Key, uniform
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
+
+_SMALLEST_NORMAL = 2.0**-126
+
+
+@dataclass(frozen=True, slots=True)
+class Blockwise(StateFormat):
+    """Codes of 8 or 4 bits, and for each block of elements its greatest magnitude as their common scale.
+
+    A number is divided by its block's scale, and the code is that of a neighbouring level of a map in [-1, 1]. Blocks are counted from the
+    parameter's own first element, so that codes and scales do not depend on how a model is sharded.
+
+    In slots without negative numbers, such as second moments, a number above zero never becomes zero: it becomes the least level above
+    zero at least. A step divides by the root of such a number. A block with a number that is not finite has the scale NaN and is NaN
+    throughout; no other block is concerned.
+
+    Args:
+        map: The levels, for signed numbers and for others.
+
+            * ``"dynamic"``: decades with ever more levels, 5.5e-7 to 1, as bitsandbytes and torchao have them.
+            * ``"linear"``: equal distances. In 4 bits without negative numbers sixteenths, of which none is zero, as torchao has them.
+            * ``"root"``: squares of equal distances, 1.5e-5 to 1 for 255 levels (6.2e-5 for 127).
+            * ``"softsign"``: ``y / (2 - y)`` for equal distances ``y``.
+            * ``"float"``: floating-point numbers over the greatest one. In 8 bits e4m3, 4.4e-6 to 1, and without a sign e5m3, 6.2e-11 to 1;
+              in 4 bits powers of two, 1.6e-2 to 1, and without a sign 6.1e-5 to 1.
+        bits: Of a code. Two codes of 4 bits share a byte, the first element in its upper half.
+        block: Elements with a common scale: a power of two, 32 to 2048.
+        rounding: ``"stochastic"``: to one of the two neighbouring levels, at random so that the expectation is right; ``"nearest"``: to the
+            nearer one, which stops slow averages and is refused for them.
+        scale: dtype of the scales. A bfloat16 is rounded up, so that no number is above its block's scale.
+        kind: Of the slot; filled in by the policy.
+
+    Raises:
+        ValueError: An argument out of range.
+
+    Reference:
+        Dettmers et al. 2021, https://arxiv.org/abs/2110.02861 (blocks, the dynamic map); Li et al. 2023,
+        https://arxiv.org/abs/2309.01507 (4 bits; zero is left out of second moments).
+    """
+
+    map: MapName = "dynamic"
+    bits: Bits = 8
+    block: int = 256
+    rounding: Rounding = "stochastic"
+    scale: Literal["float32", "bfloat16"] = "float32"
+    kind: SlotKind = "signed"
+
+    def __post_init__(self) -> None:
+        require_member(self.map, MAP_NAMES, field="Blockwise.map")
+        require_member(self.rounding, ("nearest", "stochastic"), field="Blockwise.rounding")
+        require_member(self.scale, ("float32", "bfloat16"), field="Blockwise.scale")
+        require_member(self.kind, ("signed", "non-negative"), field="Blockwise.kind")
+        if self.bits not in (8, 4) or isinstance(self.bits, bool):
+            raise ValueError(f"Blockwise.bits: got {self.bits!r}; accepted are 8 and 4.")
+        if self.block not in BLOCKS or isinstance(self.block, bool):
+            raise ValueError(f"Blockwise.block: got {self.block!r}; accepted are {', '.join(map(str, BLOCKS))}.")
+
+    def for_slot(self, kind: SlotKind, compute: ComputeDType) -> Blockwise:
+        """Return the format for numbers of this kind."""
+        return replace(self, kind=kind)
+
+    @property
+    def draws_bits(self) -> bool:
+        """Whether ``encode`` rounds at random."""
+        return self.rounding == "stochastic"
+
+    def objection(self, compute: ComputeDType) -> str | None:
+        """Return the objection to float64 as the compute dtype: levels are numbers of float32."""
+        return SPLITS_FLOAT32 if compute == "float64" else None
+
+    def parts(self) -> tuple[PartSpec, ...]:
+        """Describe the codes and the scales."""
+        scale = PartSpec("scale", torch.bfloat16 if self.scale == "bfloat16" else torch.float32, self.block)
+        if self.bits == 4:
+            return PartSpec("codes", torch.uint8, 2), scale
+        return PartSpec("codes", torch.int8 if self._has_signs else torch.uint8), scale
+
+    def levels(self) -> Tensor:
+        """The numbers that codes stand for, over the scale of their block, rising: float32, 1-d."""
+        indices = torch.arange(self._greatest + 1, dtype=torch.int32)
+        found = self._level(indices)
+        return torch.cat([-found[1:].flip(0), found]) if self._has_signs else found
+
+    def encode(self, x: Tensor, key: Key) -> Parts:
+        """Round the numbers to levels of their blocks.
+
+        Raises:
+            RuntimeError: A value that is differentiated: codes carry no derivative.
+        """
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError(
+                f"{self}: got a value that is differentiated; codes carry no derivative. Accepted in differentiable steps are formats"
+                " of floating-point numbers, such as Nearest('float32') or Split(16)."
+            )
+        exact = x.detach()
+        scale, divisor = self._scales(_rows(exact, self.block))
+        index = self._rounded(exact, _spread(divisor, self.block, exact.shape), key)
+        if self._has_signs:
+            index = torch.where(exact < 0, -index, index)
+        if self.bits == 4:
+            return _packed(index + self._greatest if self._has_signs else index), scale
+        return index.to(torch.int8 if self._has_signs else torch.uint8), scale
+
+    def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
+        """The levels, times the scales of their blocks."""
+        codes, scale = parts
+        index = _unpacked(codes, shape) if self.bits == 4 else codes.to(torch.int32)
+        if self._has_signs and self.bits == 4:
+            index = index - self._greatest
+        found = self._level(index.abs())
+        if self._has_signs:
+            found = torch.where(index < 0, -found, found)
+        return found * _spread(scale.float(), self.block, shape)
+
+    def resolution(self, compute: ComputeDType) -> float:
+        """0 for stochastic rounding; else half the greatest distance of two neighbouring levels, relative to the smaller one."""
+        if self.rounding == "stochastic":
+            return 0.0
+        levels: list[float] = [number for number in self.levels().tolist() if number > 0]
+        return max((above - below) / (2.0 * below) for below, above in pairwise(levels))
+
+    @property
+    def _has_signs(self) -> bool:
+        """Whether codes of negative numbers are those of their magnitude with a sign."""
+        return self.kind == "signed" and not block_maps.is_table(self.map)
+
+    @property
+    def _greatest(self) -> int:
+        return block_maps.greatest_index(self.map, self.bits, self.kind)
+
+    def _level(self, index: Tensor) -> Tensor:
+        return block_maps.level(self.map, self.bits, self.kind, index)
+
+    def _scales(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales of blocks as they are stored, and what numbers are divided by: float32."""
+        greatest = rows.abs().amax(1)
+        if self.kind == "signed" and not self._has_signs:
+            # The map has no -1. A block whose greatest number is negative would lose a little of it at every step.
+            is_negative = -rows.amin(1) >= greatest
+            greatest = torch.where(is_negative, greatest / -block_maps.table(self.bits, self.kind)[0], greatest)
+        if self.kind == "non-negative":
+            # So that the least level above zero is above zero in float32, too.
+            greatest = torch.where(greatest > 0, greatest.clamp(min=_SMALLEST_NORMAL), greatest)
+        greatest = torch.where(greatest < torch.inf, greatest, torch.nan)
+        if self.scale == "bfloat16":
+            upper = (greatest.view(torch.int32) + 0xFFFF) & -0x10000
+            # Nothing in bfloat16 is above its greatest number but infinity.
+            upper = torch.where(greatest == greatest, upper.clamp(max=0x7F7F0000), 0x7FC00000)
+            greatest = upper.view(torch.float32)
+            stored = (upper >> 16).to(torch.int16).view(torch.bfloat16)
+        else:
+            stored = greatest
+        return stored, torch.where(greatest > 0, greatest, 1.0)
+
+    def _rounded(self, x: Tensor, unit: Tensor, key: Key) -> Tensor:
+        """The indices of levels: int32, of the shape of ``x``."""
+        magnitude = x if block_maps.is_table(self.map) and self.kind == "signed" else x.abs()
+        y = magnitude / unit
+        # Of a block that is not finite every code is the same; a bfloat16 scale may be below the greatest float32.
+        y = torch.where(y <= 1.0, y, 1.0)
+        near = block_maps.index_near(self.map, self.bits, self.kind, y).clamp(0, self._greatest)
+        before, after = (near - 1).clamp(min=0), (near + 1).clamp(max=self._greatest)
+        here = self._level(near)
+        is_after = here > y
+        low, high = torch.where(is_after, before, near), torch.where(is_after, near, after)
+        below = torch.where(is_after, self._level(before), here)
+        above = torch.where(is_after, here, self._level(after))
+        if self.rounding == "nearest":
+            left, right = y - below, above - y
+            up = (right < left) | ((right == left) & ((low & 1) == 1))
+        else:
+            up = (y - below) > uniform(key.bits(x)) * (above - below)
+            # A number that is stored already stays as it is: dividing by the scale may have moved it off its level.
+            up = (up | (above * unit == magnitude)) & (below * unit != magnitude)
+        index = torch.where(up, high, low)
+        if self.kind == "non-negative" and block_maps.has_zero(self.map, self.bits, self.kind):
+            index = torch.where(x > 0, index.clamp(min=1), index)
+        return index
+
+
+def _rows(x: Tensor, block: int) -> Tensor:
+    """The elements in rows of a block each; zeros in the place of those that the last block lacks."""
+    flat = x.reshape(-1)
+    lacking = -flat.numel() % block
+    if lacking:
+        flat = torch.cat([flat, flat.new_zeros(lacking)])
+    return flat.view(-1, block)
+
+
+def _spread(scale: Tensor, block: int, shape: torch.Size) -> Tensor:
+    """For each element the number of its block."""
+    found = scale[:, None].expand(-1, block).reshape(-1)
+    return (found if shape.numel() % block == 0 else found[: shape.numel()]).view(shape)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Two codes in a byte, the first in its upper half; zero in the place of a last one that lacks."""
+    pairs = _rows(codes, 2)
+    return (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)
+
+
+def _unpacked(packed: Tensor, shape: torch.Size) -> Tensor:
+    wide = packed.to(torch.int32)
+    codes = torch.stack([wide >> 4, wide & 0xF], 1).view(-1)
+    return (codes if shape.numel() % 2 == 0 else codes[:-1]).view(shape)

@@ -24,7 +24,11 @@ from tests.support.ranks import run
 
 STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BLOCKS = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=Int8Blocks(16))
-DRAWING = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=eb.Stochastic())
+DRAWING = eb.Policy(
+    params=eb.Split(8, rounding="stochastic"),
+    momentum=eb.Blockwise("float", block=32),
+    variance=eb.Blockwise("float", 4, 32, scale="bfloat16"),
+)
 
 
 class Model(nn.Module):

@@ -14,6 +14,11 @@ from everybit_torch import TorchOptimizer
 from tests.support.block_formats import Int8Blocks, Int8Residual
 
 POLICY = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=Int8Blocks(16))
+BLOCKWISE = eb.Policy(
+    params=eb.Split(8, rounding="stochastic"),
+    momentum=eb.Blockwise("float", block=32),
+    variance=eb.Blockwise("root", 4, 32, scale="bfloat16"),
+)
 SHAPES = [(7, 9), (9,), (64,), (3, 32), (), (5, 33)]
 
 
@@ -42,20 +47,13 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def core(shapes: list[tuple[int, ...]], steps: int) -> tuple[list[Tensor], Any]:
+def core(shapes: list[tuple[int, ...]], steps: int, policy: eb.Policy = POLICY) -> tuple[list[Tensor], Any]:
     params: list[Tensor] = [p.detach() for p in parameters(shapes)]
-    optimizer = eb.with_policy(eb.adamw(0.01), POLICY)
+    optimizer = eb.with_policy(eb.adamw(0.01), policy)
     state = optimizer.init(params)
     for step in range(steps):
         params, state = optimizer.step(params, [gradient(p, n, step) for n, p in enumerate(params)], state)
     return params, state
-
-
-EIGHT_BITS = eb.Policy(
-    params=eb.Split(8, rounding="stochastic"),
-    momentum=eb.Blockwise("float", block=32),
-    variance=eb.Blockwise("root", 4, 32),
-)
 
 
 @pytest.mark.parametrize("flat_gradients", [False, True])
@@ -90,6 +88,27 @@ def test_every_layout_steps_as_the_core_does_and_resumes(layout: Any, flat_gradi
     assert same(stored(made), stored(again))
 
 
+@pytest.mark.parametrize("layout", ["flat", "tree"])
+def test_blockwise_state_is_that_of_the_core_in_every_layout_saved_and_loaded(layout: Any) -> None:
+    made = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=BLOCKWISE, layout=layout)
+    train(made, range(3))
+    params, state = core(SHAPES, 3, BLOCKWISE)
+    assert same(made.param_groups[0]["params"], params)
+    adam = next(one for one in state.inner.states if hasattr(one, "variance"))
+    for number, entries in made.state_dict()["state"].items():
+        for name, part in zip(("variance", "variance.scale"), adam.variance[number], strict=True):
+            assert entries[name].dtype is part.dtype
+            assert torch.equal(entries[name], part)
+    fresh = parameters(SHAPES)
+    for p, value in zip(fresh, params, strict=True):
+        p.data.copy_(value)
+    again = TorchOptimizer(fresh, eb.adamw, lr=0.01, policy=BLOCKWISE, layout="tree" if layout == "flat" else "flat")
+    again.load_state_dict(made.state_dict())
+    train(made, range(3, 5))
+    train(again, range(3, 5))
+    assert same(stored(made), stored(again))
+
+
 def test_a_long_buffer_is_stepped_in_pieces_that_end_at_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for piece in (1 << 17, 50):
@@ -101,11 +120,19 @@ def test_a_long_buffer_is_stepped_in_pieces_that_end_at_blocks(monkeypatch: pyte
     assert same(*found)
 
 
-def test_compiled_gives_the_uncompiled_bits_where_blocks_are_whole_and_where_they_are_not() -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(POLICY, marks=pytest.mark.exhaustive, id="own"),
+        pytest.param(BLOCKWISE, marks=pytest.mark.exhaustive, id="Blockwise"),
+        pytest.param(eb.Policy(momentum=eb.Blockwise("float", block=32)), id="momentum"),
+    ],
+)
+def test_compiled_gives_the_uncompiled_bits_where_blocks_are_whole_and_where_they_are_not(policy: eb.Policy) -> None:
     found = []
     for compile in (False, True):
         optimizer = TorchOptimizer(
-            parameters([(64,), (3, 32), (5, 33)]), eb.lion, lr=0.01, policy=POLICY, compile=compile
+            parameters([(64,), (3, 32), (5, 33)]), eb.lion, lr=0.01, policy=policy, compile=compile
         )
         train(optimizer, range(2))
         found.append(stored(optimizer))

@@ -315,7 +315,8 @@ class Engine:
             counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
             fetch = None if self._copies is None else self._copies.fetch
             group, grad = self.groups[unit.group], gathered.get(id(unit))
-            part = Part(self.optimizer_of(unit), unit, grad, counted, due.get(id(unit), ()), fetch, group)
+            find = group.partial_result if group.compiles(unit) else None
+            part = Part(self.optimizer_of(unit), unit, grad, counted, due.get(id(unit), ()), fetch, find)
             parts.setdefault(group.source, []).append(part)
         axis = eb.Local if over is None else over.axis
         return {source: find_totals(members, axis, self.reads, known) for source, members in parts.items()}

@@ -290,13 +290,13 @@ class Group:
         counted: bool,
         due: Due,
     ) -> Pending | None:
-        """:func:`~everybit_torch.asking.ask_unit`, by compiled code where steps are compiled."""
+        """:func:`~everybit_torch.asking.ask_unit`, by compiled code where that is possible."""
         optimizer = self.optimizer_of(unit)
 
         def uncompiled() -> Pending | None:
             return ask_unit(optimizer, unit, state, grad, totals, reads=reads, counted=counted, due=due)
 
-        if not (self.compiles(unit) and self._can_compile(unit)):
+        if not self._can_compile(unit):
             return uncompiled()
         inputs = self._inputs(unit, state, grad, totals, due, (("reads", reads), ("counted", counted)))
         return self._partial_results.step(inputs, self.arguments, self._read_numbers(unit.tensor.device), uncompiled)

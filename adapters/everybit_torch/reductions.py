@@ -24,7 +24,6 @@ from everybit.optimizer import OptimizerState
 from everybit.replay import Kind, Pending, ReplayAxis
 from everybit_torch.asking import Reads, ask_unit, ask_without_elements
 from everybit_torch.gradients import Gathered, MemberGradients
-from everybit_torch.groups import Group
 from everybit_torch.host_counts import Due
 from everybit_torch.units import Unit
 
@@ -48,7 +47,7 @@ class Part(NamedTuple):
         counted: Whether this process is the one that contributes its elements.
         due: Which periodic work is due for it; see ``Engine.step_unit``.
         fetch: Brings a tensor of the unit's state to where the unit is stepped; None: it is there.
-        group: Whose compiled code finds partial results; None: they are found uncompiled.
+        find: Finds partial results by compiled code, as :func:`~everybit_torch.asking.ask_unit` does; None: they are found uncompiled.
     """
 
     optimizer: eb.Optimizer[Any]
@@ -57,7 +56,7 @@ class Part(NamedTuple):
     counted: bool = True
     due: Due = ()
     fetch: Callable[[Tensor], Tensor] | None = None
-    group: Group | None = None
+    find: Callable[..., Pending | None] | None = None
 
 
 def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads, known: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -122,9 +121,8 @@ def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads:
 
 def _partial_results(part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads) -> Iterator[Pending]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
-    optimizer, unit, _, counted, due, fetch, group = part
-    compiled = group is not None and group.compiles(unit)
-    if reads.promises(optimizer, unit).whole or (unit.tensor.ndim != 1 and not compiled):
+    optimizer, unit, _, counted, due, fetch, compiled = part
+    if reads.promises(optimizer, unit).whole or (unit.tensor.ndim != 1 and compiled is None):
         chunks: Iterable[tuple[Any, Unit]] = [(cast(Any, ...), unit)]
         names = None
     else:
@@ -138,7 +136,7 @@ def _partial_results(part: Part, grad: Gathered, totals: Sequence[Tensor], reads
         chunks, names = pieces if unit.flat else [(cast(Any, ...), unit)], source.names
     for where, chunk in chunks:
         state = chunk.state if fetch is None else _fetched(chunk.state, names, fetch)
-        find = partial(ask_unit, optimizer) if group is None else group.partial_result
+        find = partial(ask_unit, optimizer) if compiled is None else compiled
         pending = find(chunk, state, grad[where], totals, reads=names, counted=counted, due=due)
         del state
         if pending is None:

@@ -10,7 +10,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +71,12 @@ def audit_checkpoint(
     weights, saved = _contents(path, model_key, optimizer_key)
     names = _names(path, weights, saved)
     parameters = {number: nn.Parameter(weights[name].detach().clone()) for number, name in names.items()}
+    state = saved["state"]
+    if VERSION_KEY in saved:
+        # Formats of everybit may store codes in the place of numbers.
+        state = cast(TorchOptimizer, _optimizer(path, saved, parameters, optimizer, policy)).full_state_dict()["state"]
     for number, parameter in parameters.items():
-        mean = _momentum(saved["state"].get(number, {}))
+        mean = _momentum(state.get(number, {}))
         if mean is not None:
             if mean.shape != parameter.shape:
                 raise ValueError(

@@ -147,6 +147,7 @@ from everybit.tree import Slot, state
 from everybit.update import apply_updates
 
 __version__ = "0.3.0.dev0"
+from everybit.wide_parameters import keep_wide
 
 __all__ = [
     "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
@@ -159,19 +160,19 @@ __all__ = [
     "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule",
     "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "ema_nesterov",
     "exponential_decay_schedule", "flattened", "freezable", "freeze", "heads", "identity", "inject_hyperparameters",
-    "inverse_sqrt_schedule", "join_schedules", "label_table", "lamb", "laprop", "lars", "layerwise_decay", "linear_one_cycle_schedule",
-    "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "matrix", "mean_weights", "muon", "mup_scales", "nadam",
-    "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule", "optimizers", "orthogonalize",
-    "outer_gradient", "partition", "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule",
-    "power_average_weights", "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance", "relative_step_schedule",
-    "require_step", "rmsprop", "row_blocks", "rprop", "running_mean", "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad",
-    "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix",
-    "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars", "scale_by_learning_rate",
-    "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
-    "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio",
-    "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd",
-    "sgdr_schedule", "signum", "skip_large_updates", "sm3", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decayed_weights",
-    "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
-    "yogi", "zero_nans",
+    "inverse_sqrt_schedule", "join_schedules", "keep_wide", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
+    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "matrix", "mean_weights",
+    "muon", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule",
+    "optimizers", "orthogonalize", "outer_gradient", "partition", "piecewise_constant_schedule", "piecewise_interpolate_schedule",
+    "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy", "proximal_decay", "radam",
+    "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "row_blocks", "rprop", "running_mean", "sam_point", "scale",
+    "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax",
+    "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars",
+    "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam",
+    "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam",
+    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",
+    "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sm3", "sqrt", "stable_adamw", "state",
+    "state_dict", "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree", "unfreeze",
+    "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule",
+    "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

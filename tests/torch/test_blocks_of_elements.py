@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit_torch import TorchOptimizer
+from everybit_torch import AdamW, TorchOptimizer, audit_checkpoint
 from tests.support.block_formats import Int8Blocks, Int8Residual
 
 POLICY = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=Int8Blocks(16))
@@ -107,6 +108,35 @@ def test_blockwise_state_is_that_of_the_core_in_every_layout_saved_and_loaded(la
     train(made, range(3, 5))
     train(again, range(3, 5))
     assert same(stored(made), stored(again))
+
+
+def test_a_number_that_is_not_finite_spoils_its_block_alone_and_is_reported_by_name(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 4)).to(torch.bfloat16)
+    optimizer = AdamW(model.named_parameters(), lr=0.01, policy=BLOCKWISE)
+    for step in range(2):
+        for number, p in enumerate(model.parameters()):
+            p.grad = gradient(p, number, step)
+        if step:
+            spoiled = next(iter(model.parameters())).grad
+            assert spoiled is not None
+            spoiled[3, 5] = torch.inf
+        optimizer.step()
+    full = optimizer.full_state_dict()["state"]
+    for entries in full.values():
+        for slot in ("momentum", "variance"):
+            is_nan = entries[slot].isnan()
+            first = entries[slot].shape == (16, 32)
+            assert int(is_nan.sum()) == (32 if first else 0)
+            assert not first or bool(is_nan[3].all())
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    layers = {layer.name: layer.nonfinite for layer in audit_checkpoint(path, policy=BLOCKWISE)}
+    assert layers == {
+        "0.weight": dict.fromkeys(("gradient", "weights", "momentum", "variance"), 32),
+        "0.bias": {},
+        "1.weight": {},
+        "1.bias": {},
+    }
 
 
 def test_a_long_buffer_is_stepped_in_pieces_that_end_at_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

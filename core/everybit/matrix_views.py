@@ -47,6 +47,17 @@ class MatrixView:
             return [(size, columns) for size in self.sizes]
         return [(rows, columns)]
 
+    def atoms(self, shape: Sequence[int]) -> int:
+        """The number of equal parts of a parameter, one after the other in memory, that no matrix lies across.
+
+        Raises:
+            ValueError: It cannot be seen so.
+        """
+        shapes = self.shapes(shape)
+        if self.kind == "batched":
+            return shape[0]
+        return math.prod(shapes[0][:-2]) if len(shapes) == 1 else len(shapes) if len(set(shapes)) == 1 else 1
+
     def split(self, x: Tensor) -> list[Tensor]:
         """The batches of matrices that a tensor is, as views where its memory allows it."""
         shapes = self.shapes(x.shape)

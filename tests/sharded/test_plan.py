@@ -166,6 +166,13 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
     # Whole tensors, with factors in the place of a slot; ranks without a tensor.
     (eb.policies.LEAN_BF16, True, 1, eb.chain(eb.clip_by_global_norm(1.0), eb.torch_adafactor(1e-3))),
     (None, False, 2, eb.novograd(1e-3)),
+    # Matrices that are cut between heads, and others that are not, in shares of different lengths.
+    (
+        dataclasses.replace(KAHAN, grads=BF16_WIRE),
+        True,
+        2,
+        eb.muon(1e-3, views={"inner": eb.heads(9)}, others=eb.adamw, steps=1),
+    ),
 ]
 
 

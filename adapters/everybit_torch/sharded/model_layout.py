@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 import everybit as eb
+from everybit.atoms import atoms, of_atoms, step_cost
 from everybit.dtypes import dtype_name
 from everybit.parts import needs_whole_tensors
 from everybit.policies import native
@@ -110,6 +111,9 @@ def describe(
                 f"copies: got {name!r}, of which a step draws random bits under its policy, and nothing says which parameter's they have to"
                 f" be; accepted with it is a dict with the name in the other part of the model: {{{name!r}: 'embed.weight'}}."
             )
+    parts_of, labelled = _cut_into_atoms(
+        {name: p for name, p in by_name.items() if name in label_of}, label_of, labelled
+    )
     mesh = mesh_of(list(parameters.values()))
     specs, counted = [], dict.fromkeys((p.dtype for p in parameters.values()), 0)
     for key, parameter in parameters.items():
@@ -120,6 +124,7 @@ def describe(
         part = part_beside(parameter, mesh)
         first = first_element_of_part(name, parameter, block, draws_bits=one is not None and one.draws_bits)
         whole = one is not None and needs_whole_tensors(one.transform)
+        shape = tuple(local(parameter).shape)
         if whole and part is not None and part.sizes != part.whole:
             raise ValueError(
                 f"transform: got one that must see whole tensors (its cut is 'tensor') for {name}, of which tensor parallelism gives this"
@@ -128,7 +133,7 @@ def describe(
         specs.append(
             ParameterSpec(
                 tuple(names[key]),
-                tuple(local(parameter).shape),
+                shape,
                 parameter.dtype,
                 parameter.requires_grad,
                 homes[key],
@@ -138,6 +143,7 @@ def describe(
                 part,
                 name not in copies and (part is None or part.counted),
                 whole,
+                *parts_of.get(name, (1, 0.0)),
             )
         )
         if name not in copies:  # whose places are those of another part's parameter
@@ -254,6 +260,34 @@ def _label(
                 source[name], chosen(transforms[source[name]], decisions[name]), own_policy
             )
     return label_of, labelled
+
+
+def _cut_into_atoms(
+    trained: Mapping[str, nn.Parameter], label_of: Mapping[str, str], labelled: Mapping[str, LabelledTransform]
+) -> tuple[dict[str, tuple[int, float]], dict[str, LabelledTransform]]:
+    """Into how many parts each whole parameter may be cut and what a step on it costs, by name; and the labels' transforms.
+
+    Some of these then step batches of such parts.
+    """
+    found: dict[str, dict[str, tuple[int, float]]] = {}
+    for name, parameter in trained.items():
+        one = labelled[label_of[name]]
+        if local(parameter).numel() and needs_whole_tensors(one.transform):
+            shape = tuple(local(parameter).shape)
+            try:
+                parts = atoms(one.transform, shape), step_cost(one.transform, shape)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            found.setdefault(label_of[name], {})[name] = parts
+    parts_of: dict[str, tuple[int, float]] = {}
+    changed = dict(labelled)
+    for label, members in found.items():
+        # All of a label are stepped as batches of parts, or none is.
+        cuttable = min(count for count, _ in members.values()) > 1
+        parts_of |= {name: (count if cuttable else 1, cost) for name, (count, cost) in members.items()}
+        if cuttable:
+            changed[label] = replace(labelled[label], transform=of_atoms(labelled[label].transform))
+    return parts_of, changed
 
 
 def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPrecision) -> dict[str, tuple[str, Policy]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeVar, get_args
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.context import ALONE, Context
 from everybit.labels import plain_name
-from everybit.matrix_views import MatrixView, view_for
+from everybit.matrix_views import MatrixView, batched, view_for
 from everybit.orthogonalization import Arithmetic, Coefficients, Normalization, orthogonalized, triples
 from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
 from everybit.transform import Cut
@@ -101,7 +101,7 @@ class Orthogonalize:
             if not leaf.numel():
                 continue
             try:
-                self._view(leaf).shapes(leaf.shape)
+                self._view(leaf.shape).shapes(leaf.shape)
             except ValueError as error:
                 raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
         return Empty()
@@ -120,16 +120,43 @@ class Orthogonalize:
         def whole(leaf: Tensor) -> Tensor:
             if not leaf.numel():
                 return leaf
-            view = self._view(leaf)
+            view = self._view(leaf.shape)
             return view.joined([one(batch) for batch in view.split(leaf)], leaf.shape)
 
         return tree.map(whole, updates), state
 
-    def _view(self, leaf: Tensor) -> MatrixView:
-        view = self.view or view_for(leaf.shape)
+    def step_cost(self, shape: Sequence[int]) -> float:
+        """Return the multiply-adds of the iterations on all matrices of a parameter of this shape; see :mod:`everybit.atoms`.
+
+        Raises:
+            ValueError: A parameter cannot be seen so.
+        """
+        total = 0.0
+        for *batch, rows, columns in self._view(shape).shapes(shape):
+            short, long = sorted((rows, columns))
+            of_each = sum(
+                2 * short**2 * long + (short**3 if c else 0) for *_, c in triples(self.coefficients, self.steps)
+            )
+            total += math.prod(batch) * of_each
+        return total
+
+    def atoms(self, shape: Sequence[int]) -> int:
+        """Return the number of equal parts of a parameter of this shape that no matrix lies across.
+
+        Raises:
+            ValueError: A parameter cannot be seen so.
+        """
+        return self._view(shape).atoms(shape)
+
+    def of_atoms(self) -> Orthogonalize:
+        """Return the transform for a batch of such parts."""
+        return self if self.view is None else replace(self, view=batched())
+
+    def _view(self, shape: Sequence[int]) -> MatrixView:
+        view = self.view or view_for(shape)
         if view is None:
             raise ValueError(
-                f"got shape {tuple(leaf.shape)}; accepted are matrices, convolutions (four or five dimensions), and parameters for which a"
+                f"got shape {tuple(shape)}; accepted are matrices, convolutions (four or five dimensions), and parameters for which a"
                 " view is named. Give others to another transform: everybit.muon(..., others=everybit.adamw), or everybit.partition."
             )
         return view

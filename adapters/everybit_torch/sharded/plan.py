@@ -48,6 +48,7 @@ from everybit_torch.sharded.offload_rules import require_offload
 from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.planning.access import access_bytes
 from everybit_torch.sharded.planning.construction import construction_peak
+from everybit_torch.sharded.planning.distribution import WholeTensors, distribution
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import StepBytes, meter
 from everybit_torch.sharded.planning.peaks import asked_peak, bucket_peak, norm_peak, step_peak
@@ -92,7 +93,8 @@ def plan(
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
-    Ranks differ by their padding and by counters, some bytes. What a model has beside its parameters (buffers) is not counted. Where a
+    Ranks differ by their padding and by counters, some bytes; and by what they have of tensors that must stay whole, of which
+    :attr:`Plan.whole_tensors` names the rank with the most. What a model has beside its parameters (buffers) is not counted. Where a
     parameter had no gradient on any rank in some step, counters of its own are added, which only ``FlatStepper.plan`` can know.
 
     Args:
@@ -294,8 +296,17 @@ def plan_layout(
         name = "frozen" if one.resolved is None else short(one.resolved.params)
         weights[name] += one.group.numel
     return Plan(
-        kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights), access, host
-    )
+        kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights), access, host,
+        _whole_tensors(layout, kind, ranks),
+    )  # fmt: skip
+
+
+def _whole_tensors(layout: Layout, kind: Sharding, ranks: Ranks) -> WholeTensors | None:
+    outer = ranks.outer if kind.outer == "optim" else 1
+    if not kind.state:
+        return None
+    own = ranks.inner_rank * outer + (ranks.outer_rank if outer > 1 else 0)
+    return distribution(layout, ranks.inner * outer, own, (ranks.inner, outer))
 
 
 def _on_host(persistent: Counter[str], groups: Sequence[GroupPlan], offload: Offload) -> dict[str, int]:

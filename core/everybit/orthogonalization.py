@@ -95,7 +95,7 @@ def orthogonalized(
     flat = [number for one in coefficients for number in one]
     least = eps if isinstance(eps, Tensor) else torch.full((), eps, dtype=torch.float64, device=x.device)
     if _is_differentiated(x):
-        return _iterated(x, least, flat, arithmetic, normalization)
+        return iterated(x, least, flat, arithmetic, normalization)
     found: Tensor = _orthogonalized(x, least, flat, arithmetic, normalization)
     return found
 
@@ -108,11 +108,12 @@ def _is_differentiated(x: Tensor) -> bool:
     return tangent is not None
 
 
-def _iterated(x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str) -> Tensor:
+def iterated(x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str) -> Tensor:
+    """What the operator ``everybit::orthogonalized`` does, in operators of torch: for derivatives, and for who counts what it allocates."""
     if not x.numel():
         return x.clone()
     if x.ndim > 2:
-        alone = [_iterated(one, eps, coefficients, arithmetic, normalization) for one in x.reshape(-1, *x.shape[-2:])]
+        alone = [iterated(one, eps, coefficients, arithmetic, normalization) for one in x.reshape(-1, *x.shape[-2:])]
         return torch.stack(alone).reshape(x.shape)
     tall = x.shape[0] > x.shape[1]
     matrix = x.to(getattr(torch, arithmetic))
@@ -135,7 +136,7 @@ def _iterated(x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic:
 def _orthogonalized(
     x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str
 ) -> Tensor:
-    return _iterated(x, eps, coefficients, arithmetic, normalization)
+    return iterated(x, eps, coefficients, arithmetic, normalization)
 
 
 def _batched(_info: object, in_dims: tuple[int | None, ...], x: Tensor, eps: Tensor, *how: Any) -> tuple[Tensor, int]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
 from everybit_torch import TorchOptimizer
+from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.model_layout import describe
 from everybit_torch.sharded.plan import plan
@@ -264,3 +265,11 @@ def test_more_ranks_than_matrices_share_the_experts() -> None:
         for rank in range(16)
     ]
     assert all(one.padding <= 16 * 3 for one in kept)  # of the parameters that AdamW steps
+
+
+def test_what_an_iteration_allocates_is_counted() -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    with AllocationCounter() as counter:
+        eb.orthogonalize().update(x, eb.orthogonalize().init(x), x)
+    # In 16 bits: the matrix before and after a product, and the two products with its transpose; the result is not there yet.
+    assert counter.peak >= 2 * (2 * 64 * 128 + 2 * 64 * 64)

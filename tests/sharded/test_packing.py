@@ -94,3 +94,14 @@ def test_a_line_that_no_share_has_room_for_is_distributed_all_the_same() -> None
     found = cut([Piece(20, 20.0, 20)], loads)
     assert sum(one.high - one.low for cuts in found for one in cuts) == 20
     assert loads.elements == [20, 20]
+
+
+def test_shares_that_are_parts_of_larger_ones_balance_these_too() -> None:
+    # Ten tensors for four larger shares of four parts each: without looking at these, two would have four, and one none.
+    pieces = [square(10)] * 10
+    loads = Loads.of(16, [pieces], MOST)
+    (found,) = pack([pieces], loads, within=4)
+    assert max(map(len, found)) == 1
+    assert sorted(sum(map(len, found[n : n + 4])) for n in range(0, 16, 4)) == [2, 2, 3, 3]
+    assert sorted(number for share in found for number in share) == list(range(10))
+    assert sum(loads.elements) == 1000

@@ -734,8 +734,8 @@ def test_of_ranks_with_different_numbers_of_whole_tensors_the_one_with_the_most_
     first = found[0].whole_tensors
     assert first is not None
     assert (first.tensors, first.ranks, first.idle) == (3, 4, 1)
-    assert [one.whole_tensors.elements for one in found if one.whole_tensors] == [64, 8, 32, 0]
-    assert [one.persistent["momentum"] for one in found] == [4 * 64, 4 * 8, 4 * 32, 0]
+    assert [one.whole_tensors.elements for one in found if one.whole_tensors] == [64, 32, 0, 8]
+    assert [one.persistent["momentum"] for one in found] == [4 * 64, 4 * 32, 0, 4 * 8]
     assert (first.fullest, first.most_elements, first.imbalance) == (0, 64, 64 / 26)
     assert str(found[0]).splitlines()[-1] == (
         "  3 whole tensors on 4 ranks, 1 of which have none; of the mean, the busiest rank has 2.46 times the work and the fullest 2.46"

@@ -221,7 +221,13 @@ def _judge(
     facts += [(f"casts of {name or 'the model'}", repr(one)) for name, _, one in casts]
     # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
     names = [name for name, _ in described.units]
-    layout = build(described.specs, shards=ranks[0] * ranks[1], units=names, shares=kind.shares(*ranks))
+    layout = build(
+        described.specs,
+        shards=ranks[0] * ranks[1],
+        units=names,
+        shares=kind.shares(*ranks),
+        within=kind.within(ranks[1]),
+    )
     return Judged(
         described, layout, construction, between, beside, device, kind, float(divisor), facts,
         _facts_of_model(given, described), casts,

@@ -311,6 +311,7 @@ def build(
     shards: int = 1,
     units: Sequence[str] = ("",),
     shares: int | None = None,
+    within: int = 1,
     most: float = MOST,
 ) -> Layout:
     """Lay out parameters.
@@ -321,6 +322,7 @@ def build(
         units: Names of the units that ``specs`` refer to.
         shares: Number of ranks that step parts of their own, by which ``shards`` can be divided: a whole tensor lies in one of so many
             parts. None: all of them.
+        within: So many shares, one after the other, are parts of what one rank has gradients and weights of.
         most: How many elements of whole tensors a share may have at the most, in shares of which all have equally many; or as many as the
             largest tensor.
 
@@ -349,7 +351,7 @@ def build(
     shared = {key: _shared(members[key], shards // count) for key in keys if any(spec.whole for spec in members[key])}
     loads = Loads.of(count, list(shared.values()), most)
     packed = [key for key in keys if key in shared and not key.apart]
-    places = dict(zip(packed, pack([shared[key] for key in packed], loads), strict=True))
+    places = dict(zip(packed, pack([shared[key] for key in packed], loads, within), strict=True))
     groups = []
     for key in keys:
         own = members[key]

@@ -63,16 +63,33 @@ class Loads:
         self.elements[share] += piece.elements * parts // piece.parts
 
 
-def pack(groups: Sequence[Sequence[Piece]], loads: Loads) -> list[list[list[int]]]:
+def pack(groups: Sequence[Sequence[Piece]], loads: Loads, within: int = 1) -> list[list[list[int]]]:
     """Distribute whole tensors: the one that costs most first, each to the share with the least to do (Graham 1969).
 
     Args:
         groups: Tensors by buffer.
         loads: Of the shares; the tensors are added.
+        within: So many shares, one after the other, are parts of one larger share. Tensors are distributed over these first.
 
     Returns:
         For each group and share the numbers of its tensors, in order.
     """
+    if within == 1:
+        return _pack(groups, loads)
+    shares = len(loads.costs)
+    outer = Loads([0.0] * (shares // within), [0] * (shares // within), loads.most * within)
+    found: list[list[list[int]]] = [[] for _ in groups]
+    for number, numbers in enumerate(zip(*_pack(groups, outer), strict=True)):
+        here = slice(number * within, (number + 1) * within)
+        own = Loads(loads.costs[here], loads.elements[here], loads.most)
+        parts = [[group[n] for n in mine] for group, mine in zip(groups, numbers, strict=True)]
+        for of_group, mine, by_share in zip(found, numbers, _pack(parts, own), strict=True):
+            of_group += [[mine[n] for n in share] for share in by_share]
+        loads.costs[here], loads.elements[here] = own.costs, own.elements
+    return found
+
+
+def _pack(groups: Sequence[Sequence[Piece]], loads: Loads) -> list[list[list[int]]]:
     found: list[list[list[int]]] = [[[] for _ in loads.costs] for _ in groups]
     waiting = [(loads.costs[share], loads.elements[share], share) for share in range(len(loads.costs))]
     heapq.heapify(waiting)

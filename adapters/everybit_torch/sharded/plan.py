@@ -163,8 +163,9 @@ def plan(
     require_offload(away, kind, described.labelled, keep_gradients=keep_gradients)
     names = [name for name, _ in described.units]
     layout = build(
-        described.specs, shards=inner_size * outer_size, units=names, shares=kind.shares(inner_size, outer_size)
-    )
+        described.specs, shards=inner_size * outer_size, units=names, shares=kind.shares(inner_size, outer_size),
+        within=kind.within(outer_size),
+    )  # fmt: skip
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank, beside), nan=nan,
         construction=construction_of(model, described, layout, kind, values),
@@ -302,7 +303,7 @@ def plan_layout(
 
 
 def _whole_tensors(layout: Layout, kind: Sharding, ranks: Ranks) -> WholeTensors | None:
-    outer = ranks.outer if kind.outer == "optim" else 1
+    outer = kind.within(ranks.outer)
     if not kind.state:
         return None
     own = ranks.inner_rank * outer + (ranks.outer_rank if outer > 1 else 0)

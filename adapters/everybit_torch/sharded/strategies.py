@@ -52,7 +52,11 @@ class Sharding:
 
     def shares(self, inner: int, outer: int) -> int:
         """Into how many parts of different ranks the main parameters are cut; other ranks have copies of them."""
-        return (inner if self.state else 1) * (outer if self.outer == "optim" else 1)
+        return (inner if self.state else 1) * self.within(outer)
+
+    def within(self, outer: int) -> int:
+        """Into how many of these parts an inner rank's shard is cut."""
+        return outer if self.outer == "optim" else 1
 
     def own_range(self, group: Group, inner_rank: int, inner: int, outer_rank: int, outer: int) -> tuple[int, int]:
         """Return the range of a group's buffer that a rank steps."""

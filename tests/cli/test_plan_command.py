@@ -74,7 +74,13 @@ def test_of_ranks_with_different_numbers_of_whole_tensors_the_fullest_is_shown(
     even = held["plans"][0]["whole_tensors"]
     assert even["elements"] == even["most_elements"]
     assert held["plans"][0]["persistent"]["momentum"] == 4 * even["most_elements"]
-    assert shown.count(f"{even['tensors']:,} whole tensors on 64 ranks, {even['idle']} of which have none;") == 1
+    idle = len(even["without"])
+    assert (
+        shown.count(
+            f"{even['tensors']:,} whole tensors on 64 ranks, {idle} of which have none ({even['without'][0]}-63);"
+        )
+        == 1
+    )
     assert held["plans"][1]["whole_tensors"] is None
 
 

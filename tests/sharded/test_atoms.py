@@ -273,3 +273,14 @@ def test_what_an_iteration_allocates_is_counted() -> None:
         eb.orthogonalize().update(x, eb.orthogonalize().init(x), x)
     # In 16 bits: the matrix before and after a product, and the two products with its transpose; the result is not there yet.
     assert counter.peak >= 2 * (2 * 64 * 128 + 2 * 64 * 64)
+
+
+def test_elements_or_work_may_be_even() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            *(nn.Linear(16, 16, bias=False) for _ in range(4)), *(nn.Linear(4, 64, bias=False) for _ in range(8))
+        )
+    found = [plan(model, eb.muon(1e-3), strategy="optim", ranks=3, most_elements=most) for most in (1.0, 4.0)]
+    (even, free) = (one.whole_tensors for one in found if one.whole_tensors is not None)
+    assert even.most_elements < free.most_elements
+    assert even.imbalance > free.imbalance

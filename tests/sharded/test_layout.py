@@ -188,6 +188,8 @@ def test_bad_layouts_are_refused_by_name() -> None:
         build([spec], shards=0)
     with pytest.raises(ValueError, match="shares: got 2; accepted is a number by which shards, 3, can be divided"):
         build([spec], shards=3, shares=2)
+    with pytest.raises(ValueError, match=r"most_elements: got 0\.5; accepted is a finite number, at least 1"):
+        build([spec], most=0.5)
     with pytest.raises(ValueError, match="specs: w named twice"):
         build([spec, ParameterSpec(("v", "w"), (2,), torch.float32)])
     with pytest.raises(ValueError, match="w: in unit 1; there are units 0 to 0"):

@@ -736,9 +736,10 @@ def test_of_ranks_with_different_numbers_of_whole_tensors_the_one_with_the_most_
     assert (first.tensors, first.ranks, first.idle) == (3, 4, 1)
     assert [one.whole_tensors.elements for one in found if one.whole_tensors] == [64, 32, 0, 8]
     assert [one.persistent["momentum"] for one in found] == [4 * 64, 4 * 32, 0, 4 * 8]
+    assert first.without == (2,)
     assert (first.fullest, first.most_elements, first.imbalance) == (0, 64, 64 / 26)
     assert str(found[0]).splitlines()[-1] == (
-        "  3 whole tensors on 4 ranks, 1 of which have none; of the mean, the busiest rank has 2.46 times the work and the fullest 2.46"
+        "  3 whole tensors on 4 ranks, 1 of which have none (2); of the mean, the busiest rank has 2.46 times the work and the fullest 2.46"
         " times the elements"
     )
     assert plan(model, eb.novograd(1e-3), ranks=4, strategy="no_shard").whole_tensors is None

@@ -131,7 +131,8 @@ class Communicator:
                 into.copy_(shard)
             return Done()
         sent = (self.size - 1) * into.nbytes // self.size
-        if self._goes_over_gloo(into.device) and (lengths or self.size <= BROADCASTS):
+        on_gloo = self._goes_over_gloo(into.device) and self.size <= BROADCASTS
+        if on_gloo or (lengths and not self._takes_lists(into.device)):
             # gloo gathers into memory of its own, equal parts only, and copies all of it. The same bytes without the copy:
             self.sent["all_gather"] += sent
             parts = self.parts(into, lengths)
@@ -143,7 +144,7 @@ class Communicator:
                 if part.numel()
             ])  # fmt: skip
         if lengths:
-            # NCCL sends one group of broadcasts.
+            # One group of broadcasts.
             return self._start("all_gather", dist.all_gather, self.parts(into, lengths), shard, what, sent=sent)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._start("all_gather", gather, into, shard, what, sent=sent)
@@ -158,7 +159,7 @@ class Communicator:
                 into.copy_(whole)
             return Done()
         sent = (self.size - 1) * whole.nbytes // self.size
-        if self._goes_over_gloo(whole.device):
+        if self._goes_over_gloo(whole.device) or (lengths and not self._takes_lists(whole.device)):
             # gloo sums a copy of all of it on every rank, and copies this rank's part of that. The same sum, without the two copies:
             self.sent["reduce_scatter"] += sent
             pending = self._launch(
@@ -167,7 +168,7 @@ class Communicator:
             own = self.parts(whole, lengths)[self.rank]
             return pending if own.data_ptr() == into.data_ptr() else _Copied(pending, into, own)
         if lengths:
-            # NCCL sends one group of reductions.
+            # One group of reductions.
             return self._start("reduce_scatter", dist.reduce_scatter, into, self.parts(whole, lengths), what, sent=sent)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._start("reduce_scatter", scatter, into, whole, what, sent=sent)
@@ -263,6 +264,11 @@ class Communicator:
             return False
         config = dist.get_backend_config(self._required_group()).split(",")
         return "cpu:gloo" in config or config == ["gloo"]
+
+    def _takes_lists(self, device: torch.device) -> bool:
+        """Whether the backend gathers and reduces parts of different lengths: NCCL does."""
+        config = dist.get_backend_config(self._required_group()).split(",")
+        return f"{device.type}:nccl" in config or config == ["nccl"]
 
     def _required_group(self) -> Any:
         assert self.group is not None

@@ -77,6 +77,7 @@ class Arguments:
     ignored: Ignored | None
     casts: CastsOfUnits | None
     overlap_param_gather: bool
+    most_elements: float
 
     def to_keep(self) -> Arguments:
         """Without what may hold a model's values."""
@@ -212,7 +213,15 @@ def _judge(
         ("divisor", repr(float(divisor))),
         *(
             (name, repr(getattr(given, name)))
-            for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize", "defer_reduction")
+            for name in (
+                "nan",
+                "seed",
+                "reshard_after_forward",
+                "metrics",
+                "synchronize",
+                "defer_reduction",
+                "most_elements",
+            )
         ),
         ("copies", repr(sorted(given.copies.items() if isinstance(given.copies, Mapping) else given.copies))),
         *construction.facts,
@@ -227,6 +236,7 @@ def _judge(
         units=names,
         shares=kind.shares(*ranks),
         within=kind.within(ranks[1]),
+        most=given.most_elements,
     )
     return Judged(
         described, layout, construction, between, beside, device, kind, float(divisor), facts,

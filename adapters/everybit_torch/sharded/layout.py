@@ -327,12 +327,14 @@ def build(
             largest tensor.
 
     Raises:
-        ValueError: ``shards`` below 1 or no multiple of ``shares``, a unit that there is not, or a name that comes twice.
+        ValueError: ``most`` below 1, ``shards`` below 1 or no multiple of ``shares``, a unit that there is not, or a name that comes twice.
     """
     if shards < 1:
         raise ValueError(f"shards: got {shards}; accepted is 1 or more.")
     if shares is not None and (shares < 1 or shards % shares):
         raise ValueError(f"shares: got {shares}; accepted is a number by which shards, {shards}, can be divided.")
+    if isinstance(most, bool) or not 1 <= most < math.inf:
+        raise ValueError(f"most_elements: got {most!r}; accepted is a finite number, at least 1.")
     seen: set[str] = set()
     for spec in specs:
         if twice := seen.intersection(spec.names):

@@ -45,6 +45,7 @@ from everybit_torch.sharded.layout import Layout, ParameterSpec, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.offload import Offload, is_host
 from everybit_torch.sharded.offload_rules import require_offload
+from everybit_torch.sharded.packing import MOST
 from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.planning.access import access_bytes
 from everybit_torch.sharded.planning.construction import construction_peak
@@ -90,6 +91,7 @@ def plan(
     model_parallel: int | tuple[int, ...] = (),
     nan: NanCheck = "off",
     offload: bool | Offload = False,
+    most_elements: float = MOST,
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
@@ -127,6 +129,7 @@ def plan(
             alone knows, which a transform that reduces over each parameter has numbers for.
         nan: As the stepper's; ``"param"`` sends more to ranks with other parts of the model.
         offload: What is kept in the host's memory, as for the stepper; for a ``device`` that is not the host.
+        most_elements: The most elements that a rank has of tensors that stay whole, as for the stepper.
 
     Raises:
         TypeError: As the stepper.
@@ -164,7 +167,7 @@ def plan(
     names = [name for name, _ in described.units]
     layout = build(
         described.specs, shards=inner_size * outer_size, units=names, shares=kind.shares(inner_size, outer_size),
-        within=kind.within(outer_size),
+        within=kind.within(outer_size), most=most_elements,
     )  # fmt: skip
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank, beside), nan=nan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,7 +20,7 @@ class WholeTensors:
         tensors: How many there are.
         parts: How many there are if those that may be cut are: heads and experts one by one.
         ranks: Over which they are distributed.
-        idle: Ranks that have none.
+        without: The numbers of the ranks that have none, counted as in the mesh.
         work: Of the planned rank.
         mean_work: Of a rank on average.
         most_work: Of the rank with the most.
@@ -33,7 +33,7 @@ class WholeTensors:
     tensors: int
     parts: int
     ranks: int
-    idle: int
+    without: tuple[int, ...]
     work: float
     mean_work: float
     most_work: float
@@ -43,14 +43,20 @@ class WholeTensors:
     fullest: int
 
     @property
+    def idle(self) -> int:
+        """How many ranks have none."""
+        return len(self.without)
+
+    @property
     def imbalance(self) -> float:
         """The work of the rank with the most, over the mean: how much longer all ranks take than if the work were even."""
         return self.most_work / self.mean_work
 
     def __str__(self) -> str:
+        who = f" ({', '.join(_ranges(self.without))})" if self.without else ""
         parts = f" ({self.parts:,} with their parts)" if self.parts != self.tensors else ""
         return (
-            f"{self.tensors:,} whole tensors{parts} on {self.ranks:,} ranks, {self.idle:,} of which have none;"
+            f"{self.tensors:,} whole tensors{parts} on {self.ranks:,} ranks, {self.idle:,} of which have none{who};"
             f" of the mean, the busiest rank has {self.imbalance:.2f} times the work and the fullest"
             f" {self.most_elements / self.mean_elements:.2f} times the elements"
         )
@@ -76,12 +82,29 @@ def distribution(layout: Layout, shares: int, share: int, rank_of: tuple[int, in
             elements[one] += numel
     if not tensors:
         return None
-    fullest = max(range(shares), key=lambda one: (elements[one], costs[one], -one))
     inner, outer = rank_of
+
+    def rank(share: int) -> int:
+        return (share % outer) * inner + share // outer
+
+    fullest = max(range(shares), key=lambda one: (elements[one], costs[one], -one))
     return WholeTensors(
-        tensors, parts, shares, elements.count(0), costs[share], sum(costs) / shares, max(costs), elements[share],
-        sum(elements) / shares, elements[fullest], (fullest % outer) * inner + fullest // outer,
+        tensors, parts, shares, tuple(sorted(rank(one) for one in range(shares) if not elements[one])), costs[share], sum(costs) / shares, max(costs), elements[share],
+        sum(elements) / shares, elements[fullest], rank(fullest),
     )  # fmt: skip
+
+
+def _ranges(numbers: Sequence[int], shown: int = 4) -> Iterator[str]:
+    """Ascending numbers as ranges, the first of them."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    yield from ("-".join(map(str, one)) for one in found[:shown])
+    if len(found) > shown:
+        yield "..."
 
 
 def _pieces(group: Group, shares: int) -> Iterator[tuple[int, int, float]]:

@@ -88,8 +88,9 @@ def distribution(layout: Layout, shares: int, share: int, rank_of: tuple[int, in
         return (share % outer) * inner + share // outer
 
     fullest = max(range(shares), key=lambda one: (elements[one], costs[one], -one))
+    without = sorted(rank(one) for one in range(shares) if not elements[one])
     return WholeTensors(
-        tensors, parts, shares, tuple(sorted(rank(one) for one in range(shares) if not elements[one])), costs[share], sum(costs) / shares, max(costs), elements[share],
+        tensors, parts, shares, tuple(without), costs[share], sum(costs) / shares, max(costs), elements[share],
         sum(elements) / shares, elements[fullest], rank(fullest),
     )  # fmt: skip
 

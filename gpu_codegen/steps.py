@@ -147,7 +147,16 @@ def compile_step(case: Case, example: Step, length: int = LENGTH) -> Compiled:
     ):
         step = example.like(length, "cuda")
         inputs = Inputs(
-            [step.tensor], [step.grad], step.state, step.first, step.totals, None, case.policy, False, case.decision
+            [step.tensor],
+            [step.grad],
+            step.state,
+            step.first,
+            step.totals,
+            None,
+            case.policy,
+            case.decision,
+            choices=(("metrics", False),),
+            returns=False,
         )
         Variants(0, case.factory, 7, step_in_place).step(inputs, case.arguments, step.numbers, refused)
     if len(found) != 1:

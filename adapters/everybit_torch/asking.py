@@ -20,11 +20,11 @@ from everybit.combinators.chain import Chain, NamedChain
 from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import map_parts, needs_whole_tensors, transforms_in
-from everybit.replay import NeedsReductionError, ReplayAxis
+from everybit.replay import NeedsReductionError, Pending, RecordingAxis, ReplayAxis
 from everybit.transform import periods
 from everybit_torch.direct_calls import is_settled
 from everybit_torch.host_counts import Due
-from everybit_torch.members import no_members_of
+from everybit_torch.members import members_of, no_members_of
 from everybit_torch.units import Unit, map_state
 
 P = TypeVar("P")
@@ -204,9 +204,7 @@ class _Origins(TorchFunctionMode):
         return made
 
 
-def ask_without_elements(
-    optimizer: eb.Optimizer[Any], unit: Unit, axis: eb.Axis, due: Due
-) -> NeedsReductionError | None:
+def ask_without_elements(optimizer: eb.Optimizer[Any], unit: Unit, axis: eb.Axis, due: Due) -> Pending | None:
     """Run a transform on a chunk of a unit without elements; return the reduction that ``axis`` does not answer, None if there is none."""
     tensor, state = without_elements(unit)
     if needs_whole_tensors(optimizer.transform):
@@ -249,7 +247,7 @@ def ask(
     state: OptimizerState[Any],
     ctx: eb.Context,
     names: frozenset[str] | None,
-) -> NeedsReductionError | None:
+) -> Pending | None:
     """Run a transform until it asks for a reduction that the context does not answer; return that, with what it passes to it.
 
     Args:
@@ -263,9 +261,67 @@ def ask(
     try:
         optimizer.ask([tensor], [grad], state, ctx, reads=names)
     except NeedsReductionError as pending:
-        pending.__traceback__ = None  # its frames hold what was computed on the way
-        return pending
+        return Pending(pending.kind, pending.value)
     return None
+
+
+def partial_result(
+    optimizer: eb.Optimizer[Any],
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    state: OptimizerState[Any],
+    first: int | Tensor,
+    *,
+    totals: Sequence[Tensor],
+    members: tuple[eb.Members, ...] | None,
+    due: Due,
+    reads: frozenset[str] | None,
+    counted: bool,
+) -> Pending | None:
+    """What :func:`ask` returns for elements of a unit; a function that can be compiled.
+
+    Compiled code cannot be left in the middle. There the transform runs to its end, and the compiler leaves out what comes after the
+    pending reduction.
+    """
+    if not torch.compiler.is_compiling():
+        replay = ReplayAxis(totals, counted=counted)
+        ctx = eb.Context(first_element=first, axis=replay, members=members, due=due)
+        return ask(optimizer, tensors[0], grads[0], state, ctx, reads)
+    axis = RecordingAxis(totals, counted=counted)
+    optimizer.ask(
+        tensors, grads, state, eb.Context(first_element=first, axis=axis, members=members, due=due), reads=reads
+    )
+    return axis.pending
+
+
+def ask_unit(
+    optimizer: eb.Optimizer[Any],
+    unit: Unit,
+    state: OptimizerState[Any],
+    grad: Tensor,
+    totals: Sequence[Tensor],
+    *,
+    reads: frozenset[str] | None,
+    counted: bool,
+    due: Due,
+) -> Pending | None:
+    """The pending reduction of a unit's transform, after those that ``totals`` answer, and its partial result; None if there is none.
+
+    Args:
+        optimizer: Of the transform.
+        unit: Whose elements they are.
+        state: Its state, where it is stepped.
+        grad: In the shape of its tensor.
+        totals: Of the reductions before.
+        reads: From which slots, and whether from the weights, the partial result is computed; None: from all.
+        counted: Whether this process contributes the elements.
+        due: Which periodic work is due.
+    """
+    members = members_of(unit)
+    return partial_result(
+        optimizer, [unit.tensor], [grad], state, unit.first,
+        totals=totals, members=members, due=due, reads=reads, counted=counted,
+    )  # fmt: skip
 
 
 def without_elements(unit: Unit) -> tuple[Tensor, OptimizerState[Any]]:

@@ -314,8 +314,9 @@ class Engine:
         for unit in reducing:
             counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
             fetch = None if self._copies is None else self._copies.fetch
-            part = Part(self.optimizer_of(unit), unit, gathered.get(id(unit)), counted, due.get(id(unit), ()), fetch)
-            parts.setdefault(self.groups[unit.group].source, []).append(part)
+            group, grad = self.groups[unit.group], gathered.get(id(unit))
+            part = Part(self.optimizer_of(unit), unit, grad, counted, due.get(id(unit), ()), fetch, group)
+            parts.setdefault(group.source, []).append(part)
         axis = eb.Local if over is None else over.axis
         return {source: find_totals(members, axis, self.reads, known) for source, members in parts.items()}
 

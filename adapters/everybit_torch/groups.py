@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,21 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.metrics import Metrics
-from everybit.optimizer import Unsafe, with_policy
+from everybit.optimizer import OptimizerState, Unsafe, with_policy
 from everybit.parts import needs_whole_tensors
 from everybit.policy import AnyPolicy
+from everybit.replay import Pending
 from everybit.transform import periods
 from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name, differ
+from everybit_torch.asking import ask_unit, partial_result
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import can_compile, has_compiler
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
 from everybit_torch.migration import Migration, plan_migration, skeleton
 from everybit_torch.probing import Factory, fits, is_number
-from everybit_torch.stepping import Compile, step_in_place, step_unit
+from everybit_torch.stepping import EXPANDED_PIECE, Compile, step_in_pieces, step_in_place, step_unit
 from everybit_torch.streams import copies_need_no_wait, is_capturing
 from everybit_torch.units import Unit, map_state
 from everybit_torch.variants import LIMIT, Inputs, Variants
@@ -82,14 +85,19 @@ class Group:
         self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
         self._is_periodic = False
         self._variants = self._no_variants()
+        self._partial_results = self._no_partial_results()
         self._numbers: dict[torch.device, Tensor] = {}
         self._in_graphs: list[Tensor] = []  # numbers that captured steps read, and that stay what they are
 
-    def _no_variants(self) -> Variants:
+    def _no_variants(self) -> Variants[Metrics | None]:
         return Variants(self.number, self.factory, self._seed, step_in_place, announce=self.compile == "auto")
 
+    def _no_partial_results(self) -> Variants[Pending | None]:
+        return Variants(self.number, self.factory, self._seed, partial_result)
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_variants": self._no_variants(), "_in_graphs": []}
+        made = {"_variants": self._no_variants(), "_partial_results": self._no_partial_results()}
+        return self.__dict__ | made | {"_in_graphs": []}
 
     # -- hyperparameters ------------------------------------------------------------------------------------------------------
 
@@ -118,6 +126,7 @@ class Group:
         self.arguments = arguments
         self._is_periodic = any(periods(one.transform) for one in optimizers.values())
         self._variants.follow()
+        self._partial_results.follow()
         for device in list(self._numbers):
             self._fill(device)
 
@@ -258,25 +267,80 @@ class Group:
         def uncompiled() -> Metrics | None:
             return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals, due=due)
 
-        # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
-        # elements after the last multiple of it (CppScheduling.try_loop_split).
-        short = unit.block > 1 and tensor.numel() % unit.block
-        if not (compile and can_compile(tensor.device)) or not tensor.numel() or short:
+        if not (compile and self._can_compile(unit)):
             return uncompiled()
-        policy, first = self.policies[tensor.dtype], unit.first_tensor
-        inputs = Inputs(
-            [tensor], [grad], unit.state, first, list(totals), members_of(unit), policy, metrics, unit.decision, due
-        )
-        if tensor.ndim != 1 and not needs_whole_tensors(optimizer.transform):
-            inputs = _as_vectors(inputs)
-        numbers = self.numbers(tensor.device)
-        if is_capturing() and not any(numbers is one for one in self._in_graphs):
-            self._in_graphs.append(numbers)
-        measured = self._variants.step(inputs, self.arguments, numbers, uncompiled)
+        if optimizer.per_tensor and unit.flat and tensor.is_cpu and tensor.numel() > EXPANDED_PIECE:
+            step = partial(self.step, compile=True, metrics=metrics, totals=totals, due=due)
+            return step_in_pieces(unit, grad, unit.pieces(EXPANDED_PIECE), step)
+        inputs = self._inputs(unit, unit.state, grad, totals, due, (("metrics", metrics),), returns=metrics)
+        measured = self._variants.step(inputs, self.arguments, self._read_numbers(tensor.device), uncompiled)
         if inputs.tensors[0] is not tensor:
             # Autograd does not see that writing to a vector changes the tensor.
             torch.autograd.graph.increment_version([tensor])
         return measured
+
+    def partial_result(
+        self,
+        unit: Unit,
+        state: OptimizerState[Any],
+        grad: Tensor,
+        totals: Sequence[Tensor],
+        *,
+        reads: frozenset[str] | None,
+        counted: bool,
+        due: Due,
+    ) -> Pending | None:
+        """:func:`~everybit_torch.asking.ask_unit`, by compiled code where steps are compiled."""
+        optimizer = self.optimizer_of(unit)
+
+        def uncompiled() -> Pending | None:
+            return ask_unit(optimizer, unit, state, grad, totals, reads=reads, counted=counted, due=due)
+
+        if not (self.compiles(unit) and self._can_compile(unit)):
+            return uncompiled()
+        inputs = self._inputs(unit, state, grad, totals, due, (("reads", reads), ("counted", counted)))
+        return self._partial_results.step(inputs, self.arguments, self._read_numbers(unit.tensor.device), uncompiled)
+
+    def _can_compile(self, unit: Unit) -> bool:
+        # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
+        # elements after the last multiple of it (CppScheduling.try_loop_split).
+        short = unit.block > 1 and unit.tensor.numel() % unit.block
+        return can_compile(unit.tensor.device) and unit.tensor.numel() > 0 and not short
+
+    def _inputs(
+        self,
+        unit: Unit,
+        state: OptimizerState[Any],
+        grad: Tensor,
+        totals: Sequence[Tensor],
+        due: Due,
+        choices: tuple[tuple[str, Any], ...],
+        *,
+        returns: bool = True,
+    ) -> Inputs:
+        """The arguments of compiled code for a unit, as vectors where the transform does not see the difference."""
+        inputs = Inputs(
+            [unit.tensor],
+            [grad],
+            state,
+            unit.first_tensor,
+            list(totals),
+            members_of(unit),
+            self.policies[unit.tensor.dtype],
+            unit.decision,
+            due,
+            choices,
+            returns,
+        )
+        vectors = unit.tensor.ndim != 1 and not needs_whole_tensors(self.optimizer_of(unit).transform)
+        return _as_vectors(inputs) if vectors else inputs
+
+    def _read_numbers(self, device: torch.device) -> Tensor:
+        """The numeric hyperparameters for compiled code that is about to run, and that may be captured."""
+        numbers = self.numbers(device)
+        if is_capturing() and not any(numbers is one for one in self._in_graphs):
+            self._in_graphs.append(numbers)
+        return numbers
 
     def numbers(self, device: torch.device) -> Tensor:
         """The numeric hyperparameters, in order, as one float64 tensor, so that a new value is new data and not new code."""

@@ -10,6 +10,7 @@ the first phase decodes only those slots which the pending reduction is computed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,11 +21,11 @@ from everybit.barriers import scratch_for, sum_of_squares
 from everybit.dtypes import torch_dtype
 from everybit.entries import WEIGHTS
 from everybit.optimizer import OptimizerState
-from everybit.replay import Kind, NeedsReductionError, ReplayAxis
-from everybit_torch.asking import Reads, ask, ask_without_elements
+from everybit.replay import Kind, Pending, ReplayAxis
+from everybit_torch.asking import Reads, ask_unit, ask_without_elements
 from everybit_torch.gradients import Gathered, MemberGradients
+from everybit_torch.groups import Group
 from everybit_torch.host_counts import Due
-from everybit_torch.members import members_of
 from everybit_torch.units import Unit
 
 # Elements of which a partial result is computed at a time: the temporaries are those of a few operations, and there are few calls.
@@ -47,6 +48,7 @@ class Part(NamedTuple):
         counted: Whether this process is the one that contributes its elements.
         due: Which periodic work is due for it; see ``Engine.step_unit``.
         fetch: Brings a tensor of the unit's state to where the unit is stepped; None: it is there.
+        group: Whose compiled code finds partial results; None: they are found uncompiled.
     """
 
     optimizer: eb.Optimizer[Any]
@@ -55,6 +57,7 @@ class Part(NamedTuple):
     counted: bool = True
     due: Due = ()
     fetch: Callable[[Tensor], Tensor] | None = None
+    group: Group | None = None
 
 
 def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads, known: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -82,7 +85,7 @@ def _total_of_parts(
     Returns:
         What is asked for, its dtype, and the partial result of all parts, in float64.
     """
-    first: NeedsReductionError | None = None
+    first: Pending | None = None
     running = torch.empty(0)
     for one in _all_partial_results(parts, totals, reads):
         if first is None:
@@ -98,9 +101,7 @@ def _total_of_parts(
     return None if first is None else (first.kind, first.value.dtype, running)
 
 
-def _all_partial_results(
-    parts: Sequence[Part], totals: Sequence[Tensor], reads: Reads
-) -> Iterator[NeedsReductionError]:
+def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads: Reads) -> Iterator[Pending]:
     """Yield the partial results for the first reduction whose total is still unknown; nothing if ``totals`` answer all.
 
     The first is that of a chunk without elements, which a process that has nothing to step contributes too. A transform that must see whole
@@ -119,12 +120,11 @@ def _all_partial_results(
             yield from _partial_results(part, part.grad, totals, reads)
 
 
-def _partial_results(
-    part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads
-) -> Iterator[NeedsReductionError]:
+def _partial_results(part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads) -> Iterator[Pending]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
-    optimizer, unit, _, counted, due, fetch = part
-    if unit.tensor.ndim != 1 or reads.promises(optimizer, unit).whole:
+    optimizer, unit, _, counted, due, fetch, group = part
+    compiled = group is not None and group.compiles(unit)
+    if reads.promises(optimizer, unit).whole or (unit.tensor.ndim != 1 and not compiled):
         chunks: Iterable[tuple[Any, Unit]] = [(cast(Any, ...), unit)]
         names = None
     else:
@@ -132,14 +132,14 @@ def _partial_results(
         wide = torch_dtype(optimizer.formats([unit.tensor])[0].policy.compute)
         # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
         if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
-            yield NeedsReductionError("sum", _squares(grad) if counted else grad[:0].double().sum())
+            yield Pending("sum", _squares(grad) if counted else grad[:0].double().sum())
             return
-        chunks, names = unit.pieces(piece_size(unit.tensor.device), lambda x: x), source.names
+        pieces = unit.pieces(piece_size(unit.tensor.device), lambda x: x)
+        chunks, names = pieces if unit.flat else [(cast(Any, ...), unit)], source.names
     for where, chunk in chunks:
-        axis = ReplayAxis(totals, counted=counted)
-        ctx = eb.Context(first_element=chunk.first, axis=axis, members=members_of(chunk), due=due)
         state = chunk.state if fetch is None else _fetched(chunk.state, names, fetch)
-        pending = ask(optimizer, chunk.tensor, grad[where], state, ctx, names)
+        find = partial(ask_unit, optimizer) if group is None else group.partial_result
+        pending = find(chunk, state, grad[where], totals, reads=names, counted=counted, due=due)
         del state
         if pending is None:
             return
@@ -165,13 +165,13 @@ def _squares(grad: Gathered) -> Tensor:
     return sum_of_squares(grad, scratch_for([grad]))
 
 
-def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> NeedsReductionError | None:
+def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> Pending | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
-    optimizer, unit, _, _, due, _ = part
+    optimizer, unit, _, _, due, _, _ = part
     if reads.promises(optimizer, unit).fixed:
         source = reads.of(optimizer, unit, totals, due)
         if not source.pending:
             return None
         if source.gradient_norm:
-            return NeedsReductionError("sum", torch.zeros((), dtype=torch.float64, device=unit.tensor.device))
+            return Pending("sum", torch.zeros((), dtype=torch.float64, device=unit.tensor.device))
     return ask_without_elements(optimizer, unit, ReplayAxis(totals), due)

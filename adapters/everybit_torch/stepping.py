@@ -22,7 +22,8 @@ from everybit_torch.units import Unit, write
 PIECE = 1 << 18
 # On an accelerator: large enough for kernels to be worth their launch, small enough to be no second copy of a model.
 DEVICE_PIECE = 1 << 24
-
+# Elements stepped at a time on a CPU by compiled code that gives each element a number of its parameter: those numbers are written out.
+EXPANDED_PIECE = 1 << 20
 
 # Elements of a param group from which on its step is compiled if nobody says whether it is to be: a first step that takes ten seconds
 # longer is worth it after about a thousand steps of so many.

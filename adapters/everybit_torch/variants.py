@@ -15,13 +15,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
 from everybit_torch.choosing import Decision, applied
@@ -37,9 +36,11 @@ _COUNT = count(1)
 LIMIT = 8
 """Variants of one step that differ in constants, or in the answers to which periodic work is due."""
 
-Body = Callable[..., Metrics | None]
-# What tells apart the steps of a group: dtype of the parameters, whether it is measured, what masks and labels said, which work is due.
-_Place = tuple[torch.dtype, bool, Decision | None, Due]
+R = TypeVar("R")
+Body = Callable[..., R]
+# What tells apart the steps of a group: dtype of the parameters, what masks and labels said, how many totals there are, which work is due,
+# and the choices of the body.
+_Place = tuple[torch.dtype, Decision | None, int, Due, tuple[tuple[str, Any], ...]]
 # What tells variants apart: the constants of the code, and which arguments are numbers.
 _Key = tuple[dict[str, Any], tuple[str, ...]]
 Shape = tuple[torch.Size, tuple[int, ...]]
@@ -57,9 +58,10 @@ class Inputs:
         totals: The totals of the transform's reductions.
         members: The parameters that the tensor's elements belong to, of a transform that reduces.
         policy: How all of it is stored: the param group's, for parameters of this dtype.
-        metrics: Whether the step is measured.
         decision: The results of the optimizer's masks and labels for the parameters.
         due: Which periodic work is due, as far as the host says it.
+        choices: Further keyword arguments of the body, which choose its code: names and hashable values.
+        returns: Whether the body returns anything.
     """
 
     tensors: list[Tensor]
@@ -69,9 +71,10 @@ class Inputs:
     totals: list[Tensor]
     members: tuple[eb.Members, ...] | None
     policy: AnyPolicy
-    metrics: bool
     decision: Decision | None
     due: Due = ()
+    choices: tuple[tuple[str, Any], ...] = ()
+    returns: bool = True
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the parameters."""
@@ -83,7 +86,7 @@ class Inputs:
 
 
 @dataclass(slots=True)
-class _Variant:
+class _Variant(Generic[R]):
     """A compiled step.
 
     Attributes:
@@ -98,7 +101,7 @@ class _Variant:
 
     key: _Key
     given: list[str]
-    run: Body = field(init=False)
+    run: Body[R] = field(init=False)
     began: bool = False
     ran: bool = False
     refused: bool = False
@@ -106,15 +109,15 @@ class _Variant:
 
 
 @dataclass(slots=True)
-class _Site:
+class _Site(Generic[R]):
     """The variants for one place in a group; with the numbers that have to be constants, by the names of all."""
 
-    variants: list[_Variant] = field(default_factory=list)
+    variants: list[_Variant[R]] = field(default_factory=list)
     constant: dict[frozenset[str], set[str]] = field(default_factory=dict)
 
 
-class Variants:
-    """The compiled steps of one param group.
+class Variants(Generic[R]):
+    """The compiled steps of one param group, or what it computes before a step.
 
     Args:
         number: The group's.
@@ -125,10 +128,10 @@ class Variants:
             be compiled.
     """
 
-    def __init__(self, number: int, factory: Factory, seed: int, body: Body, *, announce: bool = False) -> None:
+    def __init__(self, number: int, factory: Factory, seed: int, body: Body[R], *, announce: bool = False) -> None:
         self._number, self._factory, self._seed, self._body = number, factory, seed, body
-        self._sites: dict[_Place, _Site] = {}
-        self._chosen: dict[_Place, _Variant | None] = {}
+        self._sites: dict[_Place, _Site[R]] = {}
+        self._chosen: dict[_Place, _Variant[R] | None] = {}
         self._told: set[str] = set()
         self._told_of_compilation = False
         self._level = logging.WARNING if announce else logging.INFO
@@ -142,9 +145,9 @@ class Variants:
         inputs: Inputs,
         arguments: Mapping[str, Any],
         numbers: Tensor,
-        uncompiled: Callable[[], Metrics | None],
-    ) -> Metrics | None:
-        """Step in place: compiled if that is possible, otherwise by ``uncompiled``, whose errors are then those of the step.
+        uncompiled: Callable[[], R],
+    ) -> R:
+        """Run the body, which may step in place: compiled if that is possible, otherwise by ``uncompiled``, whose errors are then raised.
 
         Args:
             inputs: What is stepped.
@@ -194,15 +197,15 @@ class Variants:
             )
         return measured
 
-    def _choose(self, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
+    def _choose(self, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant[R] | None:
         """The variant for these inputs; None if there are too many."""
-        place = (inputs.dtype(), inputs.metrics, inputs.decision, inputs.due)
+        place = (inputs.dtype(), inputs.decision, len(inputs.totals), inputs.due, inputs.choices)
         if place not in self._chosen:
             site = self._sites.setdefault(place, _Site())
             self._chosen[place] = self._find(site, inputs, arguments)
         return self._chosen[place]
 
-    def _find(self, site: _Site, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
+    def _find(self, site: _Site[R], inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant[R] | None:
         numbers = tuple(name for name, value in arguments.items() if is_number(value))
         constant = site.constant.setdefault(frozenset(numbers), set())
         constant |= {name for name in numbers if not fits(arguments[name])}
@@ -216,7 +219,7 @@ class Variants:
         if candidates := set(numbers) - constant:
             constant |= needed_as_numbers(self._factory, arguments, candidates, self._trial(inputs))
             key = (_constants(arguments, constant), numbers)
-        variant = _Variant(key, [name for name, value in arguments.items() if isinstance(value, Tensor)])
+        variant: _Variant[R] = _Variant(key, [name for name, value in arguments.items() if isinstance(value, Tensor)])
         fixed = {name: value for name, value in arguments.items() if not _is_data(name, value, constant)}
         places = {name: index for index, name in enumerate(numbers) if name not in constant}
         variant.run = self._compile(variant, fixed, places, inputs)
@@ -231,15 +234,16 @@ class Variants:
                 ([*inputs.tensors], [*inputs.grads], inputs.state, inputs.first, inputs.totals, inputs.members)
             )
             optimizer = applied(eb.Optimizer(transform, inputs.policy, self._seed), inputs.decision)
-            return self._body(
-                optimizer, *like[:4], metrics=inputs.metrics, totals=like[4], members=like[5], due=inputs.due
-            )
+            choices = dict(inputs.choices)
+            return self._body(optimizer, *like[:4], totals=like[4], members=like[5], due=inputs.due, **choices)
 
         return step
 
-    def _compile(self, variant: _Variant, constants: dict[str, Any], places: dict[str, int], inputs: Inputs) -> Body:
+    def _compile(
+        self, variant: _Variant[R], constants: dict[str, Any], places: dict[str, int], inputs: Inputs
+    ) -> Body[R]:
         factory, seed, body = self._factory, self._seed, self._body
-        policy, metrics, decision, due = inputs.policy, inputs.metrics, inputs.decision, inputs.due
+        policy, choices, decision, due = inputs.policy, dict(inputs.choices), inputs.decision, inputs.due
 
         def step(
             tensors: list[Tensor],
@@ -250,19 +254,17 @@ class Variants:
             first: Tensor,
             totals: list[Tensor],
             members: tuple[eb.Members, ...] | None,
-        ) -> Metrics | None:
+        ) -> R:
             know_whole_lines(eb.tree.leaves((tensors, grads, state)) if tensors[0].device.type != "cpu" else ())
             # One tensor for all numbers: of each 0-d input torch makes a symbol first, and traces everything again without.
             data = {name: numbers[place] for name, place in places.items()}
             optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)
-            return body(
-                optimizer, tensors, grads, state, first, metrics=metrics, totals=totals, members=members, due=due
-            )
+            return body(optimizer, tensors, grads, state, first, totals=totals, members=members, due=due, **choices)
 
         def began() -> None:
             variant.began = True
 
-        def note(compiled: Body, given: Sequence[Any]) -> None:
+        def note(compiled: Callable[..., Any], given: Sequence[Any]) -> None:
             began()
             if direct is not None:
                 direct.note(compiled, given)
@@ -272,9 +274,9 @@ class Variants:
         own_code = step.__code__.replace(co_name=f"step_{next(_COUNT)}")
         own = types.FunctionType(own_code, step.__globals__, step.__name__, None, step.__closure__)
         run = compile_step(own, note)
-        is_direct = not metrics and is_settled((factory, policy, constants))
+        is_direct = not inputs.returns and is_settled((factory, policy, constants))
         direct = DirectCalls(run, began) if is_direct else None
-        return run if direct is None else direct
+        return run if direct is None else cast(Body[R], direct)
 
     def _tell_of_compilation(self, inputs: Inputs, seconds: float) -> None:
         """Say what a first step took, once for each group: on the log, because nothing is wrong."""
@@ -289,7 +291,7 @@ class Variants:
             seconds,
         )
 
-    def _tell_of_too_many(self, site: _Site, key: _Key) -> None:
+    def _tell_of_too_many(self, site: _Site[R], key: _Key) -> None:
         if all(variant.refused for variant in site.variants):
             return  # that was told
         changing = sorted({name for one in site.variants for name in key[0] if one.key[0].get(name) != key[0][name]})

@@ -10,8 +10,9 @@ and the last of them only some: :class:`Members` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -22,6 +23,9 @@ from everybit import barriers, tree
 from everybit.axis import Axis
 
 P = TypeVar("P")
+
+SHORT = 1 << 11
+"""Mean number of elements of a leaf's parameters, below which a CPU works on all of them by one operation."""
 
 
 @tree.state
@@ -72,6 +76,10 @@ class PerTensor:
         """The Euclidean norm of each parameter's elements, as numbers."""
         return tree.map(barriers.sqrt, self.sum_of_squares(values))
 
+    def norms(self, *trees: P) -> tuple[P, ...]:
+        """:meth:`norm` of each of several trees of the same structure, found by one reduction of all of them."""
+        return tuple(tree.map(barriers.sqrt, one) for one in self._sums(trees, barriers.sum_of_squares))
+
     def size(self, values: P) -> P:
         """The number of elements of each parameter, as numbers; of the whole of it, wherever the rest is."""
         if self.members is None:
@@ -104,15 +112,25 @@ class PerTensor:
         return self._map(_expanded, like, numbers)
 
     def _sum(self, values: P, of: Callable[[Tensor], Tensor]) -> P:
+        (found,) = self._sums((values,), of)
+        return found
+
+    def _sums(self, trees: Sequence[P], of: Callable[[Tensor], Tensor]) -> tuple[P, ...]:
         if self.members is None:
-            return tree.map(lambda x: of(x).reshape(1), values)
+            return tuple(tree.map(lambda x: of(x).reshape(1), values) for values in trees)
         known = getattr(self.axis, "known", None)
-        total = None if known is None else known()
-        if total is None:
-            owned = tree.leaves(self.axis.owned(values))
-            partial = _added([_partial(x, one, of) for x, one in zip(owned, self._of_leaves(values), strict=True)])
-            total = self.axis.sum(partial)
-        return self._map(lambda _, members: total[members.numbers], values)
+        totals = None if known is None else known()
+        if totals is None:
+            found = [self._of_all(self.axis.owned(values), of) for values in trees]
+            totals = self.axis.sum(found[0] if len(found) == 1 else torch.stack(found))
+        each = [totals] if totals.ndim == 1 else totals.unbind()
+        return tuple(self._map(partial(_at, total), values) for values, total in zip(trees, each, strict=True))
+
+    def _of_all(self, values: P, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum here for every parameter that shares the step: float64, 1-d."""
+        return _added(
+            [_partial(x, one, of) for x, one in zip(tree.leaves(values), self._of_leaves(values), strict=True)]
+        )
 
     def _map(self, function: Callable[..., Tensor], values: P, *others: P) -> P:
         leaves = [tree.leaves(one) for one in (values, *others)]
@@ -140,6 +158,10 @@ def _partial(x: Tensor, members: Members, of: Callable[[Tensor], Tensor]) -> Ten
 
 def _added(partials: list[Tensor]) -> Tensor:
     return torch.stack(partials).sum(0) if len(partials) != 1 else partials[0]
+
+
+def _at(total: Tensor, _: Tensor, members: Members) -> Tensor:
+    return total[members.numbers]
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -187,7 +209,10 @@ def _unfit(numbers: Tensor, count: int) -> str:
 
 
 def _expand(values: Tensor, edges: Tensor, size: int) -> Tensor:
-    """Repeat each value for the elements of its member. No indices are made, which would take twice the memory."""
+    """Repeat each value for the elements of its member."""
+    if _are_short(edges, size):
+        return values.repeat_interleave(edges.diff(), output_size=size)
+    # No indices are made, which would take twice the memory.
     found: Tensor = values.new_empty(size)
     for number, (start, stop) in enumerate(pairwise(edges.tolist())):
         if stop > start:
@@ -205,20 +230,27 @@ def _sums(x: Tensor, edges: Tensor, squares: bool) -> Tensor:
     found = flat.new_zeros(len(edges) - 1, dtype=torch.float64)
     if not flat.numel() or x.device.type == "meta":
         return found
-    if x.device.type == "cpu":
-        of = barriers.sum_of_squares if squares else _sum
+    if x.device.type == "cpu" and not _are_short(edges, flat.numel()):
+        scratch = barriers.scratch_for([flat]) if squares else None
         for number, (start, stop) in enumerate(pairwise(edges.tolist())):
             if stop > start:
-                found[number] = of(flat[start:stop])
+                part = flat[start:stop]
+                found[number] = barriers.sum_of_squares(part, scratch) if squares else _sum(part)
         return found
     return found + _segments(flat, edges, squares)
 
 
+def _are_short(edges: Tensor, size: int) -> bool:
+    """Whether members on a CPU have so few elements that a call of an operation for each takes longer than the elements do."""
+    return size < SHORT * (len(edges) - 1)
+
+
 def _segments(flat: Tensor, edges: Tensor, squares: bool) -> Tensor:
-    """The sums on an accelerator: one kernel for all members, over a chunk at a time, so that no copy of a long tensor is widened."""
+    """The sums by one kernel for all members, over a chunk at a time, so that no copy of a long tensor is widened."""
     found = flat.new_zeros(len(edges) - 1, dtype=torch.float64)
-    for start in range(0, flat.numel(), barriers.DEVICE_CHUNK):
-        wide = flat[start : start + barriers.DEVICE_CHUNK].double()
+    chunk = barriers.CHUNK if flat.is_cpu else barriers.DEVICE_CHUNK
+    for start in range(0, flat.numel(), chunk):
+        wide = flat[start : start + chunk].double()
         here = edges.clamp(start, start + len(wide)) - start
         found += torch.segment_reduce(wide.square_() if squares else wide, "sum", offsets=here, unsafe=True, initial=0)
     return found

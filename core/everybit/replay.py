@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +11,18 @@ from everybit.tree import zeros_like
 
 P = TypeVar("P")
 Kind = Literal["sum", "max"]
+
+
+class Pending(NamedTuple):
+    """A reduction that a transform asks for, and whose total is not known yet.
+
+    Attributes:
+        kind: ``"sum"`` or ``"max"``.
+        value: The partial result of the elements on which the transform was run.
+    """
+
+    kind: Kind
+    value: Tensor
 
 
 class NeedsReductionError(Exception):
@@ -60,6 +72,26 @@ class ReplayAxis:
 
     def _answer(self, kind: Kind, value: Tensor) -> Tensor:
         total = ReplayAxis.known(self)
-        if total is None:
-            raise NeedsReductionError(kind, value)
-        return total
+        return self._pending(kind, value) if total is None else total
+
+    def _pending(self, kind: Kind, value: Tensor) -> Tensor:
+        raise NeedsReductionError(kind, value)
+
+
+class RecordingAxis(ReplayAxis):
+    """A replay axis that notes the pending reduction and lets the transform run to its end, for compiled code.
+
+    What the transform computes after the pending reduction is computed from a wrong answer. Nobody uses it, so a compiler leaves it out.
+
+    Attributes:
+        pending: The first reduction whose total is not known; None if there is none.
+    """
+
+    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
+        super().__init__(totals, counted=counted)
+        self.pending: Pending | None = None
+
+    def _pending(self, kind: Kind, value: Tensor) -> Tensor:
+        if self.pending is None:
+            self.pending = Pending(kind, value)
+        return value

@@ -105,14 +105,21 @@ def test_numbers_of_pieces_are_those_of_each_parameter(sizes: list[int], cuts: l
 
 
 def test_accelerators_compute_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their operations, run on the host; whole numbers, whose sums are exact in any order. Members without elements included."""
-    monkeypatch.setattr(barriers, "DEVICE_CHUNK", 5)
+    """Their operations, run on the host; whole numbers, whose sums are exact in any order. Members without elements included.
+
+    The host has such operations too, for short members.
+    """
+    monkeypatch.setattr(barriers, "CHUNK", 5)
+    monkeypatch.setattr(per_tensor, "SHORT", 0)
     edges = torch.tensor([0, 0, 3, 3, 11, 12, 12])
     x = torch.arange(12.0) - 4
     for squares in (False, True):
         assert torch.equal(per_tensor._segments(x, edges, squares), per_tensor._sums(x, edges, squares))
     values = torch.arange(6.0)
-    assert torch.equal(per_tensor._found(values, edges, 12), per_tensor._expand(values, edges, 12))
+    each = per_tensor._expand(values, edges, 12)
+    assert torch.equal(per_tensor._found(values, edges, 12), each)
+    monkeypatch.setattr(per_tensor, "SHORT", 1 << 11)
+    assert torch.equal(per_tensor._expand(values, edges, 12), each)
 
 
 @pytest.mark.cuda

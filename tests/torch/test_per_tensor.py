@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit_torch import TorchOptimizer, reductions, stepping
+from everybit import per_tensor
+from everybit_torch import TorchOptimizer, asking, groups, reductions, stepping
 from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 from tests.support.transforms import EXAMPLES, averaged, lamb, noisy, rms_clipped
 
@@ -23,6 +24,8 @@ def test_flat_buffers_in_pieces_give_the_bits_of_the_whole_tree(
 ) -> None:
     monkeypatch.setattr(reductions, "PIECE", 7)
     monkeypatch.setattr(stepping, "PIECE", 11)
+    if policy is LEAN:  # each parameter by operations of its own, as long ones are
+        monkeypatch.setattr(per_tensor, "SHORT", 0)
     dtype = torch.float32 if policy is FP32 else torch.bfloat16
     model = Awkward(dtype)
     whole = Whole(EXAMPLES[name], model, policy)
@@ -40,10 +43,16 @@ def test_flat_buffers_in_pieces_give_the_bits_of_the_whole_tree(
 
 
 @pytest.mark.exhaustive  # tests/torch/test_direct_calls.py and tests/core/test_context.py have one case each
+@pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("layout", ["auto", "tree"])
-def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, layout: Any) -> None:
+def test_compiled_steps_give_the_bits_of_uncompiled_ones(
+    monkeypatch: pytest.MonkeyPatch, name: str, layout: Any, pieces: bool
+) -> None:
     """With parameters without a gradient, so that pieces of several sizes and numbers of members are stepped."""
+    if pieces:
+        monkeypatch.setattr(reductions, "PIECE", 16)
+        monkeypatch.setattr(groups, "EXPANDED_PIECE", 16)
     found = []
     for compile in (False, True):
         model = Awkward(torch.bfloat16)
@@ -55,6 +64,30 @@ def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, layout: Any)
             train(model, optimizer, 1, start=step, without=lambda step, name: step == 2 and name == "vector")
         found.append(values(model))
     assert same_bits(*found)
+
+
+@pytest.mark.usefixtures("traced")
+def test_compiled_code_finds_partial_results_and_steps_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled the transform is run on no elements and on tensors without values: so it is found what it asks for."""
+    monkeypatch.setattr(reductions, "PIECE", 16)
+    monkeypatch.setattr(groups, "EXPANDED_PIECE", 16)
+    ran: list[int] = []
+
+    def note(optimizer: Any, tensor: torch.Tensor, *arguments: Any) -> Any:
+        ran.append(0 if tensor.is_meta else tensor.numel())
+        return asked(optimizer, tensor, *arguments)
+
+    asked = asking.ask
+    found = []
+    for compile in (False, True):
+        model = Awkward()
+        optimizer = TorchOptimizer(model.parameters(), lamb, lr=1e-2, compile=compile)
+        if compile:
+            monkeypatch.setattr(asking, "ask", note)
+        train(model, optimizer, 3)
+        found.append(values(model))
+    assert same_bits(*found)
+    assert set(ran) == {0}
 
 
 @pytest.mark.parametrize("layout", ["auto", "tree"])

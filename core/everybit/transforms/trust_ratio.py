@@ -74,7 +74,7 @@ class ScaleByTrustRatio(_PerTensor):
             found = _ratio(weight, move, coefficient * weight, move + eps)
             return found if most is None else torch.minimum(found, most * torch.ones_like(found))
 
-        ratios = tree.map(ratio, ctx.per_tensor.norm(params), ctx.per_tensor.norm(updates))
+        ratios = tree.map(ratio, *ctx.per_tensor.norms(params, updates))
         return tree.elementwise(lambda u, r: u * r, updates, ctx.per_tensor.expand(ratios, updates)), state
 
 
@@ -126,7 +126,7 @@ class ScaleByLars(_PerTensor):
         def scaled(g: Tensor, p: Tensor, r: Tensor) -> Tensor:
             return (g + decayed(p, -0.0)) * r
 
-        ratios = tree.map(ratio, ctx.per_tensor.norm(params), ctx.per_tensor.norm(updates))
+        ratios = tree.map(ratio, *ctx.per_tensor.norms(params, updates))
         return tree.elementwise(scaled, updates, params, ctx.per_tensor.expand(ratios, updates)), state
 
 

@@ -476,14 +476,16 @@ DISAGREEMENTS = (
     Disagreement(
         "Muon",
         "How do weights decay?",
-        "`decay`",
+        "`decay_kind`",
         (
             Answer("as in AdamW", "torch, Keller Jordan, Moonlight, Dion", _muon()),
-            Answer("only where this points the way of the update", "nanochat, Dion's option", _muon(decay="cautious")),
+            Answer(
+                "only where this points the way of the update", "nanochat, Dion's option", _muon(decay_kind="cautious")
+            ),
             Answer(
                 "by a share that does not follow the learning rate's size",
                 "Emerging-Optimizers' option",
-                _muon(decay="independent", max_learning_rate=RATE),
+                _muon(decay_kind="independent", max_learning_rate=RATE),
             ),
         ),
         MATRICES,

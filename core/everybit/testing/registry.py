@@ -202,7 +202,7 @@ _BUILDS: dict[str, Build] = {
         arithmetic="float64",
         normalization="polar_express",
         scale="match_rms_adamw",
-        decay="cautious",
+        decay_kind="cautious",
         others=sgd,
     ),
     "muon with others": lambda lr: muon(lr, arithmetic="float64", others=adamw),

@@ -11,6 +11,7 @@ from typing import Any
 
 import optax
 import pytest
+import torch
 from torch import Tensor
 
 import everybit as eb
@@ -62,6 +63,13 @@ def test_timms_muon_is_followed(scale: Any, nesterov: bool, noted: Noted) -> Non
     )
     apart = deviation(ours(eb.muon(schedule, nesterov=nesterov, scale=scale), shapes=BFLOAT16_SHAPES), oracle)
     noted("timm", "muon", apart)
+    assert apart <= FOLLOWED
+
+
+def test_torchs_muon_is_followed(noted: Noted) -> None:
+    oracle = theirs(lambda params: torch.optim.Muon(params, lr=PEAK, weight_decay=0.1), shapes=BFLOAT16_SHAPES)
+    apart = deviation(ours(eb.muon(schedule), shapes=BFLOAT16_SHAPES), oracle)
+    noted("torch", "muon", apart)
     assert apart <= FOLLOWED
 
 

@@ -221,6 +221,9 @@ def test_what_cannot_be_seen_so_is_named() -> None:
         (eb.chain(eb.clip_by_unit_norm(0.1), eb.orthogonalize(eb.batched())), 1),  # which must see all of the parameter
         (eb.chain(eb.orthogonalize(eb.batched()), eb.lamb(0.1)), 1),  # which reduces over it
         (eb.adamw(0.1), 1),
+        (eb.muon(view=eb.batched(), before="rows", after="columns_then_rows", others=None), 8),
+        (eb.orthogonalize(eb.batched(), batching="together"), 1),  # a matrix' bits depend on the others
+        (eb.normuon(view=eb.batched(), others=None), 1),  # whose state has other shapes
     ],
 )
 def test_a_parameter_is_cut_if_every_transform_allows_it(transform: eb.Transform[Any], atoms: int) -> None:

@@ -191,6 +191,7 @@ def _judge(
         given.ignored,
         ranks_of(given.mesh),
         given.copies,
+        is_part=given.model_parallel is not None,
     )
     for spec, parameter in zip(described.specs, described.parameters, strict=True):
         if parameter.grad is not None:

@@ -15,8 +15,9 @@ from everybit.parts import needs_whole_tensors
 from everybit.policies import native
 from everybit.policy import LOW, ByLabel, Policy, for_dtype, resolve
 from everybit.policy_names import PolicyOrName, with_name_resolved
+from everybit.routing import matrices_of
 from everybit.transform import any_per_tensor, require_transform
-from everybit_torch.choosing import choices, chosen
+from everybit_torch.choosing import choices, chosen, require_labels_used
 from everybit_torch.dtensors import local, mesh_of
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import ParameterSpec
@@ -64,6 +65,8 @@ def describe(
     ignored: Ignored | None = None,
     ranks: Collection[int] = (),
     copies: Collection[str] = (),
+    *,
+    is_part: bool = False,
 ) -> ModelLayout:
     """Look at a model, which may be on the meta device.
 
@@ -76,11 +79,14 @@ def describe(
         ignored: As the stepper's.
         ranks: Those that the stepper shards over, numbered as in the world, if they are known.
         copies: As the stepper's.
+        is_part: Whether other ranks have other parts of the model, such as stages: there may be the parameters of a label that none has
+            here.
 
     Raises:
         TypeError: A unit that is no module, a parameter that is not floating-point, or a transform that is none.
         ValueError: A unit that the model does not have, a transform that must see whole tensors for a parameter that tensor parallelism
-            cuts, a label without transform, or a policy that does not fit a parameter. Messages name what it is about.
+            cuts, a label without transform or without parameters, a parameter that cannot be seen as the matrices that are asked for, or
+            a policy that does not fit a parameter. Messages name what it is about.
     """
     found, left_alone = _find_units(model, units), ignored_ids(model, ignored)
     names: dict[int, list[str]] = {}
@@ -99,7 +105,7 @@ def describe(
     homes = _homes(found)
     by_name = {names[key][0]: parameter for key, parameter in parameters.items()}
     require_in_parts(by_name, ranks)
-    label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name))
+    label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name), is_part=is_part)
     if copies and any_per_tensor(one.transform for one in labelled.values()):
         raise ValueError(
             f"copies: got {', '.join(map(repr, copies))} with a transform that reduces over each parameter, and nothing says of which"
@@ -206,6 +212,8 @@ def _label(
     policy: AnyPrecision,
     labels: Labels | None,
     copies: Collection[str],
+    *,
+    is_part: bool,
 ) -> tuple[dict[str, str], dict[str, LabelledTransform]]:
     """The label of each trained parameter, by name, and what each label means."""
     trained = {name: p for name, p in by_name.items() if p.requires_grad}
@@ -236,6 +244,11 @@ def _label(
         columns = [eb.tree.label(choice, members, name=f"a mask of transform {label!r}") for choice in choices(one)]
         for number, name in enumerate(members):
             decisions[name] = tuple(column[number] for column in columns)
+        if not is_part:
+            frozen = {
+                n: p for n, p in by_name.items() if n not in trained and (labels is None or labels(n, p) == label)
+            }
+            require_labels_used(one, [decisions[name] for name in members], members | frozen)
     policy_labels = _policy_labels(trained, policy)
     mixed = any(parameter.dtype in LOW for parameter in by_name.values())
     beside_others = mesh_of(list(by_name.values())) is not None
@@ -259,6 +272,8 @@ def _label(
             labelled[label] = LabelledTransform(
                 source[name], chosen(transforms[source[name]], decisions[name]), own_policy
             )
+        if parameter.numel():
+            matrices_of(labelled[label].transform, name, parameter.shape)  # which refuses shapes that do not fit
     return label_of, labelled
 
 

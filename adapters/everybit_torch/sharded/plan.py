@@ -152,7 +152,7 @@ def plan(
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
     kind = sharding(strategy, outer)
-    described = describe(model, transform, policy, units, labels, ignored)
+    described = describe(model, transform, policy, units, labels, ignored, is_part=model_parallel not in ((), 1))
     mesh = mesh_of(described.parameters)
     given = model_parallel if isinstance(model_parallel, tuple) else (model_parallel,)
     for size in given:

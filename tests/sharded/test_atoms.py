@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
 from everybit_torch import TorchOptimizer
+from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.model_layout import describe
@@ -287,3 +289,43 @@ def test_elements_or_work_may_be_even() -> None:
     (even, free) = (one.whole_tensors for one in found if one.whole_tensors is not None)
     assert even.most_elements < free.most_elements
     assert even.imbalance > free.imbalance
+
+
+def all_gather_as_documented(parts: list[Tensor], own: Tensor, group: Any, async_op: bool) -> Any:
+    assert async_op
+    assert parts[dist.get_rank(group)].shape == own.shape
+    parts[dist.get_rank(group)].copy_(own)
+    works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
+    for work in works:
+        work.wait()
+    return works[-1]
+
+
+def reduce_scatter_as_documented(into: Tensor, parts: list[Tensor], group: Any, async_op: bool) -> Any:
+    assert async_op
+    assert parts[dist.get_rank(group)].shape == into.shape
+    works = [dist.reduce(part, group=group, group_dst=rank, async_op=True) for rank, part in enumerate(parts)]
+    for work in works:
+        work.wait()
+    into.copy_(parts[dist.get_rank(group)])
+    return works[-1]
+
+
+def as_if_over_nccl() -> tuple[Weights, int]:
+    """Lists of parts, which torch documents, in the place of what is done for gloo."""
+    with (
+        mock.patch.object(Communicator, "_takes_lists", return_value=True),
+        mock.patch.object(Communicator, "_goes_over_gloo", return_value=False),
+        mock.patch.object(dist, "all_gather", mock.Mock(side_effect=all_gather_as_documented)) as gathered,
+        mock.patch.object(dist, "reduce_scatter", mock.Mock(side_effect=reduce_scatter_as_documented)) as reduced,
+    ):
+        model = new_model("LEAN_BF16")
+        found = train(model, new_stepper(model, "LEAN_BF16", strategy="optim_grads_params"), range(STEPS))
+        return found, min(gathered.call_count, reduced.call_count)
+
+
+def test_backends_that_take_lists_are_given_parts_of_different_lengths() -> None:
+    expected = one_process("LEAN_BF16", 3)
+    for found, calls in run(3, as_if_over_nccl):
+        assert equal(found, expected)
+        assert calls >= STEPS

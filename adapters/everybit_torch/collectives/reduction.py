@@ -186,7 +186,7 @@ def reduce_scatter_into(
     scale = 1 / wire.prescale
 
     def put() -> None:
-        if received is not None and fused is not None and observe is None:
+        if received is not None and fused is not None and observe is None and main.numel():
             by = _by(divisor, torch.float64, main.device)
             if fused(main, received.view(count, main.numel()), adds=mode == "add", by=by, scale=scale):
                 return

@@ -14,6 +14,7 @@ import everybit as eb
 from everybit_torch import FlatStepper, TorchOptimizer, create, plan, routing
 from everybit_torch.config import OptimizerConfig, algorithm
 from everybit_torch.config.trees import READER
+from tests.support.block_formats import Int8Blocks
 
 
 class Small(nn.Module):
@@ -242,3 +243,81 @@ def test_each_part_of_a_model_gets_its_own_optimizers_bits() -> None:
             optimizer.param_groups[0]["lr"] *= 0.5
         for (name, p), q in zip(together.named_parameters(), apart.parameters(), strict=True):
             assert torch.equal(p, q), (step, name)
+
+
+# -- momentum in any format ---------------------------------------------------------------------------------------------------
+
+BLOCKS = eb.Policy(params=eb.Split(16), momentum=Int8Blocks(8), variance=Int8Blocks(8))
+STORED: dict[str, tuple[eb.Policy, float]] = {
+    # The largest error of the momentum, over its largest entry so far: that of one rounding, 20 of which a mean with a decay of 0.95 adds
+    # up. bfloat16 rounds up or down within 2**-7 of a number; int8 within half a 127th of its block's largest.
+    "float32": (eb.policies.MIXED_BF16, 0.0),
+    "bfloat16": (eb.policies.LEAN_BF16, 20 * 2.0**-7),
+    "bfloat16, and weights without a residual": (eb.policies.FLOOR_BF16, 20 * 2.0**-7),
+    "int8 in blocks": (BLOCKS, 20 * 0.5 / 127),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("muon", "bfloat16"),
+        ("normuon", "int8 in blocks"),
+        *(
+            pytest.param(name, stored, marks=pytest.mark.exhaustive)
+            for name in ("muon", "normuon")
+            for stored in STORED
+            if (name, stored) not in (("muon", "bfloat16"), ("normuon", "int8 in blocks"))
+        ),
+    ],
+)
+def test_momentum_may_have_any_format(stored: str, name: Any) -> None:
+    """Its error is that of the format, the update stays orthogonal, and a stepper and a resumed optimizer have the same bits."""
+    policy, allowed = STORED[stored]
+    exact, model = small().bfloat16(), small().bfloat16()
+    views: Any = {"views": VIEWS}
+    reference = create(name, exact, policy="MIXED_BF16", lr=0.0, compile=False, **views)
+    optimizer = create(name, model, policy=policy, lr=0.0, compile=False, **views)
+    resumed = create(name, model, policy=policy, lr=0.0, compile=False, **views)
+    largest = 0.0
+    for step in range(30):
+        drawn = torch.Generator().manual_seed(step)
+        for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+            gradient = torch.randn(p.shape, generator=drawn) + 0.3
+            p.grad, q.grad = gradient.to(main_dtype(p)), gradient.to(main_dtype(q))
+        optimizer.step()
+        reference.step()
+        largest = max(largest, float(momentum_of(reference).abs().max()))
+    assert float((momentum_of(optimizer) - momentum_of(reference)).abs().max()) <= allowed * largest
+    resumed.load_state_dict(optimizer.state_dict())
+    for part, again in zip(entries_of(optimizer), entries_of(resumed), strict=True):
+        assert torch.equal(part, again)
+
+
+def main_dtype(p: Tensor) -> torch.dtype:
+    return p.grad_dtype or p.dtype
+
+
+def momentum_of(optimizer: TorchOptimizer) -> Tensor:
+    """Of the matrices, decoded."""
+    state = optimizer.full_state_dict()["state"]
+    return torch.cat([entry["momentum"].reshape(-1) for number, entry in state.items() if number in (1, 3)])
+
+
+def entries_of(optimizer: TorchOptimizer) -> list[Tensor]:
+    return [x for entry in optimizer.state_dict()["state"].values() for x in entry.values() if isinstance(x, Tensor)]
+
+
+def test_a_stepper_has_the_same_bits_with_momentum_in_blocks() -> None:
+    one, other = small().bfloat16(), small().bfloat16()
+    optimizer = create("normuon", one, policy=BLOCKS, lr=0.1, compile=False)
+    stepper = FlatStepper(other, eb.normuon(0.1), policy=BLOCKS, compile=False)
+    for _ in range(3):
+        backward(one)
+        optimizer.step()
+        with stepper.microbatch(last=True):
+            other(torch.arange(7)).square().mean().backward()
+        stepper.step()
+    with stepper.full_parameters():
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)

@@ -56,6 +56,12 @@ def _muon(**options: Any) -> Any:
     return make(RATE, **({"arithmetic": "float64"} | options))
 
 
+def _normuon(**options: Any) -> Any:
+    """NorMuon, likewise."""
+    make: Any = eb.normuon
+    return make(RATE, **({"arithmetic": "float64"} | options))
+
+
 def _halves(path: str, parameter: Tensor) -> str:  # noqa: ARG001  # what labels are called with
     return "matrix" if "matrix" in path else "other"
 
@@ -417,7 +423,7 @@ DISAGREEMENTS = (
         "`nesterov`",
         (
             Answer("yes", "torch, Keller Jordan, Moonlight, optax", _muon()),
-            Answer("no", "Dion, Emerging-Optimizers", _muon(nesterov=False)),
+            Answer("no", "Dion, Emerging-Optimizers, timm", _muon(nesterov=False)),
         ),
         MATRICES,
     ),
@@ -437,7 +443,7 @@ DISAGREEMENTS = (
         "`scale`",
         (
             Answer("sqrt(max(1, r/c))", "torch, Keller Jordan, for 2-d parameters", _muon()),
-            Answer("0.2 sqrt(max(r, c))", "Moonlight, torch's and Dion's option", _muon(scale="match_rms_adamw")),
+            Answer("0.2 sqrt(max(r, c))", "Moonlight, timm, torch's and Dion's option", _muon(scale="match_rms_adamw")),
             Answer("sqrt(r/c)", "Dion", _muon(scale="spectral_unclamped")),
         ),
         MATRICES,
@@ -476,15 +482,75 @@ DISAGREEMENTS = (
     Disagreement(
         "Muon",
         "How do weights decay?",
-        "`decay`",
+        "`decay_kind`",
         (
             Answer("as in AdamW", "torch, Keller Jordan, Moonlight, Dion", _muon()),
-            Answer("only where this points the way of the update", "nanochat, Dion's option", _muon(decay="cautious")),
+            Answer(
+                "only where this points the way of the update", "nanochat, Dion's option", _muon(decay_kind="cautious")
+            ),
             Answer(
                 "by a share that does not follow the learning rate's size",
                 "Emerging-Optimizers' option",
-                _muon(decay="independent", max_learning_rate=RATE),
+                _muon(decay_kind="independent", max_learning_rate=RATE),
             ),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "MuonEq",
+        "What has the same length before the iteration?",
+        "`before`",
+        (
+            Answer("rows", "its authors", _muon(before="rows")),
+            Answer("both, at once", "its authors' option", _muon(before="both")),
+            Answer("columns", "its authors' option", _muon(before="columns")),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Muon+",
+        "What has the same length after it?",
+        "`after`",
+        (
+            Answer("columns, then rows", "its authors", _muon(after="columns_then_rows")),
+            Answer("rows, then columns", "its authors' option", _muon(after="rows_then_columns")),
+            Answer("rows", "its authors' option", _muon(after="rows")),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "NorMuon",
+        "What has a mean square?",
+        "`side`",
+        (
+            Answer("rows", "its authors, Dion, pytorch_optimizer", _normuon()),
+            Answer("rows, or columns if there are more", "modded-nanogpt", _normuon(side="longer")),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "NorMuon",
+        "Which norm does it leave a matrix?",
+        "`norm`",
+        (
+            Answer(
+                "that of the iteration's result",
+                "its authors' code, Dion, modded-nanogpt",
+                _normuon(scale="match_rms_adamw"),
+            ),
+            Answer(
+                "0.2 sqrt(rc)", "its paper, pytorch_optimizer's option", _normuon(norm="exact", scale="match_rms_adamw")
+            ),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "NorMuon",
+        "Is the bias of the mean squares corrected?",
+        "`debias`",
+        (
+            Answer("no", "its authors, Dion", _normuon()),
+            Answer("yes, which the norm takes out again", "Dion at first", _normuon(debias=True)),
         ),
         MATRICES,
     ),

@@ -22,6 +22,7 @@ from everybit_torch.gradient_release import GradientRelease, enable_gradient_rel
 from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, NAdam, RAdam, Rprop
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.outer import OuterOptimizer
+from everybit_torch.routing import routing
 from everybit_torch.sharpness import sam_weights
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
 from everybit_torch.weight_decay import weight_decay_groups
@@ -123,6 +124,7 @@ __all__ = [
     "load_sharded",
     "load_sharded_into",
     "plan",
+    "routing",
     "sam_weights",
     "save_checkpoint",
     "save_safetensors",

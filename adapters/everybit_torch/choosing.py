@@ -24,7 +24,7 @@ from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
 from everybit.transform import any_draws, any_per_tensor
 
 P = TypeVar("P")
-Tree = Mapping[str | int, Tensor]
+Tree = Mapping[Any, Tensor]
 """Parameters by their names, or by their numbers in a param group that has no names."""
 
 
@@ -112,6 +112,40 @@ class ReductionsOnly:
 
 def _reductions_only(transform: eb.Transform[Any]) -> eb.Transform[Any]:
     return ReductionsOnly(transform) if transform.reduces else eb.identity()
+
+
+def require_labels_used(
+    transform: eb.Transform[Any],
+    decisions: Sequence[tuple[Any, ...]],
+    tree: Tree,
+    others: Sequence[tuple[Any, Tree]] = (),
+) -> None:
+    """Refuse a partition of which a label that is not optional is no parameter's, as its ``init`` does.
+
+    Args:
+        transform: Whose partitions these are; those inside others are asked of some parameters only, and are let alone.
+        decisions: What its masks and labels said of parameters.
+        tree: All parameters, also those of which nothing was said.
+        others: Other transforms of the same factory, with all their parameters.
+
+    Raises:
+        ValueError: The message has the labels that nothing has.
+    """
+    found = [node for node in transforms_in(transform) if isinstance(node, (Masked, Partition))]
+    inside = {id(one) for node in found for one in transforms_in(node) if one is not node}
+    for number, node in enumerate(found):
+        if not isinstance(node, Partition) or id(node) in inside:
+            continue
+        required = {*node.transforms} - node.optional
+        labels = [decision[number] for decision in decisions if len(decision) > number]
+        if not required <= {*labels}:
+            for one, own in ((transform, tree), *others):
+                asked = choices(one)
+                if len(asked) > number:
+                    labels += ask(asked[number], own, list(own.values()), name="labels")
+            trees = [tree, *(own for _, own in others)]
+            names = [path for own in trees for path in eb.tree.paths(own)]
+            node.require_used(labels, names, [leaf for own in trees for leaf in own.values()])
 
 
 def tree_of(values: Mapping[str, Any]) -> Tree:

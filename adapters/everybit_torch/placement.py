@@ -19,7 +19,8 @@ import everybit as eb
 from everybit.optimizer import OptimizerState
 from everybit.parts import needs_whole_tensors
 from everybit.policy import block_of, resolve_tree
-from everybit_torch.choosing import Decision, Tree, applied, decide, tree_of
+from everybit.routing import matrices_of
+from everybit_torch.choosing import Decision, Tree, applied, decide, require_labels_used, tree_of
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.gradients import UnitGradients
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
@@ -181,7 +182,24 @@ def plan_placement(
             plan.runs.extend(_runs(number, own[dtype], parameters, apart, tree, sharded=sharded, allow_flat=allow_flat))
         plan.settled.append(Settled(list(given), left, lazy))
     _require_writable(plan.runs, params)
+    if not any(group.known for group in settled):
+        _require_labels_used(plan.runs, optimizers, param_groups)
     return plan
+
+
+def _require_labels_used(
+    runs: Sequence[Run], optimizers: Sequence[dict[torch.dtype, eb.Optimizer[Any]]], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse labels that no parameter of any group has; lazy parameters have no shape yet, and any label later."""
+    decisions = [run.decision.choices for run in runs if run.decision is not None]
+    each = [
+        (next(iter(own.values())).transform, tree_of(values))
+        for own, values in zip(optimizers, groups, strict=True)
+        if own
+    ]
+    if not any(is_lazy(p) for _, tree in each for p in tree.values()):
+        for number, (transform, tree) in enumerate(each):
+            require_labels_used(transform, decisions, tree, [*each[:number], *each[number + 1 :]])
 
 
 def _require_none_gone(number: int, group: Settled, given: list[Tensor]) -> None:
@@ -220,9 +238,14 @@ def _runs(
         )
     runs: list[tuple[list[Tensor], int, bool, Decision | None]] = []
     end = -1
+    names = {id(p): f"param group {number}, parameter {index}" for index, p in enumerate(tree.values())}
+    named = {id(p): name if isinstance(name, str) else names[id(p)] for name, p in tree.items()}
     decisions = decide(optimizer, tree, [parameter for parameter, _ in parameters])
     for (parameter, first), decision in zip(parameters, decisions, strict=True):
-        whole = needs_whole_tensors(applied(optimizer, decision).transform)
+        transform = applied(optimizer, decision).transform
+        whole = needs_whole_tensors(transform)
+        if whole and parameter.numel():
+            matrices_of(transform, named[id(parameter)], parameter.shape)  # which refuses shapes that do not fit
         flat = allow_flat and not whole and id(parameter) not in apart and can_be_flat(parameter)
         # Blocks are counted from each parameter's first element, so that a parameter in a run begins at a multiple of the block.
         # One that ends inside a block is a run of its own, because it is stepped uncompiled.
@@ -232,7 +255,6 @@ def _runs(
         else:
             runs.append(([parameter], first, flat, decision))
         end = first + parameter.numel()
-    names = {id(p): f"param group {number}, parameter {index}" for index, p in enumerate(tree.values())}
     for run, first, flat, decision in runs:
         yield Run(number, applied(optimizer, decision), [names[id(p)] for p in run], run, first, flat, decision)
 

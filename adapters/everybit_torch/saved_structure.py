@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,6 +113,15 @@ def shown(value: object) -> str:
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"
+
+
+def is_plain(value: object) -> bool:
+    """Whether a hyperparameter is data, which ``torch.load(weights_only=True)`` loads: no function, and no value of a class of its own."""
+    if isinstance(value, Mapping):
+        return type(value) in (dict, OrderedDict) and all(is_plain(one) for pair in value.items() for one in pair)
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, bytes, Tensor, torch.dtype))
 
 
 def _tensor(value: Tensor) -> str:

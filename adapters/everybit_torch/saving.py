@@ -12,7 +12,7 @@ from everybit_torch import full_precision
 from everybit_torch.entries import UNUSED, ParameterState
 from everybit_torch.front import Front
 from everybit_torch.places import parameters_of
-from everybit_torch.saved_structure import copied, shown
+from everybit_torch.saved_structure import copied, is_plain, shown
 
 
 def packed(front: Front) -> dict[str, Any]:
@@ -61,7 +61,12 @@ def _numbers(front: Front) -> dict[int, int]:
 
 
 def _packed_groups(front: Front, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
-    return [group | {"params": [numbers[id(p)] for p in group["params"]]} for group in front.param_groups]
+    """The param groups without hyperparameters that are code: who loads them has its own, and no checkpoint has to be trusted."""
+    packed = []
+    for group, own in zip(front.param_groups, front.engine.groups, strict=True):
+        kept = {name: value for name, value in group.items() if name not in own.names or is_plain(value)}
+        packed.append(kept | {"params": [numbers[id(p)] for p in group["params"]]})
+    return packed
 
 
 def _number(numbers: Mapping[int, int], parameter: Tensor) -> int:

@@ -95,12 +95,15 @@ def by_name(patterns: Mapping[str, str], default: str | None = None) -> ByName:
     return ByName(tuple(patterns.items()), default)
 
 
-def label_table(labels: Callable[[str, Tensor], Any] | object, params: object) -> str:
+def label_table(
+    labels: Callable[[str, Tensor], Any] | object, params: object, note: Callable[[Any, str, Tensor], str] | None = None
+) -> str:
     """A table of which parameters have which label (or are selected by a mask), to be printed.
 
     Args:
         labels: What :func:`everybit.partition` or :func:`everybit.masked` takes.
         params: A tree of tensors, such as ``dict(model.named_parameters())``.
+        note: What stands after a parameter's shape, from its label, its path and itself; None: nothing.
 
     Raises:
         ValueError: A pattern of :func:`by_name` that decides for no parameter; a parameter without label.
@@ -116,10 +119,14 @@ def label_table(labels: Callable[[str, Tensor], Any] | object, params: object) -
             )
     lines = []
     for label in dict.fromkeys(given):
-        own = [(name, leaf) for name, leaf, one in zip(names, tree.leaves(params), given, strict=True) if one == label]
-        elements = sum(leaf.numel() for _, leaf in own)
+        own = [
+            (name, path, leaf)
+            for name, path, leaf, one in zip(names, tree.paths(params), tree.leaves(params), given, strict=True)
+            if one == label
+        ]
+        elements = sum(leaf.numel() for _, _, leaf in own)
         lines.append(f"{label}: {len(own)} parameter{'s' if len(own) > 1 else ''}, {elements} elements")
-        lines += [f"  {name} {tuple(leaf.shape)}" for name, leaf in own]
+        lines += [f"  {name} {tuple(leaf.shape)}{note(label, path, leaf) if note else ''}" for name, path, leaf in own]
     return "\n".join(lines)
 
 

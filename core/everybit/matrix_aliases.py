@@ -9,22 +9,29 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from everybit.aliases import adamw
 from everybit.combinators.chain import Chain, chain
 from everybit.combinators.masked import Partition, partition
 from everybit.labels import plain_name, require_patterns
 from everybit.matrix_views import MatrixView, view_for
-from everybit.orthogonalization import Arithmetic, Coefficients, Normalization
-from everybit.scalars import Hyperparameter, Scalar
+from everybit.orthogonalization import Arithmetic, Batching, Coefficients, Normalization
+from everybit.scalars import Hyperparameter, Scalar, require
 from everybit.transform import Transform
 from everybit.transforms.decay_variants import add_cautious_decay
-from everybit.transforms.orthogonalize import Scale, orthogonalize
+from everybit.transforms.equalize import Sides, equalize, require_sides
+from everybit.transforms.matrix_wise import Scale, scale_by_shape
+from everybit.transforms.normuon import Norm, Side, scale_by_normuon
+from everybit.transforms.orthogonalize import orthogonalize
 from everybit.transforms.running_mean import running_mean
-from everybit.transforms.stateless import scale_by_learning_rate
+from everybit.transforms.stateless import scale, scale_by_learning_rate
 from everybit.transforms.trace import trace
 from everybit.transforms.weight_decay import add_decayed_weights, subtract_decayed_weights
 
 Decay = Literal["decoupled", "coupled", "independent", "cautious"]
 """How weights of matrices decay."""
+
+Others = Callable[[Hyperparameter], Transform[Any]] | None
+"""What steps parameters that are no hidden matrices, from a learning rate; None: there are none."""
 
 NOT_HIDDEN = r"(^|[._])(embs?|\w*embed\w*|wte|wpe|head|classifier)([._]|$)|(^|\.)(shared|output|score)(\.weight)?$"
 """Names of the first and last layers, whose matrices are not orthogonalized: a table of vectors is no linear map between hidden states."""
@@ -37,10 +44,13 @@ class HiddenMatrices:
     Attributes:
         views: Views of parameters by patterns of their names.
         others: A regular expression that is found in the names of others; None: there are no others.
+        view: Of parameters that no pattern is found in; None: matrices as they are, convolutions flattened. What it does not fit, by the
+            number of dimensions, is among the others.
     """
 
     views: tuple[tuple[str, MatrixView], ...] = ()
     others: str | None = NOT_HIDDEN
+    view: MatrixView | None = None
 
     def __call__(self, path: str, parameter: Tensor) -> str:
         """Return the label of a parameter."""
@@ -52,7 +62,8 @@ class HiddenMatrices:
                 return pattern
         if self.others is None:
             return "matrix"
-        hidden = view_for(parameter.shape) is not None and not re.search(self.others, name)
+        seen = self.view or view_for(parameter.shape)
+        hidden = seen is not None and seen.fits(parameter.ndim) and not re.search(self.others, name)
         return "matrix" if hidden else "others"
 
 
@@ -62,74 +73,209 @@ def muon(
     momentum: Hyperparameter = 0.95,
     nesterov: bool = True,
     average: bool = True,
+    before: Sides | None = None,
     coefficients: Coefficients = "quintic",
     steps: int = 5,
     arithmetic: Arithmetic = "bfloat16",
     normalization: Normalization = "frobenius",
     eps: Hyperparameter = 1e-7,
+    batching: Batching = "alone",
+    after: Sides | None = None,
     scale: Scale = "original",
     weight_decay: Hyperparameter = 0.1,
-    decay: Decay = "decoupled",
+    decay_kind: Decay = "decoupled",
     max_learning_rate: Scalar | None = None,
+    others_rate: Hyperparameter | None = None,
     view: MatrixView | None = None,
     views: Mapping[str, MatrixView] | None = None,
-    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    others: Others = adamw,
     labels: Callable[[str, Tensor], str] | None = None,
 ) -> Chain | Partition:
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, made orthogonal; as ``torch.optim.Muon``.
 
-    Without ``others`` all parameters are matrices, or are refused. With ``others`` it is one optimizer for a whole model: hidden matrices
-    go through Muon, all other parameters through ``others``. ``print(eb.label_table(tx.labels, dict(model.named_parameters())))`` shows
-    what goes where.
+    It is one optimizer for a whole model: hidden matrices go through Muon, all other parameters through ``others``, by their names and
+    shapes. ``print(eb.routing(tx, dict(model.named_parameters())))`` shows what goes where. With ``others=None`` all parameters are
+    matrices, or are refused, as torch's.
 
     Args:
         learning_rate: At least zero; of ``others``, too. With ``scale="match_rms_adamw"`` AdamW's learning rate serves both.
         momentum: Decay rate, in [0, 1).
         nesterov: Look a step ahead.
         average: Momentum is a running mean, as torch's and Keller Jordan's. False: a decaying sum, as Moonlight's and Dion's.
-        coefficients: Of the iteration; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`, as for the next four.
+        before: What has the same length before the iteration: ``"rows"`` for MuonEq; see :class:`~everybit.transforms.equalize.Equalize`.
+        coefficients: Of the iteration; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`, as for the next five.
         steps: Of the iteration.
         arithmetic: Its dtype.
         normalization: What a matrix is divided by first.
         eps: The least norm, or what is added to it.
+        batching: Whether matrices of one shape go through batched products.
+        after: What has the same length after the iteration: ``"columns_then_rows"`` for Muon+.
         scale: Factor of the update, from rows and columns.
-        weight_decay: At least zero.
-        decay: ``"decoupled"``: times the learning rate, which the scale does not change; ``"coupled"``: added to the gradient;
+        weight_decay: At least zero; of matrices.
+        decay_kind: ``"decoupled"``: times the learning rate, which the scale does not change; ``"coupled"``: added to the gradient;
             ``"independent"``: times the learning rate's share of ``max_learning_rate``; ``"cautious"``: decoupled, where it points the
             way of the update.
         max_learning_rate: Of independent decay.
+        others_rate: The learning rate of ``others`` over that of matrices, at least zero. None: they have the same.
         view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
         views: Other views of parameters by regular expressions on their names, of which the first that is found decides. With ``others``
             they are asked of parameters of two dimensions or more, so that biases need not be kept out of them.
-        others: What steps the other parameters, from a learning rate, such as ``everybit.adamw``.
+        others: What steps the other parameters, from a learning rate; None: there are none.
         labels: Which these are: a function of (path, parameter) that returns ``"matrix"``, a pattern of ``views``, or ``"others"``. None:
-            :class:`HiddenMatrices`: those of one or three dimensions, and those whose names say that they are embeddings or a head.
+            :class:`HiddenMatrices`: those whose number of dimensions does not fit, and those whose names say that they are embeddings or
+            a head.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that is no matrix, that a view does not fit, or a view that
             no parameter has.
     """
+    for name, sides in (("before", before), ("after", after)):
+        if sides is not None:
+            require_sides(name, sides)
+
+    def direction(seen: MatrixView | None) -> list[Transform[Any]]:
+        given: list[Transform[Any]] = [] if before is None else [equalize(seen, before, 1e-8)]
+        if after is None:
+            return [*given, orthogonalize(seen, coefficients, steps, arithmetic, normalization, eps, scale, batching)]
+        # The factor comes after what would take it out again.
+        orthogonal = orthogonalize(seen, coefficients, steps, arithmetic, normalization, eps, 1.0, batching)
+        return [*given, orthogonal, equalize(seen, after, 1e-7), scale_by_shape(seen, scale)]
 
     def of(seen: MatrixView | None) -> Chain:
         first = running_mean(momentum, nesterov=nesterov) if average else trace(momentum, nesterov=nesterov)
-        orthogonal = orthogonalize(seen, coefficients, steps, arithmetic, normalization, eps, scale)
-        rate = scale_by_learning_rate(learning_rate)
-        if decay == "coupled":
-            return chain(add_decayed_weights(weight_decay), first, orthogonal, rate)
-        if decay == "independent":
-            independent = subtract_decayed_weights(weight_decay, learning_rate, max_learning_rate)
-            return chain(first, orthogonal, rate, independent)
-        added = add_cautious_decay(weight_decay) if decay == "cautious" else add_decayed_weights(weight_decay)
-        return chain(first, orthogonal, added, rate)
+        return _decayed([first, *direction(seen)], learning_rate, weight_decay, decay_kind, max_learning_rate)
 
-    if decay not in get_args(Decay):
-        raise ValueError(f"decay: got {decay!r}; accepted are {', '.join(map(repr, get_args(Decay)))}.")
+    return _of_model(of, learning_rate, view, views, others, others_rate, labels)
+
+
+def normuon(
+    learning_rate: Hyperparameter = 0.02,
+    *,
+    momentum: Hyperparameter = 0.95,
+    b2: Hyperparameter = 0.95,
+    nesterov: bool = True,
+    average: bool = True,
+    before: Sides | None = None,
+    coefficients: Coefficients = "quintic",
+    steps: int = 5,
+    arithmetic: Arithmetic = "bfloat16",
+    normalization: Normalization = "frobenius",
+    eps: Hyperparameter = 1e-7,
+    batching: Batching = "alone",
+    side: Side = "rows",
+    norm: Norm = "kept",
+    debias: bool = False,
+    scale: Scale = "original",
+    weight_decay: Hyperparameter = 0.0,
+    decay_kind: Decay = "decoupled",
+    max_learning_rate: Scalar | None = None,
+    others_rate: Hyperparameter | None = None,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Others = adamw,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """NorMuon (Li et al. 2025, https://arxiv.org/abs/2510.05491): Muon, with rows over the roots of their running mean squares.
+
+    As the authors' code. The paper's algorithm has ``norm="exact", scale="match_rms_adamw"``.
+
+    Args:
+        learning_rate: At least zero; of ``others``, too.
+        momentum: Decay rate, in [0, 1).
+        b2: Decay rate of the mean squares, in [0, 1).
+        nesterov: Look a step ahead.
+        average: Momentum is a running mean. False: a decaying sum.
+        before: As :func:`muon`'s, and so is what follows but for the next three.
+        coefficients: Of the iteration.
+        steps: Of the iteration.
+        arithmetic: Its dtype.
+        normalization: What a matrix is divided by first.
+        eps: The least norm, or what is added to it.
+        batching: Whether matrices of one shape go through batched products.
+        side: What has a mean square; see :class:`~everybit.transforms.normuon.ScaleByNorMuon`.
+        norm: Whether a matrix gets its norm back, or that of an exactly orthogonal one.
+        debias: Correct the bias of the mean squares.
+        scale: Factor of the update, from rows and columns.
+        weight_decay: At least zero; of matrices.
+        decay_kind: How weights decay.
+        max_learning_rate: Of independent decay.
+        others_rate: The learning rate of ``others`` over that of matrices. None: they have the same.
+        view: How every matrix is seen.
+        views: Other views of parameters by regular expressions on their names.
+        others: What steps the other parameters; None: there are none.
+        labels: Which these are.
+
+    Raises:
+        ValueError: As :func:`muon`.
+    """
+    if before is not None:
+        require_sides("before", before)
+
+    def of(seen: MatrixView | None) -> Chain:
+        first = running_mean(momentum, nesterov=nesterov) if average else trace(momentum, nesterov=nesterov)
+        equal: list[Transform[Any]] = [] if before is None else [equalize(seen, before, 1e-8)]
+        orthogonal = orthogonalize(seen, coefficients, steps, arithmetic, normalization, eps, 1.0, batching)
+        direction = [
+            first,
+            *equal,
+            orthogonal,
+            scale_by_normuon(seen, b2, side, norm, debias),
+            scale_by_shape(seen, scale),
+        ]
+        return _decayed(direction, learning_rate, weight_decay, decay_kind, max_learning_rate)
+
+    return _of_model(of, learning_rate, view, views, others, others_rate, labels)
+
+
+def _decayed(
+    direction: list[Transform[Any]],
+    learning_rate: Hyperparameter,
+    weight_decay: Hyperparameter,
+    kind: Decay,
+    max_learning_rate: Scalar | None,
+) -> Chain:
+    """A direction with weight decay and learning rate."""
+    if kind not in get_args(Decay):
+        raise ValueError(f"decay_kind: got {kind!r}; accepted are {', '.join(map(repr, get_args(Decay)))}.")
+    if max_learning_rate is not None and kind != "independent":
+        raise ValueError(
+            f"max_learning_rate: got {max_learning_rate!r} with decay_kind={kind!r}; accepted with it is None."
+        )
+    rate = scale_by_learning_rate(learning_rate)
+    if kind == "coupled":
+        return chain(add_decayed_weights(weight_decay), *direction, rate)
+    if kind == "independent":
+        return chain(*direction, rate, subtract_decayed_weights(weight_decay, learning_rate, max_learning_rate))
+    added = add_cautious_decay(weight_decay) if kind == "cautious" else add_decayed_weights(weight_decay)
+    return chain(*direction, added, rate)
+
+
+def _of_model(
+    of: Callable[[MatrixView | None], Chain],
+    learning_rate: Hyperparameter,
+    view: MatrixView | None,
+    views: Mapping[str, MatrixView] | None,
+    others: Others,
+    others_rate: Hyperparameter | None,
+    labels: Callable[[str, Tensor], str] | None,
+) -> Chain | Partition:
+    """An optimizer of matrices, seen in their views, beside another one."""
+    if others is None and others_rate is not None:
+        raise ValueError(f"others_rate: got {others_rate!r} with others=None; accepted with it is None.")
+    if others_rate is not None:
+        require("others_rate", others_rate, 0.0)
     if others is None and not views:
+        if labels is not None:
+            raise ValueError("labels: got a function with others=None and no views; accepted with them is None.")
         return of(view)
     given = dict(views or {})
     require_patterns("views", given)
-    transforms = {"matrix": of(view), **{pattern: of(one) for pattern, one in given.items()}}
-    rest = {} if others is None else {"others": others(learning_rate)}
-    chosen = labels or HiddenMatrices(tuple(given.items()), NOT_HIDDEN if others is not None else None)
+    transforms: dict[str, Transform[Any]] = {"matrix": of(view), **{pattern: of(one) for pattern, one in given.items()}}
+    rest: dict[str, Transform[Any]] = {}
+    if others is not None:
+        rest["others"] = (
+            others(learning_rate) if others_rate is None else chain(others(learning_rate), scale(others_rate))
+        )
+    chosen = labels or HiddenMatrices(tuple(given.items()), NOT_HIDDEN if others is not None else None, view)
     # Where all matrices have views of their own, there is none left for the first transform.
     return partition({**transforms, **rest}, chosen, optional=("matrix", *rest) if given else tuple(rest))

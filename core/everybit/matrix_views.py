@@ -23,13 +23,24 @@ class MatrixView:
     kind: Literal["matrix", "flattened", "heads", "row_blocks", "batched"]
     sizes: tuple[int, ...] = ()
 
+    def fits(self, dimensions: int) -> bool:
+        """Whether parameters of so many dimensions can be seen so, if their sizes fit."""
+        return {"batched": dimensions >= 3, "flattened": dimensions >= 2}.get(self.kind, dimensions == 2)
+
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """The shapes (..., rows, columns) of the batches of matrices that a parameter of this shape is.
 
         Raises:
             ValueError: It cannot be seen so.
         """
-        rows, columns = _matrix_shape(self.kind, shape)
+        if not self.fits(len(shape)):
+            accepted = {"batched": "three dimensions or more", "flattened": "two dimensions or more"}.get(
+                self.kind, "two dimensions"
+            )
+            raise ValueError(
+                f"{self.kind}: got a parameter of shape {tuple(shape)}; accepted are parameters of {accepted}."
+            )
+        rows, columns = shape[0], math.prod(shape[1:])
         if self.kind == "batched":
             return [tuple(shape)]
         if self.kind == "heads":
@@ -46,6 +57,17 @@ class MatrixView:
                 )
             return [(size, columns) for size in self.sizes]
         return [(rows, columns)]
+
+    def atoms(self, shape: Sequence[int]) -> int:
+        """The number of equal parts of a parameter, one after the other in memory, that no matrix lies across.
+
+        Raises:
+            ValueError: It cannot be seen so.
+        """
+        shapes = self.shapes(shape)
+        if self.kind == "batched":
+            return shape[0]
+        return math.prod(shapes[0][:-2]) if len(shapes) == 1 else len(shapes) if len(set(shapes)) == 1 else 1
 
     def split(self, x: Tensor) -> list[Tensor]:
         """The batches of matrices that a tensor is, as views where its memory allows it."""
@@ -98,19 +120,6 @@ def batched() -> MatrixView:
 def view_for(shape: Sequence[int]) -> MatrixView | None:
     """The view of a parameter of this shape for which none is named: a matrix, or a flattened convolution of four or five dimensions."""
     return matrix() if len(shape) == 2 else flattened() if len(shape) in (4, 5) else None
-
-
-def _matrix_shape(kind: str, shape: Sequence[int]) -> tuple[int, int]:
-    dimensions = len(shape)
-    fits = {"batched": dimensions >= 3, "flattened": dimensions >= 2}.get(kind, dimensions == 2)
-    if not fits:
-        accepted = {"batched": "three dimensions or more", "flattened": "two dimensions or more"}.get(
-            kind, "two dimensions"
-        )
-        raise ValueError(f"{kind}: got a parameter of shape {tuple(shape)}; accepted are parameters of {accepted}.")
-    if kind == "batched":
-        return shape[-2], shape[-1]
-    return shape[0], math.prod(shape[1:])
 
 
 def _require_counts(name: str, counts: Sequence[object]) -> None:

@@ -17,6 +17,7 @@ import torch
 from everybit import tree
 from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
+from everybit.matrix_aliases import muon, normuon
 from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.more_aliases import (
     adabelief,
@@ -47,7 +48,7 @@ OptimizerName = Literal[
     "sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adagrad", "adamax", "adadelta", "torch_adafactor", "rprop", "asgd",
     "ademamix", "adopt", "schedule_free_sgd", "schedule_free_adamw", "prodigy", "lamb", "lars", "adan", "adabelief", "yogi", "laprop",
     "signum", "tiger", "stable_adamw", "mars", "novograd", "schedule_free_radam", "dadapt_adam", "adam_atan2", "adafactor", "came",
-    "adam_mini", "sm3",
+    "adam_mini", "sm3", "muon", "normuon",
 ]  # fmt: skip
 
 Reductions = Literal["none", "per tensor", "over everything"]
@@ -211,6 +212,8 @@ _OPTIMIZERS: tuple[NamedOptimizer, ...] = (
     NamedOptimizer("came", came, "CAME", "Luo et al. 2023", "https://arxiv.org/abs/2307.02047"),
     NamedOptimizer("adam_mini", adam_mini, "Adam-mini", "Zhang et al. 2024", "https://arxiv.org/abs/2406.16793"),
     NamedOptimizer("sm3", sm3, "SM3", "Anil et al. 2019", "https://arxiv.org/abs/1901.11150"),
+    NamedOptimizer("muon", muon, "Muon, with AdamW", "Jordan et al. 2024", "https://kellerjordan.github.io/posts/muon/"),
+    NamedOptimizer("normuon", normuon, "NorMuon, with AdamW", "Li et al. 2025", "https://arxiv.org/abs/2510.05491"),
 )  # fmt: skip
 
 _BY_NAME: Mapping[OptimizerName, NamedOptimizer] = MappingProxyType({one.name: one for one in _OPTIMIZERS})

@@ -33,6 +33,9 @@ Normalization = Literal["frobenius", "polar_express"]
 ``"frobenius"``: its norm, and at least ``eps``. ``"polar_express"``: 1.01 times its norm, plus ``eps``, for that method's coefficients.
 """
 
+Batching = Literal["alone", "together"]
+"""How a batch of matrices is computed: each by products of its own, or all by batched products."""
+
 PUBLISHED: dict[CoefficientName, tuple[Triple, ...]] = {
     # Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/: steepest at zero; ends between 0.7 and 1.2.
     "quintic": ((3.4445, -4.7750, 2.0315),),
@@ -77,10 +80,9 @@ def orthogonalized(
     arithmetic: Arithmetic = "bfloat16",
     normalization: Normalization = "frobenius",
     eps: Scalar = 1e-7,
+    batching: Batching = "alone",
 ) -> Tensor:
     """Return matrices with the singular vectors of ``x``, and singular values about 1.
-
-    Each matrix is computed by itself, so that its bits do not depend on which others there are.
 
     Args:
         x: Of shape (..., rows, columns).
@@ -88,6 +90,8 @@ def orthogonalized(
         arithmetic: The dtype of the iteration.
         normalization: What a matrix is divided by first.
         eps: The least norm, or what is added to it; a matrix of zeros stays zero.
+        batching: ``"alone"``: each matrix is computed by itself, so that its bits do not depend on which others there are.
+            ``"together"``: by batched products, whose bits the library decides.
 
     Returns:
         Of the shape and dtype of ``x``.
@@ -95,8 +99,8 @@ def orthogonalized(
     flat = [number for one in coefficients for number in one]
     least = eps if isinstance(eps, Tensor) else torch.full((), eps, dtype=torch.float64, device=x.device)
     if _is_differentiated(x):
-        return _iterated(x, least, flat, arithmetic, normalization)
-    found: Tensor = _orthogonalized(x, least, flat, arithmetic, normalization)
+        return iterated(x, least, flat, arithmetic, normalization, batching)
+    found: Tensor = _orthogonalized(x, least, flat, arithmetic, normalization, batching)
     return found
 
 
@@ -108,34 +112,40 @@ def _is_differentiated(x: Tensor) -> bool:
     return tangent is not None
 
 
-def _iterated(x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str) -> Tensor:
+def iterated(
+    x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str, batching: str
+) -> Tensor:
+    """What the operator ``everybit::orthogonalized`` does, in operators of torch: for derivatives, and for who counts what it allocates."""
     if not x.numel():
         return x.clone()
-    if x.ndim > 2:
-        alone = [_iterated(one, eps, coefficients, arithmetic, normalization) for one in x.reshape(-1, *x.shape[-2:])]
+    if x.ndim > 2 and batching == "alone":
+        each = x.reshape(-1, *x.shape[-2:])
+        alone = [iterated(one, eps, coefficients, arithmetic, normalization, batching) for one in each]
         return torch.stack(alone).reshape(x.shape)
-    tall = x.shape[0] > x.shape[1]
+    tall = x.shape[-2] > x.shape[-1]
     matrix = x.to(getattr(torch, arithmetic))
-    matrix = matrix.T if tall else matrix
-    norm = matrix.norm()
+    matrix = matrix if x.ndim == 2 else matrix.reshape(-1, *x.shape[-2:])
+    matrix = matrix.mT if tall else matrix
+    norm = matrix.norm() if x.ndim == 2 else torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
     least = eps.to(norm.dtype)
     matrix = matrix / (torch.maximum(norm, least) if normalization == "frobenius" else norm * 1.01 + least)
+    added: Any = torch.addmm if x.ndim == 2 else torch.baddbmm
     for start in range(0, len(coefficients), 3):
         a, b, c = coefficients[start : start + 3]
-        gram = matrix @ matrix.T
+        gram = matrix @ matrix.mT
         if c:
-            gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-            matrix = torch.addmm(matrix, gram, matrix, beta=a)
+            gram = added(gram, gram, gram, beta=b, alpha=c)
+            matrix = added(matrix, gram, matrix, beta=a)
         else:
-            matrix = torch.addmm(matrix, gram, matrix, beta=a, alpha=b)
-    return (matrix.T if tall else matrix).to(x.dtype).contiguous()
+            matrix = added(matrix, gram, matrix, beta=a, alpha=b)
+    return (matrix.mT if tall else matrix).to(x.dtype).reshape(x.shape).contiguous()
 
 
 @torch.library.custom_op("everybit::orthogonalized", mutates_args=())
 def _orthogonalized(
-    x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str
+    x: Tensor, eps: Tensor, coefficients: Sequence[float], arithmetic: str, normalization: str, batching: str
 ) -> Tensor:
-    return _iterated(x, eps, coefficients, arithmetic, normalization)
+    return iterated(x, eps, coefficients, arithmetic, normalization, batching)
 
 
 def _batched(_info: object, in_dims: tuple[int | None, ...], x: Tensor, eps: Tensor, *how: Any) -> tuple[Tensor, int]:

@@ -66,6 +66,24 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+def test_of_ranks_with_different_numbers_of_whole_tensors_the_fullest_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--optimizer", "novograd", "--ranks", "64", "--policies", "FP32", "--dtype", "fp32"]
+    held, shown = planned(capsys, *arguments, "--strategies", "optim", "no_shard")
+    even = held["plans"][0]["whole_tensors"]
+    assert even["elements"] == even["most_elements"]
+    assert held["plans"][0]["persistent"]["momentum"] == 4 * even["most_elements"]
+    idle = len(even["without"])
+    assert (
+        shown.count(
+            f"{even['tensors']:,} whole tensors on 64 ranks, {idle} of which have none ({even['without'][0]}-63);"
+        )
+        == 1
+    )
+    assert held["plans"][1]["whole_tensors"] is None
+
+
 def test_what_lies_on_the_host_is_shown_beside_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "mini", "--ranks", "2", "--policies", "KAHAN_BF16", "--out", str(tmp_path)]
     assert cli.main([*arguments, "--offload", "everything"]) == 0

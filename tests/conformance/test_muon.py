@@ -1,4 +1,4 @@
-"""Muon against optax's, over 200 random steps in float64.
+"""Muon against optax's and timm's, and NorMuon against pytorch_optimizer's, over 200 random steps in float64.
 
 optax has JAX's layout: its scale has rows and columns exchanged. It corrects the bias of its momentum, which the norm divides out again
 where momentum is not Nesterov's; where it is, the gradient's share of the mix is another one, which everybit does not offer.
@@ -11,10 +11,12 @@ from typing import Any
 
 import optax
 import pytest
+import torch
+from torch import Tensor
 
 import everybit as eb
-from tests.support.following import PEAK, STEPS, deviation, ours, schedule
-from tests.support.oracles import Noted, optax_rate, theirs_of_optax
+from tests.support.following import PEAK, STEPS, deviation, ours, schedule, theirs
+from tests.support.oracles import Noted, from_timm, optax_rate, theirs_of_optax
 
 SHAPES = {"tall": (6, 4), "wide": (3, 5), "row": (1, 4)}
 
@@ -43,3 +45,46 @@ def test_its_nesterov_momentum_is_another(average: bool) -> None:
     oracle = theirs_of_optax(optaxs(nesterov=True), SHAPES)
     tx = eb.muon(schedule, arithmetic="float64", average=average, eps=1e-30, scale=exchanged)
     assert deviation(ours(tx, shapes=SHAPES), oracle) > 1e-4
+
+
+# Those of timm and pytorch_optimizer have a bfloat16 iteration, of the same products as ours. In float64 the last bits of the momentum
+# disappear when it is rounded to bfloat16, so that all 200 steps can be followed.
+BFLOAT16_SHAPES = {"tall": (6, 4), "wide": (4, 9)}
+# Some twenty operations a step on weights and updates of the size of the largest.
+FOLLOWED = STEPS * 20 * 2.0**-53
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_timms_muon_is_followed(scale: Any, nesterov: bool, noted: Noted) -> None:
+    oracle = theirs(
+        from_timm("Muon", lr=PEAK, nesterov=nesterov, weight_decay=0.1, adjust_lr_fn=scale, ns_coefficients="original"),
+        shapes=BFLOAT16_SHAPES,
+    )
+    apart = deviation(ours(eb.muon(schedule, nesterov=nesterov, scale=scale), shapes=BFLOAT16_SHAPES), oracle)
+    noted("timm", "muon", apart)
+    assert apart <= FOLLOWED
+
+
+def test_torchs_muon_is_followed(noted: Noted) -> None:
+    oracle = theirs(lambda params: torch.optim.Muon(params, lr=PEAK, weight_decay=0.1), shapes=BFLOAT16_SHAPES)
+    apart = deviation(ours(eb.muon(schedule), shapes=BFLOAT16_SHAPES), oracle)
+    noted("torch", "muon", apart)
+    assert apart <= FOLLOWED
+
+
+@pytest.mark.parametrize("norm", ["kept", "exact"])
+def test_pytorch_optimizers_normuon_is_followed(norm: Any, noted: Noted) -> None:
+    peer = pytest.importorskip("pytorch_optimizer")
+    scale: Any = {"kept": "original", "exact": "match_rms_adamw"}[norm]
+    update = {"kept": "preserve_norm", "exact": "match_rms"}[norm]
+
+    def make(params: list[Tensor]) -> Any:
+        group = {"params": params, "use_muon": True, "lr": PEAK, "update_scale": update, "weight_decay": 0.1}
+        return peer.NorMuon([group], foreach=False)
+
+    oracle = theirs(make, shapes=BFLOAT16_SHAPES)
+    tx = eb.normuon(schedule, norm=norm, scale=scale, weight_decay=0.1)
+    apart = deviation(ours(tx, shapes=BFLOAT16_SHAPES), oracle)
+    noted("pytorch_optimizer", f"normuon {norm}", apart)
+    assert apart <= FOLLOWED

@@ -15,8 +15,7 @@ from torch.optim import _muon
 
 import everybit as eb
 from everybit.orthogonalization import PUBLISHED, CoefficientName, Normalization, orthogonalized, triples
-from everybit.transforms.orthogonalize import SCALES
-from everybit_torch import TorchOptimizer
+from everybit.transforms.matrix_wise import SCALES
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 
 UNTYPED: Any = eb.muon
@@ -229,7 +228,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name(
     view: eb.MatrixView | None, shape: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        eb.muon(1e-3, view=view).init({"layers": [{"w": torch.ones(shape)}]})
+        eb.muon(1e-3, view=view, others=None).init({"layers": [{"w": torch.ones(shape)}]})
 
 
 @pytest.mark.parametrize(
@@ -238,14 +237,14 @@ def test_shapes_that_do_not_fit_are_refused_by_name(
         (lambda: eb.heads(0), r"^heads: count: got \(0,\); accepted are whole numbers, at least 1"),
         (lambda: eb.row_blocks(), r"^row_blocks: sizes: got \(\); accepted"),
         (lambda: eb.row_blocks(2, True), r"^row_blocks: sizes: got \(2, True\); accepted"),
-        (lambda: UNTYPED(decay="l2"), r"^decay: got 'l2'; accepted are 'decoupled', 'coupled', 'independent', 'cautious'"),
+        (lambda: UNTYPED(decay_kind="l2"), r"^decay_kind: got 'l2'; accepted are 'decoupled', 'coupled', 'independent', 'cautious'"),
         (lambda: eb.muon(views={"(": eb.heads(2)}), r"^views: got '\('; accepted are regular expressions"),
         (lambda: eb.muon(steps=100), r"^steps: got 100; accepted is a whole number of steps, from 1 to 99"),
         (lambda: UNTYPED(arithmetic="float16"), r"^arithmetic: got 'float16'; accepted are 'bfloat16'"),
         (lambda: UNTYPED(normalization="spectral"), r"^normalization: got 'spectral'; accepted are 'frobenius'"),
         (lambda: UNTYPED(scale="muon"), r"^scale: got 'muon'; accepted are 'original', .*a function of rows and columns"),
         (lambda: eb.muon(eps=0.0), r"^eps: got 0\.0; accepted is a number above zero"),
-        (lambda: eb.muon(decay="independent"), r"^max_learning_rate: .*needs both or neither"),
+        (lambda: eb.muon(decay_kind="independent"), r"^max_learning_rate: .*needs both or neither"),
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -265,7 +264,7 @@ def test_every_step_is_torchs_from_torchs_own_state(scale: Any, nesterov: bool) 
     theirs = torch.optim.Muon(
         weights.values(), lr=rate, momentum=momentum, nesterov=nesterov, weight_decay=decay, adjust_lr_fn=scale
     )
-    tx: Any = eb.muon(rate, momentum=momentum, nesterov=nesterov, weight_decay=decay, scale=scale)
+    tx: Any = eb.muon(rate, momentum=momentum, nesterov=nesterov, weight_decay=decay, scale=scale, others=None)
     state = tx.init({name: p.detach() for name, p in weights.items()})
     alike = 0
     for step in range(STEPS):
@@ -317,19 +316,21 @@ def muon(
     coefficients: CoefficientName = "quintic",
     normalization: str = "frobenius",
     scale: Callable[[int, int], float] = SCALES["original"],
-    decay: str = "decoupled",
+    decay_kind: str = "decoupled",
 ) -> Callable[[Tensor, list[Tensor], Callable[[int], float]], Iterator[Tensor]]:
     def follow(p: Tensor, grads: list[Tensor], lr: Callable[[int], float]) -> Iterator[Tensor]:
         mean = torch.zeros_like(p)
         for done, given_gradient in enumerate(grads):
-            g = given_gradient + 0.1 * p if decay == "coupled" else given_gradient
+            g = given_gradient + 0.1 * p if decay_kind == "coupled" else given_gradient
             share = 0.05 if average else 1.0
             mean = 0.95 * mean + share * g
             ahead = 0.95 * mean + share * g if nesterov else mean
             u = scale(*p.shape) * polar(ahead, triples(coefficients, 5), normalization)
             rate = lr(done)
-            shrink = {"decoupled": rate * 0.1, "cautious": rate * 0.1, "independent": 0.1 * rate / PEAK}.get(decay, 0.0)
-            where = (u * p > 0).to(p) if decay == "cautious" else torch.ones_like(p)
+            shrink = {"decoupled": rate * 0.1, "cautious": rate * 0.1, "independent": 0.1 * rate / PEAK}.get(
+                decay_kind, 0.0
+            )
+            where = (u * p > 0).to(p) if decay_kind == "cautious" else torch.ones_like(p)
             p = p - rate * u - shrink * where * p
             yield p
 
@@ -348,9 +349,9 @@ FORMULAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cubic": ({"coefficients": "cubic"}, {}),
     "a number": ({"scale": 0.3}, {"scale": lambda _r, _c: 0.3}),
     "a function": ({"scale": lambda r, c: 0.1 * (r + c)}, {"scale": lambda r, c: 0.1 * (r + c)}),
-    "coupled": ({"decay": "coupled"}, {}),
-    "independent": ({"decay": "independent", "max_learning_rate": PEAK}, {}),
-    "cautious": ({"decay": "cautious"}, {}),
+    "coupled": ({"decay_kind": "coupled"}, {}),
+    "independent": ({"decay_kind": "independent", "max_learning_rate": PEAK}, {}),
+    "cautious": ({"decay_kind": "cautious"}, {}),
 }
 
 
@@ -364,7 +365,7 @@ def test_options_follow_their_formulas(name: str) -> None:
     same = {
         key: value
         for key, value in options.items()
-        if key in ("average", "nesterov", "coefficients", "normalization", "decay")
+        if key in ("average", "nesterov", "coefficients", "normalization", "decay_kind")
     }
     expected = formula(muon(**(same | its)), SHAPES)
     assert deviation(ours(tx, shapes=SHAPES), expected) <= ROUNDING
@@ -462,39 +463,3 @@ def test_a_model_without_matrices_is_refused() -> None:
         eb.muon(1e-3, others=eb.adamw, views={"qkv": eb.heads(2)}).init({"a": torch.ones(3, 2), "b": torch.ones(3)})
     eb.muon(1e-3, others=eb.adamw).init({"a": torch.ones(3, 2)})
     eb.muon(1e-3, views={"a": eb.heads(3)}).init({"a": torch.ones(3, 2)})
-
-
-def test_each_part_of_a_model_gets_its_own_optimizers_bits() -> None:
-    """Through the torch optimizer, with a scheduler, whose learning rate both parts follow; and resumed."""
-    together = small()
-    options: dict[str, Any] = {"views": {"qkv": eb.row_blocks(6, 6, 6)}, "others": eb.adamw, "weight_decay": 0.01}
-
-    def new(model: nn.Module) -> Any:
-        return TorchOptimizer(model.named_parameters(), eb.muon, lr=0.1, policy="FP32", **options)
-
-    one = new(together)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(one, 0.5)
-    apart = small()
-    hidden = {"qkv.weight": apart.qkv.weight}
-    others = [(name, p) for name, p in apart.named_parameters() if name not in ("qkv.weight", "ensemble.weight")]
-    each = [
-        TorchOptimizer(hidden.items(), eb.muon, lr=0.1, view=eb.row_blocks(6, 6, 6), weight_decay=0.01),
-        TorchOptimizer([apart.ensemble.weight], eb.muon, lr=0.1, weight_decay=0.01),
-        TorchOptimizer(others, eb.adamw, lr=0.1),
-    ]
-    for step in range(3):
-        if step == 2:
-            saved = one.state_dict()
-            again = new(together)
-            again.load_state_dict(saved)
-            one, schedule = again, torch.optim.lr_scheduler.ExponentialLR(again, 0.5, last_epoch=1)
-        for model in (together, apart):
-            model.zero_grad()
-            model(torch.arange(7)).square().mean().backward()
-        one.step()
-        schedule.step()
-        for optimizer in each:
-            optimizer.step()
-            optimizer.param_groups[0]["lr"] *= 0.5
-        for (name, p), q in zip(together.named_parameters(), apart.parameters(), strict=True):
-            assert torch.equal(p, q), (step, name)

@@ -34,8 +34,9 @@ def test_a_step_runs_or_the_slot_that_would_stop_is_named(name: eb.OptimizerName
         assert preset not in ACCEPTED, message
         (slot,) = {slot for slot in one.slots() if f"'{slot}'" in message}
         assert re.match(r"Policy\.(momentum|variance|state): got Nearest\(dtype='bfloat16'\)", message)
-        declared = next(decay for decay in decays(one.function()) if decay.slot == slot)
-        assert not isinstance(declared.rate, float) or declared.rate > 0.96875
+        # Parts of a partition may have slots of the same name.
+        rates = [decay.rate for decay in decays(one.function()) if decay.slot == slot]
+        assert any(not isinstance(rate, float) or rate > 0.96875 for rate in rates)
         return
     optimizer = eb.with_policy(one.function(), policy)
     # What is accepted and rounded to nearest moves fast enough, or is replaced at each step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ class Late:
 def as_late_as_can_be() -> Iterator[None]:
     gather = Communicator.all_gather
 
-    def late(self: Communicator, into: Tensor, shard: Tensor, what: str) -> Any:
-        return Late(lambda: gather(self, into, shard, what))
+    def late(self: Communicator, into: Tensor, shard: Tensor, what: str, lengths: Sequence[int] = ()) -> Any:
+        return Late(lambda: gather(self, into, shard, what, lengths))
 
     with mock.patch.object(Communicator, "all_gather", late):
         yield

@@ -83,41 +83,94 @@ def test_every_element_lies_in_exactly_one_rank(layout: Layout) -> None:
     )
 
 
-@given(layouts())
+@given(layouts(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_whole_tensors_lie_in_one_share_each(given: Layout) -> None:
-    specs = [dataclasses.replace(spec, whole=spec.label == "decay") for spec in given.specs]
+def test_whole_tensors_lie_in_one_share_each(given: Layout, cuttable: bool) -> None:
+    specs = [
+        dataclasses.replace(spec, whole=spec.label == "decay", atoms=spec.shape[0] if cuttable and spec.numel and spec.shape else 1)
+        for spec in given.specs
+    ]  # fmt: skip
     layout = build(specs, shards=given.shards, units=given.units)
     seen: dict[str, list[int]] = {spec.name: [] for spec in specs}
+    loads = [0] * layout.shards
     for group in layout.groups:
-        assert group.padded % layout.shards == 0
-        shares = [list(group.slices(*group.shard(rank, layout.shards))) for rank in range(layout.shards)]
-        for slices in shares:
-            for s in slices:
-                seen[s.placement.spec.name] += range(s.low, s.high)
-                assert s.high - s.low == s.placement.spec.numel or not s.placement.spec.whole
-        if group.label == "decay":
-            # Graham's bound: 4/3 of the best that there is, which is at least the mean and the largest tensor.
-            least = max(-(-group.numel // layout.shards), *(place.spec.numel for place in group.placements))
-            assert 3 * (group.padded // layout.shards) <= 4 * max(least, _second(group, layout.shards))
+        ends = [group.shard(rank, layout.shards) for rank in range(layout.shards)]
+        assert [low for low, _ in ends] == [0, *(high for _, high in ends[:-1])]
+        assert ends[-1][1] == group.padded
+        assert group.sizes(layout.shards) in ((), tuple(high - low for low, high in ends))
+        for rank, (low, high) in enumerate(ends):
+            for s in group.slices(low, high):
+                spec = s.placement.spec
+                seen[spec.name] += range(s.low, s.high)
+                part = spec.numel // spec.atoms
+                assert not spec.whole or (s.low % part, s.high % part) == (0, 0)
+                loads[rank] += s.high - s.low if group.label == "decay" else 0
     assert seen == {spec.name: list(range(spec.numel)) for spec in specs}
+    whole = [spec.numel for spec in specs if spec.whole]
+    if whole and not cuttable:
+        # Graham's bound: 4/3 of the best that there is, which is at least the mean and the largest tensor; over all groups together.
+        least = max(-(-sum(whole) // layout.shards), *whole)
+        assert 3 * max(loads) <= 4 * max(least, _second(whole, layout.shards))
 
 
-def _second(group: Group, shards: int) -> int:
+def _second(numels: list[int], shards: int) -> int:
     """With more tensors than shares, one share holds two of the ``shards + 1`` largest: another bound of the best there is."""
-    sizes = sorted((place.spec.numel for place in group.placements), reverse=True)
+    sizes = sorted(numels, reverse=True)
     return sizes[shards - 1] + sizes[shards] if len(sizes) > shards else 0
 
 
-def test_groups_with_fewer_tensors_than_ranks_lie_on_different_ranks() -> None:
+def _share_of(group: Group, shards: int) -> list[int]:
+    """The shares that have something of a group."""
+    return [rank for rank in range(shards) if any(group.slices(*group.shard(rank, shards)))]
+
+
+def test_groups_with_fewer_tensors_than_ranks_lie_on_different_ranks_without_padding() -> None:
     specs = [ParameterSpec((f"p{n}",), (5,), torch.float32, unit=n, whole=True) for n in range(4)]
     layout = build(specs, shards=4, units=[f"u{n}" for n in range(4)])
-    assert [group.placements[0].start // 5 for group in layout.groups] == [0, 1, 2, 3]
+    assert [_share_of(group, 4) for group in layout.groups] == [[0], [1], [2], [3]]
+    assert layout.padding == 0
 
 
 def test_whole_tensors_are_not_apart_where_ranks_step_the_same() -> None:
     specs = [ParameterSpec((f"p{n}",), (4, 4), torch.float32, whole=True) for n in range(5)]
-    assert [build(specs, shards=4, shares=n).groups[0].padded for n in (1, 2, 4)] == [80, 96, 128]
+    found = [build(specs, shards=4, shares=n).groups[0] for n in (1, 2, 4)]
+    assert [group.lengths for group in found] == [(), (48, 32), (32, 16, 16, 16)]
+    assert [group.padded for group in found] == [80, 80, 80]
+
+
+def test_shares_of_almost_the_same_length_are_padded_to_the_same() -> None:
+    specs = [ParameterSpec((f"p{n}",), (size,), torch.float32, whole=True) for n, size in enumerate((100, 96))]
+    (group,) = build(specs, shards=2).groups
+    assert (group.lengths, group.padded) == ((), 200)
+    assert [(low, high) for low, high in group.gaps] == [(196, 200)] or group.placements[1].start == 100
+
+
+def test_lengths_are_multiples_of_the_blocks_and_of_the_ranks_that_keep_copies() -> None:
+    specs = [ParameterSpec((f"p{n}",), (n + 3,), torch.float32, whole=True, block=4) for n in range(5)]
+    (group,) = build(specs, shards=6, shares=3).groups
+    assert group.lengths
+    assert all(length % 8 == 0 for length in group.lengths)
+    assert all(place.start % 4 == 0 for place in group.placements)
+
+
+def test_parts_that_do_not_fit_the_multiples_are_cut_together_or_not_at_all() -> None:
+    def shares(atoms: int, block: int) -> list[int]:
+        spec = ParameterSpec(("p",), (atoms, 3), torch.float32, whole=True, atoms=atoms, block=block)
+        return _share_of(build([spec], shards=4).groups[0], 4)
+
+    assert shares(8, 1) == [0, 1, 2, 3]
+    assert shares(8, 4) == [0, 1]  # four parts of three elements at a time, two of them
+    assert shares(6, 4) == [0]  # which do not divide six
+
+
+def test_parts_of_the_outer_dimension_have_lengths_of_their_own() -> None:
+    specs = [ParameterSpec((f"p{n}",), (n + 1,), torch.float32, whole=True) for n in range(6)]
+    (group,) = build(specs, shards=4).groups
+    assert group.sizes(4) == group.lengths
+    assert group.sizes(2) in ((), (sum(group.lengths[:2]), sum(group.lengths[2:])))
+    for rank in range(2):
+        assert group.sizes_within(rank, 2, 2) in ((), group.lengths[2 * rank : 2 * rank + 2])
+        assert group.shard(rank, 2) == (group.shard(2 * rank, 4)[0], group.shard(2 * rank + 1, 4)[1])
 
 
 def test_padding_is_small_where_whole_rows_would_multiply_memory() -> None:
@@ -135,6 +188,8 @@ def test_bad_layouts_are_refused_by_name() -> None:
         build([spec], shards=0)
     with pytest.raises(ValueError, match="shares: got 2; accepted is a number by which shards, 3, can be divided"):
         build([spec], shards=3, shares=2)
+    with pytest.raises(ValueError, match=r"most_elements: got 0\.5; accepted is a finite number, at least 1"):
+        build([spec], most=0.5)
     with pytest.raises(ValueError, match="specs: w named twice"):
         build([spec, ParameterSpec(("v", "w"), (2,), torch.float32)])
     with pytest.raises(ValueError, match="w: in unit 1; there are units 0 to 0"):

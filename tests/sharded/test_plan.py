@@ -166,6 +166,13 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
     # Whole tensors, with factors in the place of a slot; ranks without a tensor.
     (eb.policies.LEAN_BF16, True, 1, eb.chain(eb.clip_by_global_norm(1.0), eb.torch_adafactor(1e-3))),
     (None, False, 2, eb.novograd(1e-3)),
+    # Matrices that are cut between heads, and others that are not, in shares of different lengths.
+    (
+        dataclasses.replace(KAHAN, grads=BF16_WIRE),
+        True,
+        2,
+        eb.muon(1e-3, views={"inner": eb.heads(9)}, others=eb.adamw, steps=1),
+    ),
 ]
 
 
@@ -682,6 +689,61 @@ def test_llama_3_70b_on_1024_ranks_in_seconds() -> None:
     sent = (4 * found.parameters + 2 * 2 * found.parameters - 2 * own) * 1023 / 1024
     assert found.wire_bytes == pytest.approx(sent, rel=1e-5)
     assert took < 60  # no measurement: a plan that allocates, or loops over elements, takes hours
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tensors", "parts", "idle"),
+    [
+        # 70B has seven matrices in each of 80 blocks.
+        ("llama-3-70b", 70_553_706_496, 560, 560, 464),
+        # https://huggingface.co/mistralai/Mixtral-8x22B-v0.1, https://huggingface.co/deepseek-ai/DeepSeek-V2: 141B, 236B
+        pytest.param("mixtral-8x22b", 140_630_071_296, 1624, 1624, 0, marks=pytest.mark.exhaustive),
+        # 59 blocks have three batches of 160 experts, and heads in two matrices are cut in all 60.
+        pytest.param(
+            "deepseek-v2", 235_741_434_880, 716, 716 + 59 * 3 * 159 + 60 * 2 * 127, 0, marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_muon_on_1024_ranks_in_seconds(name: str, parameters: int, tensors: int, parts: int, idle: int) -> None:
+    from everybit_torch.sharded.shapes import BLOCKS, SHAPES
+
+    start = time.monotonic()
+    model = SHAPES[name].build("bfloat16")
+    views = {"experts": eb.batched(), "q_b_proj|kv_b_proj": eb.heads(128)} if name == "deepseek-v2" else None
+    units = [kind for kind in BLOCKS if any(isinstance(module, kind) for module in model.modules())]
+    transform = eb.muon(1e-3, views=views, others=eb.adamw)
+    found = plan(model, transform, policy=KAHAN, strategy="optim_grads_params", ranks=1024, units=units)
+    assert found.parameters == parameters
+    assert found.padding < 2e-4 * parameters
+    even = found.whole_tensors
+    assert even is not None
+    assert (even.tensors, even.parts, even.ranks, even.idle) == (tensors, parts, 1024, idle)
+    largest = max(
+        p.numel() for n, p in model.named_parameters() if "embed" not in n and "head" not in n and p.ndim == 2
+    )
+    assert even.most_elements <= max(1.25 * even.mean_elements, even.mean_elements + largest)
+    assert even.work >= even.mean_work  # the first rank has a tensor that costs most
+    assert time.monotonic() - start < 60
+
+
+def test_of_ranks_with_different_numbers_of_whole_tensors_the_one_with_the_most_is_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False), nn.Linear(4, 2, bias=False))
+    options: dict[str, Any] = {"strategy": "optim_grads_params", "outer": "optim", "ranks": (2, 2)}
+    found = [plan(model, eb.novograd(1e-3), rank=rank, **options) for rank in range(4)]
+    first = found[0].whole_tensors
+    assert first is not None
+    assert (first.tensors, first.ranks, first.idle) == (3, 4, 1)
+    assert [one.whole_tensors.elements for one in found if one.whole_tensors] == [64, 32, 0, 8]
+    assert [one.persistent["momentum"] for one in found] == [4 * 64, 4 * 32, 0, 4 * 8]
+    assert first.without == (2,)
+    assert (first.fullest, first.most_elements, first.imbalance) == (0, 64, 64 / 26)
+    assert str(found[0]).splitlines()[-1] == (
+        "  3 whole tensors on 4 ranks, 1 of which have none (2); of the mean, the busiest rank has 2.46 times the work and the fullest 2.46"
+        " times the elements"
+    )
+    assert plan(model, eb.novograd(1e-3), ranks=4, strategy="no_shard").whole_tensors is None
+    assert plan(model, eb.adamw(1e-3), ranks=4, strategy="optim").whole_tensors is None
 
 
 def test_a_plan_says_what_it_cannot_do() -> None:

@@ -32,6 +32,7 @@ TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     "units": lambda lr: eb.chain(eb.clip_by_unit_norm(0.1), eb.adamw(lr)),
     "masked": lambda lr: eb.chain(eb.masked(eb.centralize(), lambda path, p: p.ndim > 1), eb.sgd(lr, momentum=0.9)),
     "muon": lambda lr: eb.muon(lr, views={r"layers\.1\.weight": eb.batched()}, others=eb.adamw),
+    "normuon": lambda lr: eb.normuon(lr, views={r"layers\.1\.weight": eb.batched()}, before="rows", others_rate=0.5),
 }
 STEPS = 3
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from everybit_torch.cli.compare.model import SIZES, Block, Transformer
 from everybit_torch.cli.errors import OptionError
-from everybit_torch.sharded.shapes import SHAPES, LlamaBlock
+from everybit_torch.sharded.shapes import BLOCKS, SHAPES
 
 
 def build(name: str, dtype: torch.dtype | None) -> tuple[nn.Module, list[type[nn.Module]]]:
@@ -24,8 +24,10 @@ def build(name: str, dtype: torch.dtype | None) -> tuple[nn.Module, list[type[nn
         OptionError: There is no such model, or it cannot be built; the message says why.
     """
     if name in SHAPES:
-        model, blocks = SHAPES[name].build(), [LlamaBlock]
-        return (model if dtype is None else model.to(dtype)), list[type[nn.Module]](blocks)
+        model = SHAPES[name].build()
+        return (model if dtype is None else model.to(dtype)), [
+            one for one in BLOCKS if any(isinstance(module, one) for module in model.modules())
+        ]
     if name in SIZES:
         with torch.device("meta"):
             demo: nn.Module = Transformer(next(size for key, size in SIZES.items() if key == name))

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from rich.console import Console
+from torch import Tensor
+
 import everybit as eb
+from everybit.combinators.masked import Partition
 from everybit.named_optimizers import Argument, NamedOptimizer, optimizer_named
+from everybit.parts import transforms_in
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.creating import create
 from everybit_torch.hyperparameter_names import torch_arguments, torch_defaults
@@ -73,7 +78,9 @@ class Chosen:
         """Return what results say of it: name, title, paper, and all hyperparameters but the learning rate, by the core's names."""
         defaults = {name: one.default for name, one in self.entry.arguments.items() if name != "learning_rate"}
         about = {"name": self.name, "title": self.entry.title, "paper": self.entry.paper, "link": self.entry.link}
-        return {**about, "hyperparameters": defaults | dict(self.given)}
+        values = defaults | dict(self.given)
+        # Of code its name.
+        return {**about, "hyperparameters": {name: getattr(value, "__name__", value) for name, value in values.items()}}
 
     def transform(self) -> eb.Transform[Any]:
         """Return it as a transform, with its default learning rate if none was given."""
@@ -127,6 +134,22 @@ def named_optimizer(text: str, option: str = "--optimizer") -> Chosen:
     return _made(entry, given, option)
 
 
+def show_routing(optimizer: Chosen, params: Mapping[str, Tensor], console: Console) -> None:
+    """Print which transform steps which parameter, where an optimizer has several.
+
+    Raises:
+        OptionError: A label that no parameter of the model has, such as that of hidden matrices.
+    """
+    transform = optimizer.transform()
+    if any(isinstance(node, Partition) for node in transforms_in(transform)):
+        try:
+            console.print(eb.routing(transform, dict(params)), highlight=False, markup=False)
+        except ValueError as error:
+            raise OptionError(
+                "--optimizer", f"{optimizer.shown} ({error})", "optimizers for the model's shapes"
+            ) from None
+
+
 def require_policies(optimizer: Chosen, policies: Mapping[str, Any], option: str = "--policies") -> None:
     """Refuse policies under which a slot of the optimizer would stop moving.
 
@@ -172,7 +195,7 @@ def _value(entry: NamedOptimizer, name: str, text: str, option: str) -> Any:
     if known is None:
         return text  # refused by its name
     accepted = _accepted(known)
-    if get_origin(known.annotation) is Literal and text in get_args(known.annotation):
+    if text in _choices(known.annotation):
         return text
     word = text.lower()
     if word in _WORDS:
@@ -195,10 +218,17 @@ def _accepted(argument: Argument) -> list[str]:
     kinds = get_args(argument.annotation) or (argument.annotation,)
     if get_origin(argument.annotation) is Literal:
         return list(map(str, kinds))
-    found = ["true", "false"] if bool in kinds else ["a number"] if float in kinds else []
+    choices = _choices(argument.annotation)
+    found = choices + (["true", "false"] if bool in kinds else ["a number"] if float in kinds else [])
     if int in kinds and not found:
         found = ["a whole number"]
     return found + (["none"] if NoneType in kinds else [])
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The names among what a hyperparameter may be."""
+    kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation)
+    return [str(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
 
 
 def _typed(value: object) -> str:

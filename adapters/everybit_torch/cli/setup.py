@@ -31,8 +31,9 @@ class Setup(Output):
     """Options of commands that plan."""
 
     model: str = "llama-3-8b"
-    """A known model (llama-3.2-1b, llama-3-8b, llama-3-70b, llama-3-405b; or one of everybit compare's: mini, large, ...), the folder or
-    config.json of a Hugging Face model (needs transformers), or module:function, which is called and returns a torch.nn.Module."""
+    """A known model (llama-3.2-1b, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x22b, deepseek-v2; or one of everybit compare's: mini,
+    large, ...), the folder or config.json of a Hugging Face model (needs transformers), or module:function, which is called and returns a
+    torch.nn.Module."""
 
     dtype: Literal["bf16", "fp16", "fp32", "fp64", "model"] = "bf16"
     """Dtype of the model's weights; model: the dtype with which it is built."""
@@ -106,18 +107,23 @@ def planned(
     outer: OuterStrategy = "no_shard", reshard_after_forward: bool = True, reshard_after_backward: bool = True,
     defer_reduction: bool = False, offload: Offload | None = None,
 ) -> Plan:  # fmt: skip
-    """Plan one policy under one strategy.
+    """Plan one policy under one strategy; of ranks with different numbers of whole tensors the one with the most elements.
 
     Raises:
         OptionError: The policy, or the source of values, does not go with the model.
     """
-    try:
+
+    def of_rank(rank: int) -> Plan:
         return plan(
             subject.model, subject.optimizer.transform(), policy=policy, strategy=strategy, outer=outer, ranks=ranks,
             units=subject.units, microbatches=options.microbatches, reshard_after_forward=reshard_after_forward,
             reshard_after_backward=reshard_after_backward, defer_reduction=defer_reduction, device=options.device,
-            values=_VALUES[options.values], offload=offload or Offload(state=False),
+            values=_VALUES[options.values], offload=offload or Offload(state=False), rank=rank,
         )  # fmt: skip
+
+    try:
+        first = of_rank(0)
+        return of_rank(first.whole_tensors.fullest) if first.whole_tensors and first.whole_tensors.fullest else first
     except (TypeError, ValueError) as error:
         if str(error).startswith("values: "):
             got = f"{options.values} ({str(error).removeprefix('values: ')})"

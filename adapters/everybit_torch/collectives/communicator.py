@@ -105,7 +105,7 @@ class Communicator:
         size: Number of ranks.
         rank: Of this process, in the group.
         sent: Bytes that this rank sends, by collective, as a ring (all-gather, reduce-scatter, all-reduce) or a direct exchange
-            (all-to-all) sends them.
+            (all-to-all) sends them; of parts of different lengths what the ranks send on average.
     """
 
     def __init__(
@@ -121,50 +121,72 @@ class Communicator:
             self._give_back = weakref.finalize(self, groups.give_back, group, self._under_way)
             self._give_back.atexit = False
 
-    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> Pending:
-        """``into`` becomes the ranks' shards one after the other. ``shard`` may be this rank's part of ``into``."""
+    def all_gather(self, into: Tensor, shard: Tensor, what: str, lengths: Sequence[int] = ()) -> Pending:
+        """``into`` becomes the ranks' shards one after the other. ``shard`` may be this rank's part of ``into``.
+
+        ``lengths``: of the shards, if they differ.
+        """
         if self.size == 1:
             if into.data_ptr() != shard.data_ptr():
                 into.copy_(shard)
             return Done()
-        if self.size <= BROADCASTS and self._goes_over_gloo(into.device):
-            # gloo gathers into memory of its own, and copies all of it. The same bytes without the copy:
-            self.sent["all_gather"] += (self.size - 1) * shard.nbytes
-            parts = into.view(self.size, -1)
+        sent = (self.size - 1) * into.nbytes // self.size
+        on_gloo = self._goes_over_gloo(into.device) and self.size <= BROADCASTS
+        if on_gloo or (lengths and not self._takes_lists(into.device)):
+            # gloo gathers into memory of its own, equal parts only, and copies all of it. The same bytes without the copy:
+            self.sent["all_gather"] += sent
+            parts = self.parts(into, lengths)
             if parts[self.rank].data_ptr() != shard.data_ptr():
                 parts[self.rank].copy_(shard.view(-1))
             return _Several([
                 self._launch(f"all_gather of {what}", partial(dist.broadcast, part, group=self.group, group_src=rank, async_op=True))
                 for rank, part in enumerate(parts)
+                if part.numel()
             ])  # fmt: skip
+        if lengths:
+            # One group of broadcasts.
+            return self._start("all_gather", dist.all_gather, self.parts(into, lengths), shard, what, sent=sent)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._start("all_gather", gather, into, shard, what, sent=(self.size - 1) * shard.nbytes)
+        return self._start("all_gather", gather, into, shard, what, sent=sent)
 
-    def reduce_scatter(self, into: Tensor, whole: Tensor, what: str) -> Pending:
-        """``into`` becomes this rank's part of the sum of ``whole`` over the ranks, and may be that part of it; ``whole`` is spoilt."""
+    def reduce_scatter(self, into: Tensor, whole: Tensor, what: str, lengths: Sequence[int] = ()) -> Pending:
+        """``into`` becomes this rank's part of the sum of ``whole`` over the ranks, and may be that part of it; ``whole`` is spoilt.
+
+        ``lengths``: of the ranks' parts, if they differ.
+        """
         if self.size == 1:
             if into.data_ptr() != whole.data_ptr():
                 into.copy_(whole)
             return Done()
-        if self._goes_over_gloo(whole.device):
+        sent = (self.size - 1) * whole.nbytes // self.size
+        if self._goes_over_gloo(whole.device) or (lengths and not self._takes_lists(whole.device)):
             # gloo sums a copy of all of it on every rank, and copies this rank's part of that. The same sum, without the two copies:
-            self.sent["reduce_scatter"] += (self.size - 1) * into.nbytes
+            self.sent["reduce_scatter"] += sent
             pending = self._launch(
                 f"reduce_scatter of {what}", lambda: dist.all_reduce(whole, group=self.group, async_op=True)
             )
-            own = whole.view(self.size, -1)[self.rank]
+            own = self.parts(whole, lengths)[self.rank]
             return pending if own.data_ptr() == into.data_ptr() else _Copied(pending, into, own)
+        if lengths:
+            # One group of reductions.
+            return self._start("reduce_scatter", dist.reduce_scatter, into, self.parts(whole, lengths), what, sent=sent)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._start("reduce_scatter", scatter, into, whole, what, sent=(self.size - 1) * into.nbytes)
+        return self._start("reduce_scatter", scatter, into, whole, what, sent=sent)
 
-    def all_to_all(self, into: Tensor, whole: Tensor, what: str) -> Pending:
-        """``into`` becomes, rank after rank, every rank's part for this one."""
+    def all_to_all(self, into: Tensor, whole: Tensor, what: str, lengths: Sequence[int] = ()) -> Pending:
+        """``into`` becomes, rank after rank, every rank's part for this one; ``lengths``: of the parts for each rank, if they differ."""
         if self.size == 1:
             into.copy_(whole)
             return Done()
-        return self._start(
-            "all_to_all", dist.all_to_all_single, into, whole, what, sent=(self.size - 1) * whole.nbytes // self.size
-        )
+        exchange: Callable[..., Any] = dist.all_to_all_single
+        if lengths:
+            received = [lengths[self.rank]] * self.size
+            exchange = partial(exchange, output_split_sizes=received, input_split_sizes=list(lengths))
+        return self._start("all_to_all", exchange, into, whole, what, sent=(self.size - 1) * whole.nbytes // self.size)
+
+    def parts(self, whole: Tensor, lengths: Sequence[int] = ()) -> list[Tensor]:
+        """The ranks' parts of a 1-d tensor: of these lengths, or equally long."""
+        return list(torch.split(whole, list(lengths))) if lengths else list(whole.view(self.size, -1))
 
     def all_reduce(self, x: Tensor, what: str, op: Op = dist.ReduceOp.SUM) -> Pending:
         """``x`` becomes the sum (or another ``op``) of the ranks'."""
@@ -243,6 +265,11 @@ class Communicator:
         config = dist.get_backend_config(self._required_group()).split(",")
         return "cpu:gloo" in config or config == ["gloo"]
 
+    def _takes_lists(self, device: torch.device) -> bool:
+        """Whether the backend gathers and reduces parts of different lengths: NCCL does."""
+        config = dist.get_backend_config(self._required_group()).split(",")
+        return f"{device.type}:nccl" in config or config == ["nccl"]
+
     def _required_group(self) -> Any:
         assert self.group is not None
         return self.group
@@ -254,7 +281,13 @@ class Communicator:
     # -- what is under way --------------------------------------------------------------------------------------------------------
 
     def _start(
-        self, kind: str, function: Callable[..., Any], into: Tensor, given: Tensor, what: str, sent: int
+        self,
+        kind: str,
+        function: Callable[..., Any],
+        into: Tensor | list[Tensor],
+        given: Tensor | list[Tensor],
+        what: str,
+        sent: int,
     ) -> Pending:
         self.sent[kind] += sent
         return self._launch(f"{kind} of {what}", lambda: function(into, given, group=self.group, async_op=True))

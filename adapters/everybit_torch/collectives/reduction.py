@@ -14,7 +14,7 @@ Everything happens in chunks with scratch of a fixed size. Mixed-dtype arithmeti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -155,6 +155,7 @@ def reduce_scatter_into(
     observe: Callable[[Tensor], None] | None = None,
     pool: MemoryPool = UNPOOLED,
     fused: FusedSum | None = None,
+    lengths: Sequence[int] = (),
 ) -> Reduction:
     """Sum ``partial`` over the ranks and put this rank's part into ``main``.
 
@@ -170,23 +171,24 @@ def reduce_scatter_into(
         observe: Is given each chunk of the result, in order, while it is in the cache; nothing if it is not written chunk by chunk.
         pool: Lends memory for what is received, and has that of ``partial`` back.
         fused: Adds up what an exact wire has received, if it can.
+        lengths: Of the ranks' parts, if they differ.
     """
     count, rank = communicator.size, communicator.rank
     received = None
     if wire.exact:
-        received = pool.empty(partial.numel(), partial.dtype, partial.device)
-        pending = communicator.all_to_all(received, partial, what)
-        parts = list(received.view(count, -1))
+        received = pool.empty(count * main.numel(), partial.dtype, partial.device)
+        pending = communicator.all_to_all(received, partial, what, lengths)
+        parts = list(received.view(count, main.numel()))
     else:
-        own = partial.view(count, -1)[rank]
-        pending = communicator.reduce_scatter(own, partial, what)
+        own = communicator.parts(partial, lengths)[rank]
+        pending = communicator.reduce_scatter(own, partial, what, lengths)
         parts = [own]
     scale = 1 / wire.prescale
 
     def put() -> None:
-        if received is not None and fused is not None and observe is None:
+        if received is not None and fused is not None and observe is None and main.numel():
             by = _by(divisor, torch.float64, main.device)
-            if fused(main, received.view(count, -1), adds=mode == "add", by=by, scale=scale):
+            if fused(main, received.view(count, main.numel()), adds=mode == "add", by=by, scale=scale):
                 return
         install(main, parts, mode=mode, divisor=divisor, scale=scale, observe=observe)
 

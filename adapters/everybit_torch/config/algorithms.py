@@ -225,6 +225,9 @@ def _plain(annotation: Any) -> Any:
     if get_origin(annotation) is Literal:
         return annotation
     kinds = get_args(annotation) or (annotation,)
+    for kind in kinds:
+        if get_origin(kind) is Literal:  # of names and other values the names
+            return kind | None if NoneType in kinds else kind
     for kind in (bool, float, int):
         if kind in kinds:
             return kind | None if NoneType in kinds else kind

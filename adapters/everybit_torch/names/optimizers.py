@@ -107,8 +107,7 @@ class EverybitSGD(drop_ins.SGD):
 def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
     """A class with plain arguments for an optimizer: its hyperparameters by torch's names, and how it is stored and stepped."""
     base: Any = CLASSES.get(entry.name, TorchOptimizer)
-    # Masks and labels are no plain values.
-    defaults = {name: value for name, value in torch_defaults(entry.function).items() if name not in ("mask", "labels")}
+    defaults = {name: value for name, value in torch_defaults(entry.function).items() if name not in _CODE}
     known = {**defaults, **_SETTINGS}
 
     def begin(self: Any, params: Params, **given: Any) -> None:
@@ -130,6 +129,9 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
     made: type[TorchOptimizer] = type(title, (base,), space)
     return made
 
+
+_CODE = ("mask", "labels", "view", "views", "others")
+"""Arguments that are no plain values."""
 
 _SETTINGS: Mapping[str, Any] = {
     "policy": None, "layout": "auto", "flat_gradients": False, "compile": "auto", "metrics": False, "seed": 0,

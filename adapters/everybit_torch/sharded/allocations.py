@@ -10,13 +10,17 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from everybit.orthogonalization import iterated
 from everybit_torch.torch_internals.tensors import storage_identity
+
+INSIDE: dict[str, Callable[..., Any]] = {"everybit::orthogonalized": iterated}
+"""What everybit's own operators do, which allocate several times what they return."""
 
 
 class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, every storage that an operation makes is counted until it is freed.
 
-    What an operation allocates for itself and frees before it returns is not seen.
+    What an operation of torch allocates for itself and frees before it returns is not seen; of everybit's own it is.
 
     Args:
         counts: Asked at each allocation whether it is to be counted; None: all are.
@@ -39,7 +43,12 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it returns."""
         given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = function(*args, **(kwargs or {}))
+        inside = INSIDE.get(function.name())
+        if inside is None:
+            outputs = function(*args, **(kwargs or {}))
+        else:
+            with self:
+                outputs = inside(*args, **(kwargs or {}))
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor):
                 storage = output.untyped_storage()

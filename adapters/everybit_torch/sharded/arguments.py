@@ -77,6 +77,7 @@ class Arguments:
     ignored: Ignored | None
     casts: CastsOfUnits | None
     overlap_param_gather: bool
+    most_elements: float
 
     def to_keep(self) -> Arguments:
         """Without what may hold a model's values."""
@@ -190,6 +191,7 @@ def _judge(
         given.ignored,
         ranks_of(given.mesh),
         given.copies,
+        is_part=given.model_parallel is not None,
     )
     for spec, parameter in zip(described.specs, described.parameters, strict=True):
         if parameter.grad is not None:
@@ -212,7 +214,15 @@ def _judge(
         ("divisor", repr(float(divisor))),
         *(
             (name, repr(getattr(given, name)))
-            for name in ("nan", "seed", "reshard_after_forward", "metrics", "synchronize", "defer_reduction")
+            for name in (
+                "nan",
+                "seed",
+                "reshard_after_forward",
+                "metrics",
+                "synchronize",
+                "defer_reduction",
+                "most_elements",
+            )
         ),
         ("copies", repr(sorted(given.copies.items() if isinstance(given.copies, Mapping) else given.copies))),
         *construction.facts,
@@ -221,7 +231,14 @@ def _judge(
     facts += [(f"casts of {name or 'the model'}", repr(one)) for name, _, one in casts]
     # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
     names = [name for name, _ in described.units]
-    layout = build(described.specs, shards=ranks[0] * ranks[1], units=names, shares=kind.shares(*ranks))
+    layout = build(
+        described.specs,
+        shards=ranks[0] * ranks[1],
+        units=names,
+        shares=kind.shares(*ranks),
+        within=kind.within(ranks[1]),
+        most=given.most_elements,
+    )
     return Judged(
         described, layout, construction, between, beside, device, kind, float(divisor), facts,
         _facts_of_model(given, described), casts,

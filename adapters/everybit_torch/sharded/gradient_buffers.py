@@ -16,6 +16,7 @@ the same, deferred          copied, then added, in main's    as above, once for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -84,7 +85,14 @@ class GradientBuffer:
         self._keep, self._copies, self._pool, self._fused, self.device = keep, copies, pool, fused, device
         self.group, self.sharding, self.inner, self.outer = group, sharding, inner, outer
         self.wire, self.outer_wire = wire, outer_wire
-        size = group.padded // inner.size if sharding.grads else group.padded
+        low, high = group.shard(inner.rank, inner.size) if sharding.state else (0, group.padded)
+        size = high - low if sharding.grads else group.padded
+        # The lengths of the inner ranks' parts, and of the parts of this one's for the outer ranks, where they differ.
+        self._low, self._high = low, high
+        self._lengths = group.sizes(inner.size) if sharding.state else ()
+        self._outer_lengths: tuple[int, ...] = ()
+        if sharding.outer == "optim":
+            self._outer_lengths = group.sizes_within(inner.rank, inner.size, outer.size)
         if copies is None:
             self.main = torch.zeros(size, dtype=main, device=device)
         else:
@@ -96,7 +104,7 @@ class GradientBuffer:
         self._bucket: Tensor | None = None
         self._unreduced: Tensor | None = None
         self._squares: Squares | None = None
-        first, stop = sharding.own_range(group.padded, inner.rank, inner.size, outer.rank, outer.size)
+        first, stop = sharding.own_range(group, inner.rank, inner.size, outer.rank, outer.size)
         slices = list(group.slices(first, stop))
         self._filled = slices[-1].offset + slices[-1].high - slices[-1].low if slices else 0  # the rest is padding
         self.clear()
@@ -115,7 +123,9 @@ class GradientBuffer:
 
     def _own_of(self, main: Tensor) -> Tensor:
         main = self._part_of(main)
-        return main.view(self.outer.size, -1)[self.outer.rank] if self.sharding.outer == "optim" else main
+        if self.sharding.outer != "optim":
+            return main
+        return self.outer.parts(main, self._outer_lengths)[self.outer.rank]
 
     @property
     def without_padding(self) -> Tensor:
@@ -226,10 +236,17 @@ class GradientBuffer:
             reduction = reduce_scatter_into(
                 self._working, self._take_sums(), self.inner, self.wire, mode=mode, divisor=now, owned=True, what=self.what,
                 observe=None if squares is None else squares.add, pool=self._pool, fused=self._fused,
+                lengths=self._lengths,
             )  # fmt: skip
         else:
             reduction = self._reduce_main(
-                self.main, self.inner, self.wire, now, self.what, scattered=self.sharding.state
+                self.main,
+                self.inner,
+                self.wire,
+                now,
+                self.what,
+                scattered=self.sharding.state,
+                lengths=self._lengths,
             )
         self.phase = "reduced"
         install = reduction.install
@@ -297,6 +314,7 @@ class GradientBuffer:
         what: str,
         *,
         scattered: bool,
+        lengths: Sequence[int] = (),
     ) -> Reduction:
         """Start to reduce sums that lie in the main gradient, in place: every rank all of them, or each its part (``scattered``)."""
         partial = self._as_sent(sums, wire)
@@ -313,7 +331,7 @@ class GradientBuffer:
                 pool=self._pool,
                 fused=self._fused,
             )
-        into = sums.view(communicator.size, -1)[communicator.rank]
+        into = communicator.parts(sums, lengths)[communicator.rank]
         return reduce_scatter_into(
             into,
             partial,
@@ -325,6 +343,7 @@ class GradientBuffer:
             what=what,
             pool=self._pool,
             fused=self._fused,
+            lengths=lengths,
         )
 
     def _as_sent(self, sums: Tensor, wire: Wire) -> Tensor:
@@ -356,7 +375,7 @@ class GradientBuffer:
     def _part_of(self, main: Tensor) -> Tensor:
         """The part of the main gradient that holds a sum over the inner ranks."""
         whole = self.sharding.grads or not self.sharding.state
-        return main if whole else main.view(self.inner.size, -1)[self.inner.rank]
+        return main if whole else main[self._low : self._high]
 
     def _reduce_outer(self, divisor: float) -> None:
         """Copies, never adds: the running sum is this rank's own."""
@@ -367,6 +386,7 @@ class GradientBuffer:
             divisor,
             f"{self.what}, outer dimension",
             scattered=self.sharding.outer == "optim",
+            lengths=self._outer_lengths,
         ).finish()
 
     def clear(self) -> None:

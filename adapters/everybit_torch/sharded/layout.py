@@ -4,8 +4,9 @@ A layout is made of names, shapes and dtypes alone, so it can be built from a mo
 reduced together (one unit's), with one dtype, one ``requires_grad`` and one label, form a *group*, and lie one after the other in its
 buffer, element by element: tensors are cut wherever a rank's share ends, and the only padding is at a group's end, at most
 ``shards - 1`` elements. (Padding each tensor to whole rows instead, as row-sharding does, can multiply small odd shapes by thousands.)
-Parameters whose optimizer must see whole tensors lie whole in one rank's share each. A share then is as long as the fullest one, and the
-padding is what the others have less (:func:`_packed`).
+Parameters whose optimizer must see whole tensors lie whole in one rank's share each, or are cut between parts that it must see whole
+(heads, experts), which then form groups of their own. Shares of such a group are as long as what they have, and :mod:`.packing` says what
+that is.
 Where a policy stores one number for a block of elements, each parameter begins at a multiple of the block, and so does each rank's share:
 then no share ends inside a block, whose elements are counted from their parameter's first.
 
@@ -15,6 +16,7 @@ rectangles, which is what distributed checkpoints are made of (:func:`boxes`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,8 @@ from operator import add
 from typing import NamedTuple
 
 import torch
+
+from everybit_torch.sharded.packing import MOST, Cut, Loads, Piece, cut, pack
 
 
 class Box(NamedTuple):
@@ -120,6 +124,8 @@ class ParameterSpec:
         part: The part of a larger tensor that it is, of which ``shape`` is then; None in a model without tensor parallelism.
         counted: Whether this rank counts its elements in what goes over the whole model; else another one with the same elements does.
         whole: Whether it lies in one rank's share as a whole, because its optimizer must see whole tensors.
+        atoms: Of such a one, into how many equal parts it may be cut all the same.
+        cost: What a step on it costs, next to others; 0: its number of elements.
     """
 
     names: tuple[str, ...]
@@ -133,6 +139,17 @@ class ParameterSpec:
     part: Part | None = None
     counted: bool = True
     whole: bool = False
+    atoms: int = 1
+    cost: float = 0.0
+
+    def stepped_as(self, low: int, high: int) -> tuple[int, ...]:
+        """The shape in which elements ``low`` to ``high`` are stepped: a whole tensor's, or that of a batch of its parts."""
+        if not self.whole:
+            return (high - low,)
+        if self.atoms == 1:
+            return self.shape
+        rows = self.shape[0] // self.atoms
+        return ((high - low) * self.atoms // self.numel, rows, *self.shape[1:])
 
     @property
     def name(self) -> str:
@@ -192,6 +209,7 @@ class Group:
         placements: In the order of the buffer, which is the model's, or with whole tensors the model's in each share.
         numel: Elements without padding.
         padded: Elements with padding, a multiple of the layout's ``shards`` and of the parameters' ``block``.
+        lengths: Of the shares in order, where they differ; empty: all are equally long.
     """
 
     unit: int
@@ -201,11 +219,29 @@ class Group:
     placements: tuple[Placement, ...]
     numel: int
     padded: int
+    lengths: tuple[int, ...] = ()
 
     def shard(self, rank: int, shards: int) -> tuple[int, int]:
         """The range of the buffer that belongs to ``rank`` of ``shards``."""
-        size = self.padded // shards
-        return rank * size, (rank + 1) * size
+        if not self.lengths:
+            size = self.padded // shards
+            return rank * size, (rank + 1) * size
+        several = len(self.lengths) // shards
+        low = sum(self.lengths[: rank * several])
+        return low, low + sum(self.lengths[rank * several : (rank + 1) * several])
+
+    def sizes(self, shards: int) -> tuple[int, ...]:
+        """The lengths of the parts of so many ranks, where they differ; else empty."""
+        if not self.lengths:
+            return ()
+        several = len(self.lengths) // shards
+        found = tuple(sum(self.lengths[n : n + several]) for n in range(0, len(self.lengths), several))
+        return found if len(set(found)) > 1 else ()
+
+    def sizes_within(self, rank: int, ranks: int, shards: int) -> tuple[int, ...]:
+        """The lengths of the parts of so many shards of the range of ``rank`` of ``ranks``, where they differ; else empty."""
+        found = self.lengths[rank * shards : (rank + 1) * shards] if len(self.lengths) == ranks * shards else ()
+        return found if len(set(found)) > 1 else ()
 
     @property
     def gaps(self) -> Iterator[tuple[int, int]]:
@@ -270,7 +306,13 @@ class Layout:
 
 
 def build(
-    specs: Sequence[ParameterSpec], *, shards: int = 1, units: Sequence[str] = ("",), shares: int | None = None
+    specs: Sequence[ParameterSpec],
+    *,
+    shards: int = 1,
+    units: Sequence[str] = ("",),
+    shares: int | None = None,
+    within: int = 1,
+    most: float = MOST,
 ) -> Layout:
     """Lay out parameters.
 
@@ -280,16 +322,20 @@ def build(
         units: Names of the units that ``specs`` refer to.
         shares: Number of ranks that step parts of their own, by which ``shards`` can be divided: a whole tensor lies in one of so many
             parts. None: all of them.
+        within: So many shares, one after the other, are parts of what one rank has gradients and weights of.
+        most: How many elements of whole tensors a share may have at the most, in shares of which all have equally many; or as many as the
+            largest tensor.
 
     Raises:
-        ValueError: ``shards`` below 1 or no multiple of ``shares``, a unit that there is not, or a name that comes twice.
+        ValueError: ``most`` below 1, ``shards`` below 1 or no multiple of ``shares``, a unit that there is not, or a name that comes twice.
     """
     if shards < 1:
         raise ValueError(f"shards: got {shards}; accepted is 1 or more.")
     if shares is not None and (shares < 1 or shards % shares):
         raise ValueError(f"shares: got {shares}; accepted is a number by which shards, {shards}, can be divided.")
+    if isinstance(most, bool) or not 1 <= most < math.inf:
+        raise ValueError(f"most_elements: got {most!r}; accepted is a finite number, at least 1.")
     seen: set[str] = set()
-    members: dict[tuple[int, torch.dtype, bool, str], list[ParameterSpec]] = {}
     for spec in specs:
         if twice := seen.intersection(spec.names):
             raise ValueError(
@@ -298,20 +344,89 @@ def build(
         if not 0 <= spec.unit < len(units):
             raise ValueError(f"{spec.name}: in unit {spec.unit}; there are units 0 to {len(units) - 1}.")
         seen.update(spec.names)
-        members.setdefault((spec.unit, spec.dtype, spec.requires_grad, spec.label), []).append(spec)
+    count = shards if shares is None else shares
+    members: dict[_Key, list[ParameterSpec]] = {}
+    for spec in specs:
+        apart = spec.whole and count > 1 and _cuttable(spec, shards // count) > 1
+        members.setdefault(_Key(spec.unit, spec.dtype, spec.requires_grad, spec.label, apart), []).append(spec)
+    keys = sorted(members, key=lambda key: key.unit)
+    shared = {key: _shared(members[key], shards // count) for key in keys if any(spec.whole for spec in members[key])}
+    loads = Loads.of(count, list(shared.values()), most)
+    packed = [key for key in keys if key in shared and not key.apart]
+    places = dict(zip(packed, pack([shared[key] for key in packed], loads, within), strict=True))
     groups = []
-    loads = [0] * (shards if shares is None else shares)
-    for key in sorted(members, key=lambda key: key[0]):
-        block = math.lcm(*(spec.block for spec in members[key]))
-        parts = _packed(members[key], loads) if any(spec.whole for spec in members[key]) else [members[key]]
-        lengths = [_one_after_another(part, 0)[1] for part in parts]
-        length = _up(max(lengths), shards // len(parts) * block)
-        placements = [
-            placement for number, part in enumerate(parts) for placement in _one_after_another(part, number * length)[0]
-        ]
-        padded = length * len(parts)
-        groups.append(Group(*key, tuple(placements), sum(spec.numel for spec in members[key]), padded))
+    for key in keys:
+        own = members[key]
+        numel, block = sum(spec.numel for spec in own), math.lcm(*(spec.block for spec in own))
+        multiple = shards // count * block
+        lengths: list[int] = []
+        if key.apart:
+            placements, lengths = _in_line(own, cut(shared[key], loads), shared[key], multiple)
+        elif key in places:
+            parts = [[own[number] for number in numbers] for numbers in places[key]]
+            lengths = _evened([_up(_one_after_another(part, 0)[1], multiple) for part in parts])
+            starts = itertools.accumulate(lengths, initial=0)
+            placements = [
+                place
+                for start, part in zip(starts, parts, strict=False)
+                for place in _one_after_another(part, start)[0]
+            ]
+        else:
+            placements, end = _one_after_another(own, 0)
+            lengths = [_up(end, shards * block) // count] * count
+        differ = tuple(lengths) if len(set(lengths)) > 1 else ()
+        groups.append(
+            Group(key.unit, key.dtype, key.requires_grad, key.label, tuple(placements), numel, sum(lengths), differ)
+        )
     return Layout(shards, tuple(units), tuple(groups))
+
+
+class _Key(NamedTuple):
+    unit: int
+    dtype: torch.dtype
+    requires_grad: bool
+    label: str
+    apart: bool  # cut between parts, which has a buffer of its own
+
+
+def _cuttable(spec: ParameterSpec, copies: int) -> int:
+    """Into how many parts a whole tensor may be cut, each a multiple of what a share's length has to be a multiple of."""
+    if spec.atoms == 1 or not spec.numel:
+        return 1
+    multiple = copies * spec.block
+    together = multiple // math.gcd(multiple, spec.numel // spec.atoms)
+    return spec.atoms // together if spec.atoms % together == 0 else 1
+
+
+def _shared(specs: Sequence[ParameterSpec], copies: int) -> list[Piece]:
+    return [Piece(spec.numel, spec.cost or float(spec.numel), _cuttable(spec, copies)) for spec in specs]
+
+
+def _evened(lengths: list[int]) -> list[int]:
+    """The same, or if they are almost equal the largest for all: collectives of equal parts are faster."""
+    longest, count = max(lengths), len(lengths)
+    return [longest] * count if longest * count * 16 <= 17 * sum(lengths) else lengths
+
+
+def _in_line(
+    specs: Sequence[ParameterSpec], shares: Sequence[Sequence[Cut]], pieces: Sequence[Piece], multiple: int
+) -> tuple[list[Placement], list[int]]:
+    """The places of parameters that lie one after the other, and the lengths of the shares that they are cut into."""
+    placements: list[Placement] = []
+    end = 0
+    for spec in specs:
+        end = _up(end, multiple)
+        placements.append(Placement(spec, end, end + spec.numel))
+        end += spec.numel
+    ends = []
+    for cuts in shares:
+        if cuts:
+            number, _, high = cuts[-1]
+            last = placements[number].start + placements[number].spec.numel * high // pieces[number].parts
+            ends.append(_up(last, multiple))
+        else:
+            ends.append(ends[-1] if ends else 0)
+    return placements, [high - low for low, high in zip([0, *ends], ends, strict=False)]
 
 
 def _one_after_another(specs: Sequence[ParameterSpec], start: int) -> tuple[list[Placement], int]:
@@ -322,31 +437,6 @@ def _one_after_another(specs: Sequence[ParameterSpec], start: int) -> tuple[list
         end = begin + spec.numel
         placements.append(Placement(spec, begin, end))
     return placements, end
-
-
-def _packed(specs: Sequence[ParameterSpec], loads: list[int]) -> list[list[ParameterSpec]]:
-    """Distribute whole tensors over shares so that the fullest share is short.
-
-    The largest tensor comes first, and each goes to the share with the fewest elements (Graham 1969, longest processing time first). Of
-    shares with equally many the one is taken that has the fewest in all groups before: groups with fewer tensors than ranks do not all lie
-    on the first ranks.
-
-    Args:
-        specs: Of a group, in the model's order.
-        loads: Elements of each share in all groups before; this group's are added.
-
-    Returns:
-        The parameters of each share, in the model's order.
-    """
-    own = [0] * len(loads)
-    share_of: dict[int, int] = {}
-    for number in sorted(range(len(specs)), key=lambda number: -specs[number].numel):
-        share = min(range(len(loads)), key=lambda share: (own[share], loads[share], share))
-        share_of[number] = share
-        own[share] += specs[number].numel
-    for share, elements in enumerate(own):
-        loads[share] += elements
-    return [[spec for number, spec in enumerate(specs) if share_of[number] == share] for share in range(len(loads))]
 
 
 def _up(count: int, multiple: int) -> int:

@@ -64,9 +64,10 @@ class MainValues:
         what = f"the main weights of {weights.what}"
         start, stop = group.shard(buffers.inner.rank, buffers.inner.size) if kind.state else (0, group.padded)
         if kind.outer == "optim":
-            buffers.outer.all_gather(values[start:stop], values[low:high], what).wait()
+            within = group.sizes_within(buffers.inner.rank, buffers.inner.size, buffers.outer.size)
+            buffers.outer.all_gather(values[start:stop], values[low:high], what, within).wait()
         if kind.state:
-            buffers.inner.all_gather(values, values[start:stop], what).wait()
+            buffers.inner.all_gather(values, values[start:stop], what, group.sizes(buffers.inner.size)).wait()
         return values
 
     def _write_own(self, number: int, values: Tensor) -> None:

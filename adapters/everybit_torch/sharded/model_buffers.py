@@ -91,7 +91,7 @@ class ModelBuffers:
 
     def own_range(self, group: Group) -> tuple[int, int]:
         """The part of a group's buffer that this rank steps."""
-        return self.sharding.own_range(group.padded, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size)
+        return self.sharding.own_range(group, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size)
 
     @property
     def sharing(self) -> tuple[Communicator, ...]:

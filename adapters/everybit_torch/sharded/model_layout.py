@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 import everybit as eb
+from everybit.atoms import atoms, of_atoms, step_cost
 from everybit.dtypes import dtype_name
 from everybit.parts import needs_whole_tensors
 from everybit.policies import native
 from everybit.policy import LOW, ByLabel, Policy, for_dtype, resolve
 from everybit.policy_names import PolicyOrName, with_name_resolved
+from everybit.routing import matrices_of
 from everybit.transform import any_per_tensor, require_transform
-from everybit_torch.choosing import choices, chosen
+from everybit_torch.choosing import choices, chosen, require_labels_used
 from everybit_torch.dtensors import local, mesh_of
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import ParameterSpec
@@ -63,6 +65,8 @@ def describe(
     ignored: Ignored | None = None,
     ranks: Collection[int] = (),
     copies: Collection[str] = (),
+    *,
+    is_part: bool = False,
 ) -> ModelLayout:
     """Look at a model, which may be on the meta device.
 
@@ -75,11 +79,14 @@ def describe(
         ignored: As the stepper's.
         ranks: Those that the stepper shards over, numbered as in the world, if they are known.
         copies: As the stepper's.
+        is_part: Whether other ranks have other parts of the model, such as stages: there may be the parameters of a label that none has
+            here.
 
     Raises:
         TypeError: A unit that is no module, a parameter that is not floating-point, or a transform that is none.
         ValueError: A unit that the model does not have, a transform that must see whole tensors for a parameter that tensor parallelism
-            cuts, a label without transform, or a policy that does not fit a parameter. Messages name what it is about.
+            cuts, a label without transform or without parameters, a parameter that cannot be seen as the matrices that are asked for, or
+            a policy that does not fit a parameter. Messages name what it is about.
     """
     found, left_alone = _find_units(model, units), ignored_ids(model, ignored)
     names: dict[int, list[str]] = {}
@@ -98,7 +105,7 @@ def describe(
     homes = _homes(found)
     by_name = {names[key][0]: parameter for key, parameter in parameters.items()}
     require_in_parts(by_name, ranks)
-    label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name))
+    label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name), is_part=is_part)
     if copies and any_per_tensor(one.transform for one in labelled.values()):
         raise ValueError(
             f"copies: got {', '.join(map(repr, copies))} with a transform that reduces over each parameter, and nothing says of which"
@@ -110,6 +117,9 @@ def describe(
                 f"copies: got {name!r}, of which a step draws random bits under its policy, and nothing says which parameter's they have to"
                 f" be; accepted with it is a dict with the name in the other part of the model: {{{name!r}: 'embed.weight'}}."
             )
+    parts_of, labelled = _cut_into_atoms(
+        {name: p for name, p in by_name.items() if name in label_of}, label_of, labelled
+    )
     mesh = mesh_of(list(parameters.values()))
     specs, counted = [], dict.fromkeys((p.dtype for p in parameters.values()), 0)
     for key, parameter in parameters.items():
@@ -120,6 +130,7 @@ def describe(
         part = part_beside(parameter, mesh)
         first = first_element_of_part(name, parameter, block, draws_bits=one is not None and one.draws_bits)
         whole = one is not None and needs_whole_tensors(one.transform)
+        shape = tuple(local(parameter).shape)
         if whole and part is not None and part.sizes != part.whole:
             raise ValueError(
                 f"transform: got one that must see whole tensors (its cut is 'tensor') for {name}, of which tensor parallelism gives this"
@@ -128,7 +139,7 @@ def describe(
         specs.append(
             ParameterSpec(
                 tuple(names[key]),
-                tuple(local(parameter).shape),
+                shape,
                 parameter.dtype,
                 parameter.requires_grad,
                 homes[key],
@@ -138,6 +149,7 @@ def describe(
                 part,
                 name not in copies and (part is None or part.counted),
                 whole,
+                *parts_of.get(name, (1, 0.0)),
             )
         )
         if name not in copies:  # whose places are those of another part's parameter
@@ -200,6 +212,8 @@ def _label(
     policy: AnyPrecision,
     labels: Labels | None,
     copies: Collection[str],
+    *,
+    is_part: bool,
 ) -> tuple[dict[str, str], dict[str, LabelledTransform]]:
     """The label of each trained parameter, by name, and what each label means."""
     trained = {name: p for name, p in by_name.items() if p.requires_grad}
@@ -230,6 +244,11 @@ def _label(
         columns = [eb.tree.label(choice, members, name=f"a mask of transform {label!r}") for choice in choices(one)]
         for number, name in enumerate(members):
             decisions[name] = tuple(column[number] for column in columns)
+        if not is_part:
+            frozen = {
+                n: p for n, p in by_name.items() if n not in trained and (labels is None or labels(n, p) == label)
+            }
+            require_labels_used(one, [decisions[name] for name in members], members | frozen)
     policy_labels = _policy_labels(trained, policy)
     mixed = any(parameter.dtype in LOW for parameter in by_name.values())
     beside_others = mesh_of(list(by_name.values())) is not None
@@ -253,7 +272,37 @@ def _label(
             labelled[label] = LabelledTransform(
                 source[name], chosen(transforms[source[name]], decisions[name]), own_policy
             )
+        if parameter.numel():
+            matrices_of(labelled[label].transform, name, parameter.shape)  # which refuses shapes that do not fit
     return label_of, labelled
+
+
+def _cut_into_atoms(
+    trained: Mapping[str, nn.Parameter], label_of: Mapping[str, str], labelled: Mapping[str, LabelledTransform]
+) -> tuple[dict[str, tuple[int, float]], dict[str, LabelledTransform]]:
+    """Into how many parts each whole parameter may be cut and what a step on it costs, by name; and the labels' transforms.
+
+    Some of these then step batches of such parts.
+    """
+    found: dict[str, dict[str, tuple[int, float]]] = {}
+    for name, parameter in trained.items():
+        one = labelled[label_of[name]]
+        if local(parameter).numel() and needs_whole_tensors(one.transform):
+            shape = tuple(local(parameter).shape)
+            try:
+                parts = atoms(one.transform, shape), step_cost(one.transform, shape)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            found.setdefault(label_of[name], {})[name] = parts
+    parts_of: dict[str, tuple[int, float]] = {}
+    changed = dict(labelled)
+    for label, members in found.items():
+        # All of a label are stepped as batches of parts, or none is.
+        cuttable = min(count for count, _ in members.values()) > 1
+        parts_of |= {name: (count if cuttable else 1, cost) for name, (count, cost) in members.items()}
+        if cuttable:
+            changed[label] = replace(labelled[label], transform=of_atoms(labelled[label].transform))
+    return parts_of, changed
 
 
 def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPrecision) -> dict[str, tuple[str, Policy]]:

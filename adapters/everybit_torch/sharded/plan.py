@@ -45,9 +45,11 @@ from everybit_torch.sharded.layout import Layout, ParameterSpec, build
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units, describe
 from everybit_torch.sharded.offload import Offload, is_host
 from everybit_torch.sharded.offload_rules import require_offload
+from everybit_torch.sharded.packing import MOST
 from everybit_torch.sharded.pass_counts import NUMBERS
 from everybit_torch.sharded.planning.access import access_bytes
 from everybit_torch.sharded.planning.construction import construction_peak
+from everybit_torch.sharded.planning.distribution import WholeTensors, distribution
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import StepBytes, meter
 from everybit_torch.sharded.planning.peaks import asked_peak, bucket_peak, norm_peak, step_peak
@@ -89,10 +91,12 @@ def plan(
     model_parallel: int | tuple[int, ...] = (),
     nan: NanCheck = "off",
     offload: bool | Offload = False,
+    most_elements: float = MOST,
 ) -> Plan:
     """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
 
-    Ranks differ by their padding and by counters, some bytes. What a model has beside its parameters (buffers) is not counted. Where a
+    Ranks differ by their padding and by counters, some bytes; and by what they have of tensors that must stay whole, of which
+    :attr:`Plan.whole_tensors` names the rank with the most. What a model has beside its parameters (buffers) is not counted. Where a
     parameter had no gradient on any rank in some step, counters of its own are added, which only ``FlatStepper.plan`` can know.
 
     Args:
@@ -125,6 +129,7 @@ def plan(
             alone knows, which a transform that reduces over each parameter has numbers for.
         nan: As the stepper's; ``"param"`` sends more to ranks with other parts of the model.
         offload: What is kept in the host's memory, as for the stepper; for a ``device`` that is not the host.
+        most_elements: The most elements that a rank has of tensors that stay whole, as for the stepper.
 
     Raises:
         TypeError: As the stepper.
@@ -147,7 +152,7 @@ def plan(
     if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
         raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
     kind = sharding(strategy, outer)
-    described = describe(model, transform, policy, units, labels, ignored)
+    described = describe(model, transform, policy, units, labels, ignored, is_part=model_parallel not in ((), 1))
     mesh = mesh_of(described.parameters)
     given = model_parallel if isinstance(model_parallel, tuple) else (model_parallel,)
     for size in given:
@@ -161,8 +166,9 @@ def plan(
     require_offload(away, kind, described.labelled, keep_gradients=keep_gradients)
     names = [name for name, _ in described.units]
     layout = build(
-        described.specs, shards=inner_size * outer_size, units=names, shares=kind.shares(inner_size, outer_size)
-    )
+        described.specs, shards=inner_size * outer_size, units=names, shares=kind.shares(inner_size, outer_size),
+        within=kind.within(outer_size), most=most_elements,
+    )  # fmt: skip
     return plan_layout(
         layout, described.labelled, kind, Ranks(inner_size, outer_size, inner_rank, outer_rank, beside), nan=nan,
         construction=construction_of(model, described, layout, kind, values),
@@ -294,8 +300,17 @@ def plan_layout(
         name = "frozen" if one.resolved is None else short(one.resolved.params)
         weights[name] += one.group.numel
     return Plan(
-        kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights), access, host
-    )
+        kind, ranks, layout.numel, layout.padding, ordered, transient, wire, microbatches, dict(weights), access, host,
+        _whole_tensors(layout, kind, ranks),
+    )  # fmt: skip
+
+
+def _whole_tensors(layout: Layout, kind: Sharding, ranks: Ranks) -> WholeTensors | None:
+    outer = kind.within(ranks.outer)
+    if not kind.state:
+        return None
+    own = ranks.inner_rank * outer + (ranks.outer_rank if outer > 1 else 0)
+    return distribution(layout, ranks.inner * outer, own, (ranks.inner, outer))
 
 
 def _on_host(persistent: Counter[str], groups: Sequence[GroupPlan], offload: Offload) -> dict[str, int]:

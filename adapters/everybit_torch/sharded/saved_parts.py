@@ -169,6 +169,6 @@ def kept_entries(stepper: FlatStepper) -> dict[str, list[Entry]]:
 
 def _entries_of(spec: ParameterSpec, optimizer: eb.Optimizer[Any]) -> list[Entry]:
     """The entries of a whole tensor, which may depend on its shape; another rank may have it."""
-    tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    tensor = torch.empty(spec.stepped_as(0, spec.numel), dtype=spec.dtype, device="meta")
     (formats,) = optimizer.formats([tensor])
     return [entry for entry, _ in entries(optimizer.init([tensor]), [tensor], 0, formats)]

@@ -63,9 +63,149 @@ class LlamaShape:
         return model.to(torch_dtype(dtype))
 
 
-SHAPES: Mapping[str, LlamaShape] = {
+class MixtralBlock(nn.Module):
+    """The parameters of a decoder layer with a mixture of experts, each of which has matrices of its own; it computes nothing."""
+
+    def __init__(self, shape: MixtralShape) -> None:
+        super().__init__()
+        width, shared = shape.width, shape.width // shape.heads * shape.key_value_heads
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, shared, bias=False)
+        self.v_proj = nn.Linear(width, shared, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, shape.experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "w1": nn.Linear(width, shape.feed_forward, bias=False),
+                    "w2": nn.Linear(shape.feed_forward, width, bias=False),
+                    "w3": nn.Linear(width, shape.feed_forward, bias=False),
+                }
+            )
+            for _ in range(shape.experts)
+        )
+        self.input_layernorm = nn.RMSNorm(width)
+        self.post_attention_layernorm = nn.RMSNorm(width)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtralShape:
+    """A model of the Mixtral family (Jiang et al. 2024, https://arxiv.org/abs/2401.04088).
+
+    Attributes:
+        width: Of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads.
+        key_value_heads: Heads of keys and values.
+        feed_forward: Inner width of an expert.
+        experts: In each block.
+        vocabulary: Tokens.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    feed_forward: int
+    experts: int
+    vocabulary: int
+
+    def build(self, dtype: FloatDType = "bfloat16") -> nn.Module:
+        """The model's parameters on the meta device; its blocks are :class:`MixtralBlock`."""
+        with torch.device("meta"):
+            model = nn.Module()
+            model.embed_tokens = nn.Embedding(self.vocabulary, self.width)
+            model.layers = nn.ModuleList(MixtralBlock(self) for _ in range(self.layers))
+            model.norm = nn.RMSNorm(self.width)
+            model.lm_head = nn.Linear(self.width, self.vocabulary, bias=False)
+        return model.to(torch_dtype(dtype))
+
+
+class Experts(nn.Module):
+    """The matrices of all experts of a block, in batches."""
+
+    def __init__(self, count: int, width: int, feed_forward: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.empty(count, feed_forward, width))
+        self.up_proj = nn.Parameter(torch.empty(count, feed_forward, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, feed_forward))
+
+
+class DeepSeekBlock(nn.Module):
+    """The parameters of a decoder layer with latent attention, and a mixture of experts or a dense network; it computes nothing."""
+
+    def __init__(self, shape: DeepSeekShape, *, dense: bool) -> None:
+        super().__init__()
+        width, heads = shape.width, shape.heads
+        self.q_a_proj = nn.Linear(width, shape.query_rank, bias=False)
+        self.q_a_layernorm = nn.RMSNorm(shape.query_rank)
+        self.q_b_proj = nn.Linear(shape.query_rank, heads * (shape.head + shape.rotated), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(width, shape.key_value_rank + shape.rotated, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(shape.key_value_rank)
+        self.kv_b_proj = nn.Linear(shape.key_value_rank, heads * 2 * shape.head, bias=False)
+        self.o_proj = nn.Linear(heads * shape.head, width, bias=False)
+        inner = shape.dense if dense else shape.feed_forward * shape.shared_experts
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        if not dense:
+            self.gate = nn.Linear(width, shape.experts, bias=False)
+            self.experts = Experts(shape.experts, width, shape.feed_forward)
+        self.input_layernorm = nn.RMSNorm(width)
+        self.post_attention_layernorm = nn.RMSNorm(width)
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeekShape:
+    """A model like DeepSeek-V2 (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), with the experts of a block in three tensors.
+
+    Attributes:
+        width: Of the residual stream.
+        layers: Number of blocks, the first of which is dense.
+        heads: Attention heads.
+        head: Width of a head, without the part that is rotated.
+        rotated: Width of the part that is.
+        query_rank: Width of the compressed queries.
+        key_value_rank: Width of the compressed keys and values.
+        dense: Inner width of the dense network.
+        feed_forward: Inner width of an expert.
+        experts: In each block, of which a token is sent to some.
+        shared_experts: To which every token is sent.
+        vocabulary: Tokens.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    head: int
+    rotated: int
+    query_rank: int
+    key_value_rank: int
+    dense: int
+    feed_forward: int
+    experts: int
+    shared_experts: int
+    vocabulary: int
+
+    def build(self, dtype: FloatDType = "bfloat16") -> nn.Module:
+        """The model's parameters on the meta device; its blocks are :class:`DeepSeekBlock`."""
+        with torch.device("meta"):
+            model = nn.Module()
+            model.embed_tokens = nn.Embedding(self.vocabulary, self.width)
+            model.layers = nn.ModuleList(DeepSeekBlock(self, dense=not number) for number in range(self.layers))
+            model.norm = nn.RMSNorm(self.width)
+            model.lm_head = nn.Linear(self.width, self.vocabulary, bias=False)
+        return model.to(torch_dtype(dtype))
+
+
+BLOCKS: tuple[type[nn.Module], ...] = (LlamaBlock, MixtralBlock, DeepSeekBlock)
+"""The classes of the blocks of these models."""
+
+SHAPES: Mapping[str, LlamaShape | MixtralShape | DeepSeekShape] = {
     "llama-3.2-1b": LlamaShape(2048, 16, 32, 8, 8192, 128256, tied=True),
     "llama-3-8b": LlamaShape(4096, 32, 32, 8, 14336, 128256),
     "llama-3-70b": LlamaShape(8192, 80, 64, 8, 28672, 128256),
     "llama-3-405b": LlamaShape(16384, 126, 128, 8, 53248, 128256),
+    "mixtral-8x22b": MixtralShape(6144, 56, 48, 8, 16384, 8, 32768),
+    "deepseek-v2": DeepSeekShape(5120, 60, 128, 128, 64, 1536, 512, 12288, 1536, 160, 2, 102400),
 }

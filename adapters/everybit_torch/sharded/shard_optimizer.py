@@ -242,7 +242,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
             optimizer = group.optimizers[shard.weights.group.dtype]
             if any(s.placement.spec.whole for s in shard.slices):
                 for n, s in enumerate(shard.slices):
-                    self._add_run(number, optimizer, shard, [n], s.placement.spec.shape)
+                    self._add_run(number, optimizer, shard, [n], s.placement.spec.stepped_as(s.low, s.high))
             else:
                 for run in contiguous_runs(shard.slices, by_index=one.draws_bits, block=one.policy.block):
                     self._add_run(number, optimizer, shard, run)
@@ -255,7 +255,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         run: list[int],
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        """Step slices that lie one after the other as a vector, or a single one, which is a whole tensor, in its ``shape``."""
+        """Step slices that lie one after the other as a vector, or a single one, of whole tensors or parts of one, in a ``shape``."""
         low = shard.slices[run[0]].offset if run else 0
         high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
         first = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0

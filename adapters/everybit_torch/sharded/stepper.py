@@ -35,6 +35,7 @@ from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.model_layout import AnyPrecision, Labels, Transforms, Units
 from everybit_torch.sharded.model_state import ModelState
 from everybit_torch.sharded.offload import HostCopies, Offload
+from everybit_torch.sharded.packing import MOST
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.pending_save import PendingSave
@@ -102,6 +103,7 @@ class FlatStepper(Control, ModelAccess):
         copies: Names of parameters of which another rank of ``model_parallel`` has a copy that it counts, such as a tied embedding of the
             last stage; norms count them there. Under policies that draw random bits a dict, with the name that each has there: both draw
             the same ones.
+        most_elements: The most elements that a rank has of tensors that stay whole, in means of all ranks; or as many as the largest has.
 
     Raises:
         TypeError: A parameter, unit, transform, policy or mesh of a kind that cannot be used.
@@ -148,11 +150,12 @@ class FlatStepper(Control, ModelAccess):
         ignored: Ignored | None = None,
         casts: CastsOfUnits | None = None,
         overlap_param_gather: bool = False,
+        most_elements: float = MOST,
     ) -> None:
         given = Arguments(
             transform, policy, mesh, strategy, outer, units, labels, divisor, nan, reshard_after_forward, compile, metrics, seed, unsafe,
             synchronize, offload, keep_gradients, defer_reduction, model_parallel, copies, values, device, ignored, casts,
-            overlap_param_gather,
+            overlap_param_gather, most_elements,
         )  # fmt: skip
         judged = judge(model, given)
         with judged.construction.all_or_nothing():
@@ -168,9 +171,8 @@ class FlatStepper(Control, ModelAccess):
         self.all_ranks, self.beside = ranks_of(given.mesh), judged.beside
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: PendingSave | None = None
-        self._names = [spec.name for spec in described.specs]
-        parameters = dict(zip(self._names, described.parameters, strict=True))
-        self._parameters = list(parameters.items())
+        parameters = dict(zip([spec.name for spec in described.specs], described.parameters, strict=True))
+        self._names, self._parameters = list(parameters), list(parameters.items())
         self._copies = HostCopies(device, Offload.of(given.offload))
         self.buffers = ModelBuffers(
             self.layout, parameters, described.labelled, self.sharding, self.inner, self.outer, device,
@@ -492,9 +494,7 @@ class FlatStepper(Control, ModelAccess):
 
     def __repr__(self) -> str:
         outer = f", outer={self.sharding.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""
-        head = (
-            f"FlatStepper(strategy={self.sharding.strategy!r} over {self.inner.size}{outer}, {len(self.layout.units)} units,"
-            f" {self.layout.numel} elements and {self.layout.padding} of padding)"
-        )
+        sizes = f"{len(self.layout.units)} units, {self.layout.numel} elements and {self.layout.padding} of padding"
+        head = f"FlatStepper(strategy={self.sharding.strategy!r} over {self.inner.size}{outer}, {sizes})"
         labels = (f"  {label or 'all parameters'}: {a.transform!r}; {a.policy!r}" for label, a in self.labelled.items())
         return "\n".join([head, *labels])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from everybit_torch.sharded.layout import Group
+
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 OuterStrategy = Literal["no_shard", "optim"]
 
@@ -50,18 +52,19 @@ class Sharding:
 
     def shares(self, inner: int, outer: int) -> int:
         """Into how many parts of different ranks the main parameters are cut; other ranks have copies of them."""
-        return (inner if self.state else 1) * (outer if self.outer == "optim" else 1)
+        return (inner if self.state else 1) * self.within(outer)
 
-    def own_range(self, padded: int, inner_rank: int, inner: int, outer_rank: int, outer: int) -> tuple[int, int]:
+    def within(self, outer: int) -> int:
+        """Into how many of these parts an inner rank's shard is cut."""
+        return outer if self.outer == "optim" else 1
+
+    def own_range(self, group: Group, inner_rank: int, inner: int, outer_rank: int, outer: int) -> tuple[int, int]:
         """Return the range of a group's buffer that a rank steps."""
         if not self.state:
-            return 0, padded
-        size = padded // inner
-        low = inner_rank * size
+            return 0, group.padded
         if self.outer == "optim":
-            size //= outer
-            low += outer_rank * size
-        return low, low + size
+            return group.shard(inner_rank * outer + outer_rank, inner * outer)
+        return group.shard(inner_rank, inner)
 
 
 def sharding(strategy: Strategy | int, outer: OuterStrategy = "no_shard") -> Sharding:

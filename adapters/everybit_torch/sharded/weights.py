@@ -83,12 +83,18 @@ class WeightBuffer:
         self._pending: Pending = Done()
         self._absent: list[Tensor] = []
         self._absent_at: list[int] = []
+        self._low, self._high = group.shard(inner.rank, inner.size)
+        # Of the inner ranks' shards, and of the outer ranks' parts of this one, where they differ.
+        self._lengths = group.sizes(inner.size) if sharding.state else ()
+        self._outer_lengths = (
+            group.sizes_within(inner.rank, inner.size, outer.size) if sharding.outer == "optim" else ()
+        )
         if sharding.params:
             # The whole is allocated when it is gathered first. Its memory comes and goes, and graphs hold tensors in it: they all have to
             # share its storage.
             self.whole = torch.empty(0, dtype=group.dtype, device=device)
             self._pieces: list[Tensor] = []
-            numel = group.padded // inner.size
+            numel = self._high - self._low
             self.shard = (
                 torch.zeros(numel, dtype=group.dtype, device=device)
                 if copies is None
@@ -110,7 +116,7 @@ class WeightBuffer:
             self._pieces = [
                 piece(self.whole, place.start, place.stop, torch.Size(place.spec.shape)) for place in group.placements
             ]
-            self.shard = self.whole.view(inner.size, -1)[inner.rank] if sharding.state else self.whole
+            self.shard = self._own_of_whole() if sharding.state else self.whole
         self.gathered = self.shown = not sharding.params
         self._versions = [0 for _ in self.parameters]
 
@@ -125,11 +131,10 @@ class WeightBuffer:
         tensor, place = self._tensors[number], self.group.placements[number]
         values = tensor.detach()
         if self.sharding.params:
-            low, high = self.group.shard(self.inner.rank, self.inner.size)
-            start, stop = max(place.start, low), min(place.stop, high)
+            start, stop = max(place.start, self._low), min(place.stop, self._high)
             if start < stop:
                 part = values.reshape(-1)[start - place.start : stop - place.start]
-                self.shard[start - low : stop - low].copy_(part)
+                self.shard[start - self._low : stop - self._low].copy_(part)
         else:
             self._pieces[number].copy_(values)
         del values
@@ -151,14 +156,14 @@ class WeightBuffer:
     @property
     def own(self) -> Tensor:
         """The part that this rank's optimizer steps."""
-        return self.shard.view(self.outer.size, -1)[self.outer.rank] if self.sharding.outer == "optim" else self.shard
+        if self.sharding.outer != "optim":
+            return self.shard
+        return self.outer.parts(self.shard, self._outer_lengths)[self.outer.rank]
 
     @property
     def own_range(self) -> tuple[int, int]:
         """The elements of the group's buffer that this rank's optimizer steps."""
-        return self.sharding.own_range(
-            self.group.padded, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size
-        )
+        return self.sharding.own_range(self.group, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size)
 
     @property
     def nbytes(self) -> int:
@@ -262,11 +267,11 @@ class WeightBuffer:
         # Until it is known to be under way: an error may come when it is already.
         self._pending = _Interrupted(communicator, self.what)
         if self._copies is None:
-            self._pending = communicator.all_gather(self.whole, self.shard, self.what)
+            self._pending = communicator.all_gather(self.whole, self.shard, self.what, self._lengths)
         else:
-            own = self.whole.view(self.inner.size, -1)[self.inner.rank]
+            own = self._own_of_whole()
             self._pending = self._copies.bring_for(
-                own, self.shard, lambda: communicator.all_gather(self.whole, own, self.what)
+                own, self.shard, lambda: communicator.all_gather(self.whole, own, self.what, self._lengths)
             )
         return self._pending
 
@@ -277,7 +282,10 @@ class WeightBuffer:
             RuntimeError: A parameter was given other memory.
         """
         self._require_in_place(absent=False)
-        self.shard.copy_(self.whole.view(self.inner.size, -1)[self.inner.rank])
+        self.shard.copy_(self._own_of_whole())
+
+    def _own_of_whole(self) -> Tensor:
+        return self.whole[self._low : self._high]
 
     def _require_in_place(self, *, absent: bool) -> None:
         start = 0 if absent else self.whole.data_ptr()
@@ -291,9 +299,9 @@ class WeightBuffer:
     def start_spread(self) -> Pending:
         """Start to gather the stepped weights on the ranks that keep copies of them."""
         if self.sharding.outer == "optim":
-            return self.outer.all_gather(self.shard, self.own, self.what)
+            return self.outer.all_gather(self.shard, self.own, self.what, self._outer_lengths)
         if self.sharding.state and not self.sharding.params:
-            return self.inner.all_gather(self.whole, self.shard, self.what)
+            return self.inner.all_gather(self.whole, self.shard, self.what, self._lengths)
         return Done()
 
     def stepped(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -140,17 +140,30 @@ class Partition:
     def init(self, params: P) -> PartitionState:
         """Each label's state of its leaves."""
         labels = self._labels(params)
-        unused = [name for name in self.transforms if name not in labels and name not in self.optional]
-        if unused:
-            raise ValueError(
-                f"partition: no parameter is labelled {', '.join(map(repr, unused))}; the labels given are"
-                f" {', '.join(map(repr, dict.fromkeys(labels)))}, to {_shown(params)}. Drop the transform, or mend the labels."
-            )
+        self.require_used(labels, tree.paths(params), tree.leaves(params))
         states = {
             name: transform.init(_select(params, [label == name for label in labels]))
             for name, transform in self.transforms.items()
         }
         return PartitionState(states)
+
+    def require_used(self, labels: Collection[str], names: Sequence[str], params: Sequence[Tensor]) -> None:
+        """Refuse a transform whose label no parameter has, unless that is optional.
+
+        Args:
+            labels: Of all parameters.
+            names: Of some of them, for the message.
+            params: These.
+
+        Raises:
+            ValueError: The message has the labels that nothing has.
+        """
+        unused = [name for name in self.transforms if name not in labels and name not in self.optional]
+        if unused:
+            raise ValueError(
+                f"partition: no parameter is labelled {', '.join(map(repr, unused))}; the labels given are"
+                f" {', '.join(map(repr, dict.fromkeys(labels)))}, to {_shown(names, params)}. Drop the transform, or mend the labels."
+            )
 
     def update(self, updates: P, state: PartitionState, params: P, ctx: Context = ALONE) -> tuple[P, PartitionState]:
         """Each label's update of its leaves."""
@@ -230,11 +243,10 @@ def partition(
     return Partition(dict(transforms), labels, frozenset(optional))
 
 
-def _shown(params: object) -> str:
+def _shown(names: Sequence[str], params: Sequence[Tensor]) -> str:
     """The first parameters with their shapes."""
-    paths, leaves = tree.paths(params), tree.leaves(params)
-    shown = [f"{path} of shape {tuple(leaf.shape)}" for path, leaf in list(zip(paths, leaves, strict=True))[:5]]
-    return f"{', '.join(shown) or 'no parameter'}{' and others' if len(leaves) > 5 else ''}"
+    shown = [f"{name} of shape {tuple(leaf.shape)}" for name, leaf in list(zip(names, params, strict=True))[:5]]
+    return f"{', '.join(shown) or 'no parameter'}{' and others' if len(params) > 5 else ''}"
 
 
 def _mask(mask: object, params: object) -> list[bool]:

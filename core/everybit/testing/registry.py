@@ -24,7 +24,7 @@ from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.context import Context
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
-from everybit.matrix_aliases import muon
+from everybit.matrix_aliases import muon, normuon
 from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.more_aliases import (
     adabelief,
@@ -202,10 +202,14 @@ _BUILDS: dict[str, Build] = {
         arithmetic="float64",
         normalization="polar_express",
         scale="match_rms_adamw",
-        decay="cautious",
+        decay_kind="cautious",
         others=sgd,
     ),
     "muon with others": lambda lr: muon(lr, arithmetic="float64", others=adamw),
+    "muon equalized": lambda lr: muon(
+        lr, arithmetic="float64", before="both", after="columns_then_rows", batching="together", others_rate=0.5
+    ),
+    "normuon": lambda lr: normuon(lr, arithmetic="float64", debias=True, side="longer", norm="exact"),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
     "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
     "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),

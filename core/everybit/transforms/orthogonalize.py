@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
+import torch
 from torch import Tensor
 
 from everybit import tree
 from everybit.context import ALONE, Context
-from everybit.labels import plain_name
-from everybit.matrix_views import MatrixView, view_for
-from everybit.orthogonalization import Arithmetic, Coefficients, Normalization, orthogonalized, triples
-from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
-from everybit.transform import Cut
+from everybit.orthogonalization import Arithmetic, Batching, Coefficients, Normalization, orthogonalized, triples
+from everybit.scalars import Hyperparameter, at
+from everybit.transforms.matrix_wise import MatrixWise, Scale, Stateless, factor, require_above_zero, require_scale
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
 
-ScaleName = Literal["original", "match_rms_adamw", "spectral_unclamped"]
-"""Published factors of an orthogonal update, by torch's names."""
-
-Scale = ScaleName | Scalar | Callable[[int, int], float]
-"""The factor of an orthogonal update: a published one, a number, or a function of rows and columns."""
-
-SCALES: dict[ScaleName, Callable[[int, int], float]] = {
-    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
-}
-
 
 @dataclass(frozen=True, slots=True)
-class Orthogonalize:
+class Orthogonalize(Stateless):
     r"""Replace each matrix of the updates by one with its singular vectors, and singular values about 1, times a factor.
 
     .. math::
         U \Sigma V^\top \mapsto s\, U V^\top \qquad X_0 = \frac{M}{\lVert M \rVert_F} \qquad
         X_{k+1} = a_k X_k + b_k (X_k X_k^\top) X_k + c_k (X_k X_k^\top)^2 X_k
 
-    A matrix of zeros stays zero. Each matrix is computed by itself, so that its bits do not depend on others.
+    A matrix of zeros stays zero.
 
     Args:
         view: How a parameter becomes matrices, such as :func:`everybit.heads`. None: one of two dimensions is a matrix, one of four or
@@ -56,6 +43,9 @@ class Orthogonalize:
         scale: :math:`s`, from the rows and columns of each matrix. ``"original"``: :math:`\sqrt{\max(1, r/c)}`; ``"match_rms_adamw"``:
             :math:`0.2\sqrt{\max(r, c)}`, with which AdamW's learning rates may be kept; ``"spectral_unclamped"``: :math:`\sqrt{r/c}`;
             a number; a function of both.
+        batching: ``"alone"``: each matrix is computed by itself, so that its bits do not depend on which others there are, nor on how
+            parameters are sharded. ``"together"``: matrices of one shape that are updated at once, in one parameter or in several, go
+            through batched products, which are faster for many small ones, and whose bits the library decides.
 
     Raises:
         TypeError: ``view`` is none.
@@ -65,45 +55,32 @@ class Orthogonalize:
         Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; factors: Liu et al. 2025, https://arxiv.org/abs/2502.16982.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
-    view: MatrixView | None = None
     coefficients: Coefficients = "quintic"
     steps: int = 5
     arithmetic: Arithmetic = "bfloat16"
     normalization: Normalization = "frobenius"
     eps: Hyperparameter = 1e-7
     scale: Scale = "original"
+    batching: Batching = "alone"
 
     def __post_init__(self) -> None:
+        MatrixWise.__post_init__(self)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or not 1 <= self.steps < 100:
             raise ValueError(f"steps: got {self.steps!r}; accepted is a whole number of steps, from 1 to 99.")
         triples(self.coefficients, self.steps)
         for name, value, accepted in (
             ("arithmetic", self.arithmetic, get_args(Arithmetic)),
             ("normalization", self.normalization, get_args(Normalization)),
+            ("batching", self.batching, get_args(Batching)),
         ):
             if value not in accepted:
                 raise ValueError(f"{name}: got {value!r}; accepted are {', '.join(map(repr, accepted))}.")
-        require("eps", self.eps, 0.0)
-        if is_zero(self.eps):
-            raise ValueError("eps: got 0.0; accepted is a number above zero.")
-        if isinstance(self.scale, str) and self.scale not in SCALES:
-            raise ValueError(
-                f"scale: got {self.scale!r}; accepted are {', '.join(map(repr, SCALES))}, a number, or a function of rows and columns."
-            )
-        if self.view is not None and not isinstance(self.view, MatrixView):
-            raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
+        require_above_zero("eps", self.eps)
+        require_scale(self.scale)
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory, after a look at all shapes."""
-        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
-            if not leaf.numel():
-                continue
-            try:
-                self._view(leaf).shapes(leaf.shape)
-            except ValueError as error:
-                raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
+        self.require_shapes(params)
         return Empty()
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
@@ -111,33 +88,66 @@ class Orthogonalize:
         coefficients = triples(self.coefficients, self.steps)
         eps = at(self.eps, ctx.step, name="eps")
 
-        def one(batch: Tensor) -> Tensor:
-            found = orthogonalized(
-                batch, coefficients, arithmetic=self.arithmetic, normalization=self.normalization, eps=eps
+        def of_matrices(batch: Tensor) -> Tensor:
+            return orthogonalized(
+                batch,
+                coefficients,
+                arithmetic=self.arithmetic,
+                normalization=self.normalization,
+                eps=eps,
+                batching=self.batching,
             )
-            return found * self._factor(*batch.shape[-2:])
 
-        def whole(leaf: Tensor) -> Tensor:
-            if not leaf.numel():
-                return leaf
-            view = self._view(leaf)
-            return view.joined([one(batch) for batch in view.split(leaf)], leaf.shape)
+        def scaled(batch: Tensor, found: Tensor) -> Tensor:
+            return found * factor(self.scale, *batch.shape[-2:])
 
-        return tree.map(whole, updates), state
+        if self.batching == "alone":
+            return self.of_batches(lambda batch: scaled(batch, of_matrices(batch)), updates), state
+        leaves = tree.leaves(updates)
+        batches = [self.view_of(leaf.shape).split(leaf) if leaf.numel() else [] for leaf in leaves]
+        every = [batch for own in batches for batch in own]
+        found = iter([scaled(*pair) for pair in zip(every, _together(of_matrices, every), strict=True)])
+        new = [
+            self.view_of(leaf.shape).joined([next(found) for _ in own], leaf.shape) if own else leaf
+            for leaf, own in zip(leaves, batches, strict=True)
+        ]
+        return tree.replace(updates, new), state
 
-    def _view(self, leaf: Tensor) -> MatrixView:
-        view = self.view or view_for(leaf.shape)
-        if view is None:
-            raise ValueError(
-                f"got shape {tuple(leaf.shape)}; accepted are matrices, convolutions (four or five dimensions), and parameters for which a"
-                " view is named. Give others to another transform: everybit.muon(..., others=everybit.adamw), or everybit.partition."
+    def step_cost(self, shape: Sequence[int]) -> float:
+        """Return the multiply-adds of the iterations on all matrices of a parameter of this shape; see :mod:`everybit.atoms`.
+
+        Raises:
+            ValueError: A parameter cannot be seen so.
+        """
+        total = 0.0
+        for *batch, rows, columns in self.matrices(shape):
+            short, long = sorted((rows, columns))
+            of_each = sum(
+                2 * short**2 * long + (short**3 if c else 0) for *_, c in triples(self.coefficients, self.steps)
             )
-        return view
+            total += math.prod(batch) * of_each
+        return total
 
-    def _factor(self, rows: int, columns: int) -> Scalar:
-        if isinstance(self.scale, str):
-            return SCALES[self.scale](rows, columns)
-        return float(self.scale(rows, columns)) if callable(self.scale) else self.scale
+    def atoms(self, shape: Sequence[int]) -> int:
+        """Return the number of equal parts of a parameter that no matrix lies across; 1 where a matrix' bits depend on the others.
+
+        Raises:
+            ValueError: A parameter cannot be seen so.
+        """
+        return Stateless.atoms(self, shape) if self.batching == "alone" else 1
+
+
+def _together(function: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
+    """Apply a function of batches of matrices to all matrices of one shape, dtype and device at once."""
+    alike: dict[object, list[int]] = {}
+    for number, batch in enumerate(batches):
+        alike.setdefault((batch.shape[-2:], batch.dtype, batch.device), []).append(number)
+    found: dict[int, Tensor] = {}
+    for numbers in alike.values():
+        flat = [batches[number].reshape(-1, *batches[number].shape[-2:]) for number in numbers]
+        parts = torch.split(function(torch.cat(flat) if len(flat) > 1 else flat[0]), [len(one) for one in flat])
+        found |= {number: part.reshape(batches[number].shape) for number, part in zip(numbers, parts, strict=True)}
+    return [found[number] for number in range(len(batches))]
 
 
 orthogonalize = Orthogonalize

@@ -16,7 +16,7 @@ from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import machine, versions
 from everybit_torch.cli.models import build
-from everybit_torch.cli.optimizers import named_optimizer, require_policies
+from everybit_torch.cli.optimizers import named_optimizer, require_policies, show_routing
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.policies import named_policy
 
@@ -38,14 +38,16 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
     policies = dict(map(named_policy, options.policies))
     require_policies(optimizer, policies)
     model, _ = build(options.model, None)
-    shapes = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    shapes = [parameter.shape for parameter in trained.values()]
     elements = sum(map(torch.Size.numel, shapes))
     if not elements:
         raise OptionError("--model", options.model, "a model with parameters that require gradients")
     if options.out is not None:
         check_out(options.out)
     contestants = torch_contestants(optimizer) + [
-        everybit_contestant(name, policy, optimizer, compile=options.compile) for name, policy in policies.items()
+        everybit_contestant(name, policy, optimizer, list(trained), compile=options.compile)
+        for name, policy in policies.items()
     ]
     where_gradients = "apart" if optimizer.entry.cut == "tensor" else "in one flat buffer"
     title = (
@@ -53,6 +55,7 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
         f" everybit {'compiled' if options.compile else 'not compiled'}, gradients {where_gradients}"
     )
     console.print(title, highlight=False)
+    show_routing(optimizer, trained, console)
     timings = []
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20))
     with threads(options.threads), Progress(*columns, console=console, transient=True) as progress:

@@ -95,13 +95,16 @@ def torch_contestants(optimizer: Chosen) -> list[Contestant]:
     return found
 
 
-def everybit_contestant(name: str, policy: eb.Policy, optimizer: Chosen, *, compile: bool) -> Contestant:
-    """Ours, under a policy."""
+def everybit_contestant(
+    name: str, policy: eb.Policy, optimizer: Chosen, names: Sequence[str], *, compile: bool
+) -> Contestant:
+    """Ours, under a policy, with the names of the parameters: by them some optimizers tell embeddings and the head from other matrices."""
     usual = HYPERPARAMETERS if optimizer.shown == "adamw" else {}
     flat = optimizer.entry.cut == "element"
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return optimizer.create(params, **usual, policy=policy, compile=compile, flat_gradients=flat)
+        named = list(zip(names, params, strict=True))
+        return optimizer.create(named, **usual, policy=policy, compile=compile, flat_gradients=flat)
 
     return Contestant(name, getattr(torch, policy.model_dtype), make)
 

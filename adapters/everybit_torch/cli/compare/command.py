@@ -21,7 +21,7 @@ from everybit_torch.cli.device import threads
 from everybit_torch.cli.errors import INTERRUPTED, OptionError
 from everybit_torch.cli.files import check_out, write_json
 from everybit_torch.cli.machine import machine, versions
-from everybit_torch.cli.optimizers import Chosen
+from everybit_torch.cli.optimizers import Chosen, show_routing
 from everybit_torch.cli.output import Results, show
 from everybit_torch.config import policy_to_dict
 
@@ -43,12 +43,14 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
         raise OptionError("the text to train on", error, "a Python that has its standard library's source") from None
     check_context(options, corpus)
     check_out(options.out)
-    parameters = sum(p.numel() for p in new_model(plan.size, 0).parameters())
+    named = dict(new_model(plan.size, 0).named_parameters())
+    parameters = sum(p.numel() for p in named.values())
     title = (
         f"{title_of(plan.optimizer)}, {parameters:,} parameters ({options.model}), {options.steps} steps of"
         f" {options.batch} x {options.context} bytes, learning rate {plan.options.lr:g}"
     )
     console.print(f"{title}\n{about(corpus)}", highlight=False)
+    show_routing(plan.optimizer, named, console)
     if absent := [name for name in DEFAULT_POLICIES if not options.policies and name not in plan.policies]:
         console.print(f"Without {', '.join(absent)}: under it some state of {plan.optimizer.name} would stop moving.")
 

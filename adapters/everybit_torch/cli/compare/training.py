@@ -55,14 +55,16 @@ class Trainee:
         self.seed = seed
         self._autocast = autocast
         self.model = new_model(size, seed).to(device=device, dtype=getattr(torch, policy.model_dtype))
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        gains = [p for p in self.model.parameters() if p.ndim <= 1]
+        # By name: some optimizers tell embeddings and the head from other matrices.
+        named = dict(self.model.named_parameters())
+        matrices = [(name, p) for name, p in named.items() if p.ndim > 1]
+        gains = [(name, p) for name, p in named.items() if p.ndim <= 1]
         chosen = optimizer_of(options) if optimizer is None else optimizer
         exempt = {"weight_decay": 0.0} if "weight_decay" in chosen.torch_names else {}
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, **exempt}]
         self.optimizer = chosen.create(groups, policy=policy, compile=options.compile, seed=seed)
         self._averages = chosen.entry.has_evaluation_weights
-        self._predicted = _bytes_predicted(chosen.transform(), policy, [*matrices, *gains])
+        self._predicted = _bytes_predicted(chosen.transform(), policy, dict([*matrices, *gains]))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_share(step, options.steps)
         )
@@ -131,11 +133,11 @@ class Trainee:
 
 
 def _bytes_predicted(
-    transform: eb.Transform[Any], policy: eb.Policy, parameters: list[nn.Parameter]
+    transform: eb.Transform[Any], policy: eb.Policy, parameters: dict[str, nn.Parameter]
 ) -> dict[str, float]:
     """Bytes per parameter by use, without counters, from shapes and the policy."""
     table = eb.with_policy(transform, policy).bytes_table(parameters)
-    elements = sum(parameter.numel() for parameter in parameters)
+    elements = sum(parameter.numel() for parameter in parameters.values())
     return {use: size / elements for use, size in table.items() if use != "counters"}
 
 

@@ -65,6 +65,8 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
     title = _title(options, rows[0].plan, chosen)
     console.print(title, highlight=False)
     show(_sheet(rows, host=options.offload != "nothing"), console)
+    for said in dict.fromkeys(str(row.plan.whole_tensors) for row in rows if row.plan.whole_tensors):
+        console.print(f"{said}.", highlight=False)
     records = [{"policy": row.policy, "strategy": row.strategy, **_record(row.plan)} for row in rows]
     results = {
         "format": FORMAT, "command": command, "versions": versions(), "options": asdict(options),
@@ -161,4 +163,5 @@ def _record(found: Plan) -> dict[str, Any]:
         "parameters": found.parameters, "padding": found.padding, "bytes_per_param": found.bytes_per_param,
         "persistent": dict(found.persistent), "host": dict(found.host), "transient": dict(found.transient), "wire": dict(found.wire),
         "persistent_bytes": found.persistent_bytes, "peak_bytes": found.peak_bytes, "wire_bytes": found.wire_bytes,
+        "whole_tensors": None if found.whole_tensors is None else asdict(found.whole_tensors),
     }  # fmt: skip

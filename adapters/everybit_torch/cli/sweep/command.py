@@ -20,6 +20,7 @@ from everybit_torch.cli.device import threads
 from everybit_torch.cli.errors import INTERRUPTED, OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import machine, versions
+from everybit_torch.cli.optimizers import show_routing
 from everybit_torch.cli.output import Results, Sheet, show
 from everybit_torch.cli.sweep.options import SweepOptions, SweepPlan, checked
 from everybit_torch.cli.sweep.pictures import draw
@@ -43,12 +44,15 @@ def run_sweep(options: SweepOptions, console: Console, command: str) -> Results:
         raise OptionError("the text to train on", error, "a Python that has its standard library's source") from None
     check_context(plan.training, corpus)
     check_out(options.out)
-    parameters = sum(p.numel() for p in new_model(plan.size, 0).parameters())
+    named = dict(new_model(plan.size, 0).named_parameters())
+    parameters = sum(p.numel() for p in named.values())
     title = (
         f"{len(plan.optimizers)} optimizers at {len(options.factors)} learning rates each, {plan.policy[0]}, {parameters:,} parameters"
         f" ({options.model}), {options.steps} steps of {options.batch} x {options.context} bytes, {_seeds(options)}"
     )
     console.print(f"{title}\n{about(corpus)}", highlight=False)
+    for chosen in plan.optimizers.values():
+        show_routing(chosen, named, console)
     started, clock = datetime.now(UTC), time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
     with threads(options.threads), Progress(*columns, console=console, transient=True) as progress:

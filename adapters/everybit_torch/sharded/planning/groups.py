@@ -71,7 +71,7 @@ class GroupPlan:
             ValueError: The policy cannot store it; the message says why.
         """
         fused = compile and device.type not in ("cpu", "meta")
-        low, high = kind.own_range(group.padded, ranks.inner_rank, ranks.inner, ranks.outer_rank, ranks.outer)
+        low, high = kind.own_range(group, ranks.inner_rank, ranks.inner, ranks.outer_rank, ranks.outer)
         if not group.requires_grad:
             nothing = Wire(group.dtype, exact=False)
             return cls(group, kind, ranks, low, high, None, group.dtype, nothing, nothing, device, fused)
@@ -92,9 +92,17 @@ class GroupPlan:
         return self.group.padded * self.group.dtype.itemsize
 
     @property
+    def part(self) -> int:
+        """Elements of this inner rank's part: of its shard, or where nothing is sharded of an equal part."""
+        if not self.kind.state:
+            return self.group.padded // self.ranks.inner
+        low, high = self.group.shard(self.ranks.inner_rank, self.ranks.inner)
+        return high - low
+
+    @property
     def main_numel(self) -> int:
         """Elements of the main gradient on this rank."""
-        return self.group.padded // (self.ranks.inner if self.kind.grads else 1)
+        return self.part if self.kind.grads else self.group.padded
 
     @property
     def main_bytes(self) -> int:
@@ -114,7 +122,7 @@ class GroupPlan:
     @property
     def received(self) -> int:
         """Bytes that an exact wire receives beside them."""
-        return self.bucket if self.wire.exact else 0
+        return self.ranks.inner * self.part * self.wire.dtype.itemsize if self.wire.exact else 0
 
     @property
     def counts(self) -> bool:
@@ -148,7 +156,7 @@ class GroupPlan:
 
     @property
     def whole(self) -> bool:
-        """Whether each run is a whole tensor."""
+        """Whether each run is a whole tensor, or a batch of parts of one."""
         return any(place.spec.whole for place in self.group.placements)
 
     def runs(self, labelled: Mapping[str, LabelledTransform]) -> list[Shape]:
@@ -157,7 +165,7 @@ class GroupPlan:
             return list(self.given_runs)
         slices = list(self.group.slices(self.low, self.high))
         if self.whole:
-            return [s.placement.spec.shape for s in slices] or [(0,)]
+            return [s.placement.spec.stepped_as(s.low, s.high) for s in slices] or [(0,)]
         own = labelled[self.group.label]
         runs = contiguous_runs(slices, by_index=own.draws_bits, block=own.policy.block)
         return [(sum(slices[number].high - slices[number].low for number in run),) for run in runs]
@@ -182,7 +190,7 @@ class GroupPlan:
         """Bytes that are kept between steps, by use."""
         found: Counter[str] = Counter()
         if self.kind.params:
-            found["parameters"] = self.weights // self.ranks.inner
+            found["parameters"] = self.part * self.group.dtype.itemsize
             # The NaN that stands for a parameter while it is not gathered.
             found["bookkeeping"] = self.group.dtype.itemsize * sum(p.spec.numel > 0 for p in self.group.placements)
         else:

@@ -154,7 +154,7 @@ class Meter:
     def _spread(self, event: Event) -> None:
         one = self._groups[event.number]
         if one.kind.outer == "optim":
-            self._send(sent_by_exchange("all_gather", one.weights // one.ranks.inner, one.ranks.outer))
+            self._send(sent_by_exchange("all_gather", one.part * one.group.dtype.itemsize, one.ranks.outer))
         else:
             self._send(sent_by_exchange("all_gather", one.weights, one.ranks.inner))
 
@@ -220,10 +220,11 @@ class Meter:
 
     def _reduce_outer(self, one: GroupPlan) -> None:
         wire, outer = one.outer_wire, one.ranks.outer
-        reduced = one.group.padded // (one.ranks.inner if one.kind.state else 1)
+        reduced = one.part if one.kind.state else one.group.padded
         scattered = one.kind.outer == "optim"
+        own = one.high - one.low if scattered else reduced // outer
         cast = reduced * wire.dtype.itemsize if wire.dtype is not one.main else 0
-        received = reduced * wire.dtype.itemsize if wire.exact else 0
+        received = own * outer * wire.dtype.itemsize if wire.exact else 0
         self._lend(cast)
         if cast:
             self._briefly(
@@ -236,7 +237,7 @@ class Meter:
             _sum_bytes(
                 one,
                 wire,
-                reduced // outer if scattered or wire.exact else reduced,
+                own if scattered or wire.exact else reduced,
                 outer if wire.exact else 1,
                 in_place=not cast and not wire.exact,
                 divides=True,
@@ -296,7 +297,7 @@ def meter(
 
 def _install_bytes(one: GroupPlan, *, last: bool) -> int:
     whole = not one.kind.state
-    numel = one.group.padded // (1 if whole and not one.wire.exact else one.ranks.inner)
+    numel = one.group.padded if whole and not one.wire.exact else one.part
     same = one.wire.dtype is one.main and not one.kind.grads
     parts, divides = one.ranks.inner if one.wire.exact else 1, last and one.ranks.outer == 1
     return _sum_bytes(one, one.wire, numel, parts, in_place=same and not one.wire.exact, divides=divides)

@@ -30,6 +30,9 @@ from everybit_torch.stepping import PIECE, step_in_place
 SMALLEST = 64
 """Transient tensors of fewer bytes are not counted."""
 
+SMALL = 16
+"""Rows or columns of a matrix that is not made smaller for a measurement."""
+
 
 Numbers = Mapping[ParameterSpec, int]
 """The number of each parameter that is trained, among all of them."""
@@ -159,12 +162,16 @@ def norm_peak(groups: list[GroupPlan], agreed: int, device: torch.device) -> int
 def _tensor_bytes(one: GroupPlan, label: LabelledTransform, members: eb.Members, shape: Shape, run: Run) -> int:
     """Of a whole tensor; of one with more than :data:`PIECE` elements what a smaller one takes, times the elements.
 
-    What is computed on the way has one number for each element, or few beside these: for each row, or one in all.
+    What is computed on the way has one number for each element, or few beside these: for each row, or one in all. Products of a matrix
+    with itself grow as it does if it keeps its proportions.
     """
     smaller = list(shape)
     while math.prod(smaller) > PIECE:
-        largest = max(range(len(smaller)), key=smaller.__getitem__)
-        smaller[largest] = -(-smaller[largest] // 2)
+        halved = [max(range(len(smaller)), key=smaller.__getitem__)]
+        if len(shape) > 1 and min(smaller[-2:]) > SMALL:
+            halved = [len(shape) - 2, len(shape) - 1]
+        for dimension in halved:
+            smaller[dimension] = -(-smaller[dimension] // 2)
     optimizer = eb.Optimizer(label.transform, label.policy)
     tensor, gradient = torch.zeros(smaller, dtype=one.group.dtype), torch.zeros(smaller, dtype=one.main)
     measured = max(

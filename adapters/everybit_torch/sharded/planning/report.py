@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from everybit_torch.sharded.planning.distribution import WholeTensors
 from everybit_torch.sharded.strategies import Sharding
 
 
@@ -39,6 +40,8 @@ class Plan:
             :attr:`peak_bytes`. They are the device's; of a model in the host's memory with the copies, which else are beside them under
             names that end in ``", host"``. Those of an asynchronous save stay from one save to the next. Buffers and ignored parameters are
             not counted.
+        whole_tensors: How evenly tensors that must stay whole are distributed over the ranks; None where there are none, or nothing is
+            sharded.
     """
 
     sharding: Sharding
@@ -52,6 +55,7 @@ class Plan:
     weights: Mapping[str, int] = field(default_factory=dict)
     access: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
+    whole_tensors: WholeTensors | None = field(default=None)
 
     @property
     def persistent_bytes(self) -> int:
@@ -97,4 +101,5 @@ class Plan:
             f"  {'' if number else 'weights':<11}{name:<36}{count:>12,} elements"
             for number, (name, count) in enumerate(self.weights.items())
         ]
-        return "\n".join([title, *formats, *lines])
+        even = [] if self.whole_tensors is None else [f"  {self.whole_tensors}"]
+        return "\n".join([title, *formats, *lines, *even])

@@ -41,7 +41,7 @@ def sent_by_reduction(one: GroupPlan, *, last: bool) -> Counter[str]:
     main = one.group.padded * one.main.itemsize
     sent = _sent(one.bucket, main, one.wire, one.ranks.inner, whole=not one.kind.state)
     if last and one.ranks.outer > 1:
-        reduced = one.group.padded // (one.ranks.inner if one.kind.state else 1)
+        reduced = one.part if one.kind.state else one.group.padded
         wire = one.outer_wire
         whole = one.kind.outer != "optim"
         nbytes = reduced * wire.dtype.itemsize

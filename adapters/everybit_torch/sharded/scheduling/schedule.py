@@ -328,7 +328,7 @@ def _backward(schedule: Schedule, units: Sequence[str], uses: Mapping[int, UseKe
             # One of each group first: all are open before one is complete, and reduced.
             if schedule.weights is not None:
                 yield from schedule.come_to(unit, uses[unit])
-            for group in groups[unit]:
+            for group in sorted(groups[unit], key=lambda group: group.members == 1):  # which are complete at once
                 yield from schedule.arrive(group.number, group.members - 1)
         else:
             for group in groups[unit]:

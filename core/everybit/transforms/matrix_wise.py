@@ -1,0 +1,199 @@
+"""Transforms that see each parameter as matrices, and what an update of a matrix is multiplied by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.context import ALONE, Context
+from everybit.labels import plain_name
+from everybit.matrix_views import MatrixView, batched, view_for
+from everybit.scalars import Hyperparameter, Scalar, is_zero, require
+from everybit.transform import Cut
+from everybit.transforms.stateless import Empty
+
+P = TypeVar("P")
+
+ScaleName = Literal["original", "match_rms_adamw", "spectral_unclamped"]
+"""Published factors of an orthogonal update, by torch's names."""
+
+Scale = ScaleName | Scalar | Callable[[int, int], float]
+"""The factor of an orthogonal update: a published one, a number, or a function of rows and columns."""
+
+SCALES: dict[ScaleName, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
+
+
+def require_scale(scale: object) -> None:
+    """Refuse a name of no published factor.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if isinstance(scale, str) and scale not in SCALES:
+        raise ValueError(
+            f"scale: got {scale!r}; accepted are {', '.join(map(repr, SCALES))}, a number, or a function of rows and columns."
+        )
+
+
+def require_above_zero(name: str, value: Hyperparameter) -> None:
+    """Refuse a hyperparameter that is not above zero.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is not above zero.
+    """
+    require(name, value, 0.0)
+    if is_zero(value):
+        raise ValueError(f"{name}: got 0.0; accepted is a number above zero.")
+
+
+def factor(scale: Scale, rows: int, columns: int) -> Scalar:
+    """What an update of so many rows and columns is multiplied by."""
+    if isinstance(scale, str):
+        return SCALES[scale](rows, columns)
+    return float(scale(rows, columns)) if callable(scale) else scale
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixWise:
+    """What transforms of matrices have in common.
+
+    Args:
+        view: How a parameter becomes matrices, such as :func:`everybit.heads`. None: one of two dimensions is a matrix, one of four or
+            five, a convolution, is flattened to ``(first, all others)``.
+
+    Raises:
+        TypeError: ``view`` is none.
+    """
+
+    cut: ClassVar[Cut] = "tensor"
+    reduces: ClassVar[bool] = False
+    view: MatrixView | None = None
+
+    def __post_init__(self) -> None:
+        if self.view is not None and not isinstance(self.view, MatrixView):
+            raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
+
+    def matrices(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the shapes (..., rows, columns) of the batches of matrices that a parameter of this shape is.
+
+        Raises:
+            ValueError: It cannot be seen so.
+        """
+        return self.view_of(shape).shapes(shape)
+
+    def view_of(self, shape: Sequence[int]) -> MatrixView:
+        """Return the view of a parameter of this shape.
+
+        Raises:
+            ValueError: It is none of those that are seen as matrices without a view.
+        """
+        view = self.view or view_for(shape)
+        if view is None:
+            raise ValueError(
+                f"got shape {tuple(shape)}; accepted are matrices, convolutions (four or five dimensions), and parameters for which a"
+                " view is named. Give others to another transform: everybit.muon(..., others=everybit.adamw), or everybit.partition."
+            )
+        return view
+
+    def require_shapes(self, params: object) -> None:
+        """Refuse parameters that cannot be seen as matrices.
+
+        Raises:
+            ValueError: One cannot; the message has its name.
+        """
+        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+            if leaf.numel():
+                try:
+                    self.matrices(leaf.shape)
+                except ValueError as error:
+                    raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
+
+    def of_batches(self, function: Callable[[Tensor], Tensor], updates: P) -> P:
+        """Apply a function to each batch (..., rows, columns) of each parameter."""
+
+        def whole(leaf: Tensor) -> Tensor:
+            if not leaf.numel():
+                return leaf
+            view = self.view_of(leaf.shape)
+            return view.joined([function(batch) for batch in view.split(leaf)], leaf.shape)
+
+        return tree.map(whole, updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Stateless(MatrixWise):
+    """What transforms of matrices without memory have in common: they need no whole parameter, but whole matrices.
+
+    Args:
+        view: How a parameter becomes matrices.
+
+    Raises:
+        TypeError: ``view`` is none.
+    """
+
+    def atoms(self, shape: Sequence[int]) -> int:
+        """Return the number of equal parts of a parameter of this shape that no matrix lies across; see :mod:`everybit.atoms`.
+
+        Raises:
+            ValueError: A parameter cannot be seen so.
+        """
+        return self.view_of(shape).atoms(shape)
+
+    def of_atoms(self) -> Self:
+        """Return the transform for a batch of such parts."""
+        return self if self.view is None else replace(self, view=batched())
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByShape(Stateless):
+    r"""Multiply each matrix of the updates by a factor of its rows r and columns c.
+
+    Args:
+        view: How a parameter becomes matrices; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`.
+        scale: ``"original"``: :math:`\sqrt{\max(1, r/c)}`; ``"match_rms_adamw"``: :math:`0.2\sqrt{\max(r, c)}`;
+            ``"spectral_unclamped"``: :math:`\sqrt{r/c}`; a number; a function of both.
+
+    Raises:
+        TypeError: ``view`` is none.
+        ValueError: A name of no factor; from ``init``, a parameter that cannot be seen so.
+    """
+
+    scale: Scale = "original"
+
+    def __post_init__(self) -> None:
+        MatrixWise.__post_init__(self)
+        require_scale(self.scale)
+
+    def init(self, params: P) -> Empty:
+        """Return the empty state of a transform without memory, after a look at all shapes."""
+        self.require_shapes(params)
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """Return the updates times their factors."""
+        return self.of_batches(lambda batch: batch * factor(self.scale, *batch.shape[-2:]), updates), state
+
+
+def alone(function: Callable[..., Tensor], *batches: Tensor) -> Tensor:
+    """Apply a function of one matrix, and of what is kept for it, to each of a batch, so that no bits depend on the others."""
+    first = batches[0]
+    if first.ndim == 2:
+        return function(*batches)
+    lead = first.shape[:-2]
+    rows = zip(*(x.reshape(-1, *x.shape[-2:]) for x in batches), strict=True)
+    found = [function(*one) for one in rows]
+    return torch.stack(found).reshape(*lead, *found[0].shape)
+
+
+scale_by_shape = ScaleByShape

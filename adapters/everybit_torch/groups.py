@@ -244,8 +244,9 @@ class Group:
         metrics: bool,
         totals: Sequence[Tensor] = (),
         due: Due = (),
+        answers: Sequence[Tensor] = (),
     ) -> Metrics | None:
-        """Step a unit in place; ``grad`` is in the shape of its tensor.
+        """Step a unit in place; ``grad`` is in the shape of its tensor, ``answers`` are the results of its joint work.
 
         ``totals`` answer the transform's reductions, in order; see :mod:`everybit_torch.reductions`. They were found for the work that is
         ``due``.
@@ -253,10 +254,10 @@ class Group:
         tensor = unit.tensor
         optimizer = self.optimizer_of(unit)
         # Found on the device of the first unit of all.
-        totals = [x if x.device == tensor.device else x.to(tensor.device) for x in totals]
+        totals = [*(x if x.device == tensor.device else x.to(tensor.device) for x in totals), *answers]
 
         def uncompiled() -> Metrics | None:
-            return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals, due=due)
+            return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals, due=due, answers=len(answers))
 
         # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
         # elements after the last multiple of it (CppScheduling.try_loop_split).
@@ -265,7 +266,17 @@ class Group:
             return uncompiled()
         policy, first = self.policies[tensor.dtype], unit.first_tensor
         inputs = Inputs(
-            [tensor], [grad], unit.state, first, list(totals), members_of(unit), policy, metrics, unit.decision, due
+            [tensor],
+            [grad],
+            unit.state,
+            first,
+            list(totals),
+            members_of(unit),
+            policy,
+            metrics,
+            unit.decision,
+            due,
+            len(answers),
         )
         if tensor.ndim != 1 and not needs_whole_tensors(optimizer.transform):
             inputs = _as_vectors(inputs)

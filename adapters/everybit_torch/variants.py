@@ -38,8 +38,9 @@ LIMIT = 8
 """Variants of one step that differ in constants, or in the answers to which periodic work is due."""
 
 Body = Callable[..., Metrics | None]
-# What tells apart the steps of a group: dtype of the parameters, whether it is measured, what masks and labels said, which work is due.
-_Place = tuple[torch.dtype, bool, Decision | None, Due]
+# What tells apart the steps of a group: dtype of the parameters, whether it is measured, what masks and labels said, which work is due, and
+# how many results of joint work there are.
+_Place = tuple[torch.dtype, bool, Decision | None, Due, int]
 # What tells variants apart: the constants of the code, and which arguments are numbers.
 _Key = tuple[dict[str, Any], tuple[str, ...]]
 Shape = tuple[torch.Size, tuple[int, ...]]
@@ -60,6 +61,7 @@ class Inputs:
         metrics: Whether the step is measured.
         decision: The results of the optimizer's masks and labels for the parameters.
         due: Which periodic work is due, as far as the host says it.
+        answers: How many of the totals, the last ones, are results of joint work.
     """
 
     tensors: list[Tensor]
@@ -72,6 +74,7 @@ class Inputs:
     metrics: bool
     decision: Decision | None
     due: Due = ()
+    answers: int = 0
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the parameters."""
@@ -196,7 +199,7 @@ class Variants:
 
     def _choose(self, inputs: Inputs, arguments: Mapping[str, Any]) -> _Variant | None:
         """The variant for these inputs; None if there are too many."""
-        place = (inputs.dtype(), inputs.metrics, inputs.decision, inputs.due)
+        place = (inputs.dtype(), inputs.metrics, inputs.decision, inputs.due, inputs.answers)
         if place not in self._chosen:
             site = self._sites.setdefault(place, _Site())
             self._chosen[place] = self._find(site, inputs, arguments)
@@ -232,7 +235,13 @@ class Variants:
             )
             optimizer = applied(eb.Optimizer(transform, inputs.policy, self._seed), inputs.decision)
             return self._body(
-                optimizer, *like[:4], metrics=inputs.metrics, totals=like[4], members=like[5], due=inputs.due
+                optimizer,
+                *like[:4],
+                metrics=inputs.metrics,
+                totals=like[4],
+                members=like[5],
+                due=inputs.due,
+                answers=inputs.answers,
             )
 
         return step
@@ -240,6 +249,7 @@ class Variants:
     def _compile(self, variant: _Variant, constants: dict[str, Any], places: dict[str, int], inputs: Inputs) -> Body:
         factory, seed, body = self._factory, self._seed, self._body
         policy, metrics, decision, due = inputs.policy, inputs.metrics, inputs.decision, inputs.due
+        answers = inputs.answers
 
         def step(
             tensors: list[Tensor],
@@ -256,7 +266,16 @@ class Variants:
             data = {name: numbers[place] for name, place in places.items()}
             optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)
             return body(
-                optimizer, tensors, grads, state, first, metrics=metrics, totals=totals, members=members, due=due
+                optimizer,
+                tensors,
+                grads,
+                state,
+                first,
+                metrics=metrics,
+                totals=totals,
+                members=members,
+                due=due,
+                answers=answers,
             )
 
         def began() -> None:

@@ -10,6 +10,7 @@ the first phase decodes only those slots which the pending reduction is computed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +22,7 @@ from everybit.dtypes import torch_dtype
 from everybit.entries import WEIGHTS
 from everybit.optimizer import OptimizerState
 from everybit.replay import Kind, NeedsReductionError, ReplayAxis
-from everybit_torch.asking import Reads, ask, ask_without_elements
+from everybit_torch.asking import Reads, ask, ask_without_elements, up_to_reductions
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
@@ -127,6 +128,7 @@ def _partial_results(
     if unit.tensor.ndim != 1 or reads.promises(optimizer, unit).whole:
         chunks: Iterable[tuple[Any, Unit]] = [(cast(Any, ...), unit)]
         names = None
+        optimizer = replace(optimizer, transform=up_to_reductions(optimizer.transform))
     else:
         source = reads.of(optimizer, unit, totals, due)
         wide = torch_dtype(optimizer.formats([unit.tensor])[0].policy.compute)

@@ -401,8 +401,7 @@ def test_equal_shapes_of_several_parameters_are_computed_together(
         assert float((p - q).abs().max()) <= 3 * 8 * 2.0**-24
     counts = [(2 if step == skip else 3) for step in range(3)]
     together = sorted(shape for count in counts for shape in ((3, 2, 6), (count, 6, 6), (1, 4, 6)))
-    if front != "torch, clipped":  # where the transform is run once more to hear that it asks for no further reduction
-        assert sorted(shapes) == together
+    assert sorted(shapes) == together
 
 
 @pytest.mark.exhaustive

@@ -2,11 +2,11 @@
 
 python benchmarks/matrices.py --out benchmarks/results/matrices-cpu.json --page docs/speed.md
 
-A step is one of the matrices of a model: ours uncompiled and compiled, ``torch.optim.Muon``, and a plain loop, Keller Jordan's formula
-as one writes it down. They have the same weights and gradients in float32 and the iteration in bfloat16, and take turns in one process,
-each first in its turn; medians, and the ratios of medians. Temporaries are the most bytes that a step has allocated at a time, by torch's
-profiler. The iteration is timed for a batch of equal matrices, by products of each matrix and by batched products, and their bits are
-compared. Every case is a process of its own.
+A step is one of the matrices of a model: ours uncompiled, compiled, and with equal shapes together, ``torch.optim.Muon``, and a plain
+loop, Keller Jordan's formula as one writes it down. They have the same weights and gradients in float32 and the iteration in bfloat16, and
+take turns in one process, each first in its turn; medians, and the ratios of medians. Temporaries are the most bytes that a step has
+allocated at a time, by torch's profiler. The iteration is timed for a batch of equal matrices, by products of each matrix and by batched
+products, and their bits are compared. Every case is a process of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BATCHES: tuple[tuple[int, int, int], ...] = (
 
 QUICK_BATCHES: tuple[tuple[int, int, int], ...] = ((3, 8, 16),)
 BATCHINGS: tuple[Literal["alone", "together"], ...] = ("alone", "together")
-OTHERS = ("compiled", "torch", "plain loop")
+OTHERS = ("compiled", "together", "torch", "plain loop")
 
 
 class PlainMuon(torch.optim.Optimizer):
@@ -87,9 +87,9 @@ class PlainMuon(torch.optim.Optimizer):
                 p.add_(x.to(p.dtype), alpha=-group["lr"] * math.sqrt(max(1.0, p.size(0) / p.size(1))))
 
 
-def muon(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+def muon(learning_rate: eb.Hyperparameter, batching: Literal["alone", "together"] = "alone") -> eb.Transform[Any]:
     """Torch's Muon in everybit, of matrices alone."""
-    return eb.muon(learning_rate, momentum=MOMENTUM, weight_decay=DECAY, others=None)
+    return eb.muon(learning_rate, momentum=MOMENTUM, weight_decay=DECAY, batching=batching, others=None)
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,13 @@ def _measure_steps(result: Result, shapes: list[Shape], seconds: float) -> None:
     def given() -> list[nn.Parameter]:
         return parameters(weights, gradients, torch.float32)
 
-    def ours(*, compiled: bool) -> Any:
-        return TorchOptimizer(given(), muon, lr=RATE, policy=eb.policies.FP32, compile=compiled)
+    def ours(*, compiled: bool, **options: Any) -> Any:
+        return TorchOptimizer(given(), muon, lr=RATE, policy=eb.policies.FP32, compile=compiled, **options)
 
     contestants: dict[str, Any] = {
         "everybit": ours(compiled=False),
         "compiled": ours(compiled=True),
+        "together": ours(compiled=False, batching="together"),
         "torch": torch.optim.Muon(given(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY),
         "plain loop": PlainMuon(given()),
     }
@@ -228,8 +229,8 @@ def in_a_process(case: Case, arguments: Arguments) -> Result:
 
 
 STEP_COLUMNS = [
-    "matrices", "threads", "ms", "compiled, ms", "of torch's time", "of the plain loop's", "temporaries, MB", "compiled", "torch's",
-    "the plain loop's", "first compiled step, s",
+    "matrices", "threads", "ms", "compiled, ms", "together, ms", "of torch's time", "of the plain loop's", "temporaries, MB", "compiled",
+    "together", "torch's", "the plain loop's", "first compiled step, s",
 ]  # fmt: skip
 ITERATION_COLUMNS = ["matrices", "dtype", "threads", "alone, ms", "together, ms", "alone / together", "same bits"]
 
@@ -242,8 +243,8 @@ def step_cells(r: Result) -> list[str]:
     megabytes = [f"{r.peaks[name] / 1e6:.3g}" for name in ("everybit", *OTHERS)]
     ours = f"{1e3 * took['everybit']:.1f}"
     ratios = [f"{took['everybit'] / took[name]:.2f}" for name in ("torch", "plain loop")]
-    compiled = f"{1e3 * took['compiled']:.1f} ({took['compiled'] / took['everybit']:.2f})"
-    return [r.name, str(r.threads), ours, compiled, *ratios, *megabytes, f"{r.first_step:.1f}"]
+    own = [f"{1e3 * took[name]:.1f} ({took[name] / took['everybit']:.2f})" for name in ("compiled", "together")]
+    return [r.name, str(r.threads), ours, *own, *ratios, *megabytes, f"{r.first_step:.1f}"]
 
 
 def iteration_cells(r: Result) -> list[str]:

@@ -23,17 +23,17 @@ from everybit_torch.dtensors import Over, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
 from everybit_torch.full_precision import RoundingLoss
-from everybit_torch.gradients import Gathered, MemberGradients
+from everybit_torch.gradients import Gathered, Grads, MemberGradients, have_gradients, is_cut
 from everybit_torch.groups import Group, Optimizers
 from everybit_torch.host_counts import Due
 from everybit_torch.joining import Joining, boundaries_between
+from everybit_torch.joint_steps import JointSteps, arranged
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.stepping import StateCopies, step_in_pieces
 from everybit_torch.streams import is_capturing
 from everybit_torch.units import CHUNK, Unit, init_state, write
 
-Grads = list[Tensor | None]
 Given = Mapping[int, Mapping[str, Tensor]]
 """Entries of state, by id of the parameter."""
 
@@ -57,7 +57,7 @@ class PreparedStep:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has one."""
-        return any(_have_gradients(grads) for _, grads in self.work)
+        return any(have_gradients(grads) for _, grads in self.work)
 
 
 class Engine:
@@ -89,13 +89,14 @@ class Engine:
         sets it after it has added units, and whenever there are more parameters."""
         self.reads = Reads()
         self._joining: Joining[Unit] = Joining()
+        self._joint = JointSteps()
         self._over, self._copies = over, copies
 
     def __getstate__(self) -> dict[str, Any]:
         # Of the states that show what is in the units a front end saves what others keep there.
         # The table knows parameters by their ids.
         kept = {name: value for name, value in self.__dict__.items() if name != "states"}
-        return kept | {"reads": Reads(), "table": None}
+        return kept | {"reads": Reads(), "table": None, "_joint": JointSteps()}
 
     # -- groups and units -----------------------------------------------------------------------------------------------------
 
@@ -237,7 +238,7 @@ class Engine:
         work = self._collected(self.units)
         if is_capturing():
             self._joining.capture([(unit, [grad is not None for grad in grads]) for unit, grads in work])
-        elif self._joining.is_needed or any(unit.flat and _is_cut(grads) for unit, grads in work):
+        elif self._joining.is_needed or any(unit.flat and is_cut(grads) for unit, grads in work):
             self.units, made = self._joining.arrange(self.units, lambda unit: [g is not None for g in unit.collect()])
             for unit in made:
                 self.states.show(unit)
@@ -245,12 +246,12 @@ class Engine:
         reducing = [(unit, grads) for unit, grads in work if self.optimizer_of(unit).transform.reduces]
         # A transform that reduces looks at all gradients before any is used.
         gathered = {
-            id(unit): unit.gathered(cast(list[Tensor], grads)) for unit, grads in reducing if _have_gradients(grads)
+            id(unit): unit.gathered(cast(list[Tensor], grads)) for unit, grads in reducing if have_gradients(grads)
         }
         due = {
             id(unit): found
             for unit, grads in work
-            if _have_gradients(grads) and (found := self.groups[unit.group].due(unit))
+            if have_gradients(grads) and (found := self.groups[unit.group].due(unit))
         }
         totals = self._find_totals([unit for unit, _ in reducing], gathered, due, known)
         return PreparedStep(work, gathered, totals, due)
@@ -266,7 +267,7 @@ class Engine:
         work: list[tuple[Unit, Grads]] = []
         cut: dict[int, list[Unit]] = {}
         for unit, grads in self._collected(units):
-            if not (unit.flat and _is_cut(grads)):
+            if not (unit.flat and is_cut(grads)):
                 work.append((unit, grads))
                 continue
             parts = cut[id(unit)] = list(unit.split(boundaries_between([grad is not None for grad in grads])))
@@ -350,11 +351,16 @@ class Engine:
         """
         total: Metrics | None = None
         over = self._over([p for unit in self.units for p in unit.parameters]) if metrics else None
-        self._joining.stepped([unit for unit, grads in prepared.work if _have_gradients(grads)])
-        for unit, grads in prepared.work:
+        self._joining.stepped([unit for unit, grads in prepared.work if have_gradients(grads)])
+
+        def known(unit: Unit) -> tuple[Sequence[Tensor], Due]:
             totals = prepared.totals.get(self.groups[unit.group].source, ()) if prepared.totals else ()
-            gathered, due = prepared.gathered.pop(id(unit), None), prepared.due.get(id(unit), ())
-            measured = self.step_unit(unit, grads, totals, gathered, metrics=metrics, due=due)
+            return totals, prepared.due.get(id(unit), ())
+
+        joint = self._joint if self._copies is None else None
+        for (unit, grads), answers in arranged(prepared.work, joint, self.optimizer_of, known, prepared.gathered):
+            gathered, (totals, due) = prepared.gathered.pop(id(unit), None), known(unit)
+            measured = self.step_unit(unit, grads, totals, gathered, metrics=metrics, due=due, answers=answers)
             counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
             if measured is not None and counted:
                 total = measured if total is None else added(total, measured)
@@ -376,6 +382,7 @@ class Engine:
         *,
         metrics: bool = False,
         due: Due | None = None,
+        answers: Sequence[Tensor] = (),
     ) -> Metrics | None:
         """Step a unit whose members have gradients, all or none.
 
@@ -386,19 +393,22 @@ class Engine:
             gathered: The gradients, if they were gathered already.
             metrics: Measure it.
             due: Which periodic work is due, as it was when the totals were found. None: for a unit that is stepped by itself.
+            answers: The results of its joint work; none for a unit that is stepped by itself.
         """
-        if not _have_gradients(grads):
+        if not have_gradients(grads):
             return None
         group = self.groups[unit.group]
         grad = unit.gathered(cast(list[Tensor], grads)) if gathered is None else gathered
         if totals and not group.optimizer_of(unit).transform.reduces:
             totals = ()
         compile = group.compiles(unit)
-        answers = group.due(unit) if due is None else due
+        periodic = group.due(unit) if due is None else due
         steps = unit.host_count.known(unit.state.step)
 
         def step(part: Unit, grad: Tensor) -> Metrics | None:
-            return group.step(part, grad, compile=compile, metrics=metrics, totals=totals, due=answers)
+            return group.step(
+                part, grad, compile=compile, metrics=metrics, totals=totals, due=periodic, answers=answers
+            )
 
         if self._copies is not None:
             measured = step_in_pieces(unit, *self._copies.stepping(unit, grad), step)
@@ -472,17 +482,6 @@ class Engine:
     def bytes_table(self, others: Sequence[Tensor] = ()) -> dict[str, int]:
         """Bytes of the tensors that are allocated now, by use; ``others`` are parameters that are in no unit."""
         return byte_account.bytes_table(self.units, self.states, others)
-
-
-def _is_cut(grads: Grads) -> bool:
-    """Whether some members have a gradient, and some have not."""
-    missing = sum(grad is None for grad in grads)
-    return 0 < missing < len(grads)
-
-
-def _have_gradients(grads: Grads) -> bool:
-    """Whether members have gradients, all of which have one or none."""
-    return bool(grads) and grads[0] is not None
 
 
 def _refuse_sparse(unit: Unit, grads: Grads) -> None:

@@ -283,6 +283,9 @@ class MemberGradients:
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
+Grads = list[Tensor | None]
+"""The gradients of members; None for one without."""
+
 Gathered = Tensor | MemberGradients
 """The gradients of a unit's members as one vector, which is cut like a tensor."""
 
@@ -298,3 +301,14 @@ def gather(grads: Sequence[Tensor]) -> Tensor:
 def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
     """The dtype that holds the numbers of all of them exactly."""
     return reduce(torch.promote_types, dtypes)
+
+
+def is_cut(grads: Grads) -> bool:
+    """Whether some members have a gradient, and some have not."""
+    missing = sum(grad is None for grad in grads)
+    return 0 < missing < len(grads)
+
+
+def have_gradients(grads: Grads) -> bool:
+    """Whether members have gradients, all of which have one or none."""
+    return bool(grads) and grads[0] is not None

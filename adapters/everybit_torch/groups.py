@@ -253,8 +253,9 @@ class Group:
         metrics: bool,
         totals: Sequence[Tensor] = (),
         due: Due = (),
+        answers: Sequence[Tensor] = (),
     ) -> Metrics | None:
-        """Step a unit in place; ``grad`` is in the shape of its tensor.
+        """Step a unit in place; ``grad`` is in the shape of its tensor, ``answers`` are the results of its joint work.
 
         ``totals`` answer the transform's reductions, in order; see :mod:`everybit_torch.reductions`. They were found for the work that is
         ``due``.
@@ -262,17 +263,19 @@ class Group:
         tensor = unit.tensor
         optimizer = self.optimizer_of(unit)
         # Found on the device of the first unit of all.
-        totals = [x if x.device == tensor.device else x.to(tensor.device) for x in totals]
+        totals = [*(x if x.device == tensor.device else x.to(tensor.device) for x in totals), *answers]
 
         def uncompiled() -> Metrics | None:
-            return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals, due=due)
+            return step_unit(optimizer, unit, grad, metrics=metrics, totals=totals, due=due, answers=len(answers))
 
         if not (compile and self._can_compile(unit)):
             return uncompiled()
-        if optimizer.per_tensor and unit.flat and tensor.is_cpu and tensor.numel() > EXPANDED_PIECE:
+        if optimizer.per_tensor and not answers and unit.flat and tensor.is_cpu and tensor.numel() > EXPANDED_PIECE:
             step = partial(self.step, compile=True, metrics=metrics, totals=totals, due=due)
             return step_in_pieces(unit, grad, unit.pieces(EXPANDED_PIECE), step)
-        inputs = self._inputs(unit, unit.state, grad, totals, due, (("metrics", metrics),), returns=metrics)
+        inputs = self._inputs(
+            unit, unit.state, grad, totals, due, (("metrics", metrics), ("answers", len(answers))), returns=metrics
+        )
         measured = self._variants.step(inputs, self.arguments, self._read_numbers(tensor.device), uncompiled)
         if inputs.tensors[0] is not tensor:
             # Autograd does not see that writing to a vector changes the tensor.

@@ -10,6 +10,7 @@ the first phase decodes only those slots which the pending reduction is computed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +23,7 @@ from everybit.dtypes import torch_dtype
 from everybit.entries import WEIGHTS
 from everybit.optimizer import OptimizerState
 from everybit.replay import Kind, Pending, ReplayAxis
-from everybit_torch.asking import Reads, ask_unit, ask_without_elements
+from everybit_torch.asking import Reads, ask_unit, ask_without_elements, up_to_reductions
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.host_counts import Due
 from everybit_torch.units import Unit
@@ -124,7 +125,8 @@ def _partial_results(part: Part, grad: Gathered, totals: Sequence[Tensor], reads
     optimizer, unit, _, counted, due, fetch, compiled = part
     if reads.promises(optimizer, unit).whole or (unit.tensor.ndim != 1 and compiled is None):
         chunks: Iterable[tuple[Any, Unit]] = [(cast(Any, ...), unit)]
-        names = None
+        names, compiled = None, None  # code would be made for each shape
+        optimizer = replace(optimizer, transform=up_to_reductions(optimizer.transform))
     else:
         source = reads.of(optimizer, unit, totals, due)
         wide = torch_dtype(optimizer.formats([unit.tensor])[0].policy.compute)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.joint_work import Answers
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
 from everybit.replay import ReplayAxis
@@ -86,9 +87,15 @@ def step_in_place(
     totals: Sequence[Tensor] = (),
     members: tuple[eb.Members, ...] | None = None,
     due: Due = (),
+    answers: int = 0,
 ) -> Metrics | None:
-    """The pure step, and its results written over what went in; compiled, the writes become in-place stores."""
+    """The pure step, and its results written over what went in; compiled, the writes become in-place stores.
+
+    The last ``answers`` of the ``totals`` are the results of joint work.
+    """
     ctx = eb.Context(first_element=first, members=members, due=due)
+    if answers:
+        ctx, totals = replace(ctx, joint=Answers(totals[-answers:])), totals[:-answers]
     # Who measures adds up what is measured of the parts.
     trace = optimizer.step_traced(tensors, grads, state, replace(ctx, axis=ReplayAxis(totals)) if totals else ctx)
     measured = measure(optimizer, trace, ctx) if metrics else None
@@ -104,6 +111,7 @@ def step_unit(
     metrics: bool,
     totals: Sequence[Tensor] = (),
     due: Due = (),
+    answers: int = 0,
 ) -> Metrics | None:
     """Step a unit: a long buffer piece by piece, so that temporaries stay in the cache."""
 
@@ -118,6 +126,7 @@ def step_unit(
             totals=totals,
             members=members_of(part),
             due=due,
+            answers=answers,
         )
 
     elements = piece_size(unit.tensor.device)

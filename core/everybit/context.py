@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.axis import Axis, Local
+from everybit.joint_work import AtOnce, JointWork
 from everybit.per_tensor import Members, PerTensor
 from everybit.random_bits import Key, Numbering, stream
 from everybit.scalars import require_count, require_step
@@ -38,6 +39,7 @@ class Context:
             who decide on the device whether a step counts.
         numbering: The indices of each leaf's elements, for random draws. Filled in by the optimizer; None: through all leaves, in order.
         path: Position of the transform in the chains around it, by which equal transforms draw different bits.
+        joint: Does work for several matrices at once, for transforms that offer it.
         undeclared: Promises that the transform has not made, ``"per_tensor"`` or ``"draws"``; to use what they are for is an error.
     """
 
@@ -51,6 +53,7 @@ class Context:
     updates: Tensor | None = None
     numbering: tuple[Numbering, ...] | None = None
     path: tuple[int, ...] = ()
+    joint: JointWork = AtOnce
     undeclared: tuple[str, ...] = ()
 
     @property

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit.orthogonalization import Batching, orthogonalized
+from everybit.transforms import orthogonalize
 from everybit_torch import FlatStepper, TorchOptimizer, create, plan, routing
 from everybit_torch.config import OptimizerConfig, algorithm
 from everybit_torch.config.trees import READER
@@ -321,3 +323,102 @@ def test_a_stepper_has_the_same_bits_with_momentum_in_blocks() -> None:
     with stepper.full_parameters():
         for p, q in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+# -- matrices of several parameters together ----------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Four equal matrices, one that is seen as heads of another shape, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.last = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.layers(x))
+        return found
+
+
+def deep() -> Deep:
+    torch.manual_seed(0)
+    return Deep()
+
+
+def viewed(learning_rate: eb.Hyperparameter, batching: Batching = "alone") -> eb.Transform[Any]:
+    """With a view of one parameter; in float64, where products differ by rounding only."""
+    return eb.normuon(learning_rate, batching=batching, arithmetic="float64", views={"layers.0.weight": eb.heads(3)})
+
+
+def clipped(learning_rate: eb.Hyperparameter, batching: Batching = "alone") -> eb.Transform[Any]:
+    """With a reduction before it."""
+    return eb.chain(eb.clip_by_global_norm(0.5), viewed(learning_rate, batching))
+
+
+def trained(front: str, batching: Batching, *, compile: bool, skip: int | None = None) -> list[Tensor]:
+    model = deep()
+    if front == "stepper":
+        stepper = FlatStepper(model, viewed(0.1, batching), compile=compile, metrics=True)
+        for step in range(3):
+            with stepper.microbatch(last=True):
+                model(torch.full((2, 6), 1.0 + step)).square().mean().backward()
+            stepper.step()
+        with stepper.full_parameters():
+            return [p.detach().clone() for p in model.parameters()]
+    factory = clipped if front == "torch, clipped" else viewed
+    optimizer = TorchOptimizer(
+        model.named_parameters(), factory, lr=0.1, batching=batching, compile=compile, metrics=True
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 6), 1.0 + step)).square().mean().backward()
+        if step == skip:
+            model.layers[1].weight.grad = None
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("front", "skip"), [("torch", None), ("torch", 1), ("torch, clipped", None), ("stepper", None)]
+)
+def test_equal_shapes_of_several_parameters_are_computed_together(
+    front: str, skip: int | None, compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call for each shape, of which there are three, and the steps that each matrix would have taken alone."""
+    expected = trained(front, "alone", compile=False, skip=skip)
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(x: Tensor, *given: Any, **options: Any) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return orthogonalized(x, *given, **options)
+
+    monkeypatch.setattr(orthogonalize, "orthogonalized", noted)
+    found = trained(front, "together", compile=compile, skip=skip)
+    for p, q in zip(found, expected, strict=True):
+        # Rounding of weights of about 1 in float32, in three steps.
+        assert float((p - q).abs().max()) <= 3 * 8 * 2.0**-24
+    counts = [(2 if step == skip else 3) for step in range(3)]
+    together = sorted(shape for count in counts for shape in ((3, 2, 6), (count, 6, 6), (1, 4, 6)))
+    assert sorted(shapes) == together
+
+
+@pytest.mark.exhaustive
+def test_compiled_steps_of_many_shapes_have_eager_bits_and_do_not_fall_back() -> None:
+    """Warnings are errors here: a step that cannot be compiled warns."""
+    for name in ("muon", "normuon"):
+        found = []
+        for compile in (False, True):
+            model = nn.Sequential(*(nn.Linear(4 + n, 5 + n) for n in range(4)))
+            for number, p in enumerate(model.parameters()):
+                nn.init.normal_(p, generator=torch.Generator().manual_seed(number))
+            options: Any = {"before": "both"}
+            optimizer = create(name, model, lr=0.1, compile=compile, **options)
+            for step in range(3):
+                for number, p in enumerate(model.parameters()):
+                    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + number))
+                optimizer.step()
+            found.append([p.detach().clone() for p in model.parameters()])
+        for p, q in zip(*found, strict=True):
+            assert torch.equal(p, q), name

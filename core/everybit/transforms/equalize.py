@@ -11,7 +11,7 @@ from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
 from everybit.scalars import Hyperparameter, Scalar, at, require
-from everybit.transforms.matrix_wise import MatrixWise, Stateless, alone
+from everybit.transforms.matrix_wise import MatrixWise, Stateless, alone, from_shape
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -84,7 +84,7 @@ def require_sides(name: str, sides: object) -> None:
 
 
 def _over_length(x: Tensor, dim: int, eps: Scalar) -> Tensor:
-    square = mean(x * x, dim).unsqueeze(dim) * x.shape[dim]
+    square = mean(x * x, dim).unsqueeze(dim) * from_shape(x.shape[dim], x)
     # A row of zeros is divided by one where there is no eps.
     length = sqrt(square + eps)
     return materialize(1 / length.masked_fill(length == 0, 1.0))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.barriers import materialize
 from everybit.context import ALONE, Context
 from everybit.labels import plain_name
 from everybit.matrix_views import MatrixView, batched, view_for
@@ -57,11 +58,22 @@ def require_above_zero(name: str, value: Hyperparameter) -> None:
         raise ValueError(f"{name}: got 0.0; accepted is a number above zero.")
 
 
-def factor(scale: Scale, rows: int, columns: int) -> Scalar:
-    """What an update of so many rows and columns is multiplied by."""
+def scaled(batch: Tensor, scale: Scale, shape: Sequence[int]) -> Tensor:
+    """A batch of updates times the factor of their rows and columns, the last two of a shape."""
+    rows, columns = shape[-2:]
     if isinstance(scale, str):
-        return SCALES[scale](rows, columns)
-    return float(scale(rows, columns)) if callable(scale) else scale
+        return batch * from_shape(SCALES[scale](rows, columns), batch)
+    return batch * (from_shape(scale(rows, columns), batch) if callable(scale) else scale)
+
+
+def from_shape(number: float, like: Tensor) -> Scalar:
+    """A number that follows from a shape, for expressions with tensors on a device.
+
+    Compiled code, which is made for many shapes, would multiply by it in its own precision; as a 0-d tensor it is rounded as in eager code.
+    """
+    if not torch.compiler.is_compiling():
+        return float(number)
+    return materialize(torch.full((), number, dtype=torch.float64, device=like.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +194,7 @@ class ScaleByShape(Stateless):
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates times their factors."""
-        return self.of_batches(lambda batch: batch * factor(self.scale, *batch.shape[-2:]), updates), state
+        return self.of_batches(lambda batch: scaled(batch, self.scale, batch.shape), updates), state
 
 
 def alone(function: Callable[..., Tensor], *batches: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from everybit import factored, tree
-from everybit.barriers import materialize, sqrt
+from everybit.barriers import materialize, sqrt, sum_of_squares
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
 from everybit.scalars import Hyperparameter, at, bias_correction, require, require_step
 from everybit.transform import SlotDecay
-from everybit.transforms.matrix_wise import MatrixWise, alone, require_above_zero
+from everybit.transforms.matrix_wise import MatrixWise, alone, from_shape, require_above_zero
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -104,7 +104,7 @@ class ScaleByNorMuon(MatrixWise):
         def divided(o: Tensor, v: Tensor) -> Tensor:
             rows, columns = o.shape
             found = o * materialize(1 / (sqrt(v * unbias) + eps))
-            before = _norm(o) if self.norm == "kept" else math.sqrt(min(rows, columns))
+            before = _norm(o) if self.norm == "kept" else from_shape(math.sqrt(min(rows, columns)), o)
             return found * materialize(before / (_norm(found) + eps))
 
         def of_leaf(function: Any, leaf: Tensor, held: dict[str, Tensor]) -> list[Tensor]:
@@ -141,7 +141,7 @@ class ScaleByNorMuon(MatrixWise):
 
 
 def _norm(x: Tensor) -> Tensor:
-    return sqrt(mean(mean(x * x, -1), -1) * x.numel())
+    return sqrt(sum_of_squares(x))
 
 
 scale_by_normuon = ScaleByNorMuon

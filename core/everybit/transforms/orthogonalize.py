@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-import torch
 from torch import Tensor
 
 from everybit import tree
 from everybit.context import ALONE, Context
 from everybit.orthogonalization import Arithmetic, Batching, Coefficients, Normalization, orthogonalized, triples
 from everybit.scalars import Hyperparameter, at
-from everybit.transforms.matrix_wise import MatrixWise, Scale, Stateless, factor, require_above_zero, require_scale
+from everybit.transforms.matrix_wise import MatrixWise, Scale, Stateless, require_above_zero, require_scale, scaled
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -98,15 +97,12 @@ class Orthogonalize(Stateless):
                 batching=self.batching,
             )
 
-        def scaled(batch: Tensor, found: Tensor) -> Tensor:
-            return found * factor(self.scale, *batch.shape[-2:])
-
         if self.batching == "alone":
-            return self.of_batches(lambda batch: scaled(batch, of_matrices(batch)), updates), state
+            return self.of_batches(lambda batch: scaled(of_matrices(batch), self.scale, batch.shape), updates), state
         leaves = tree.leaves(updates)
         batches = [self.view_of(leaf.shape).split(leaf) if leaf.numel() else [] for leaf in leaves]
         every = [batch for own in batches for batch in own]
-        found = iter([scaled(*pair) for pair in zip(every, _together(of_matrices, every), strict=True)])
+        found = iter([scaled(one, self.scale, one.shape) for one in ctx.joint.results(every, of_matrices)])
         new = [
             self.view_of(leaf.shape).joined([next(found) for _ in own], leaf.shape) if own else leaf
             for leaf, own in zip(leaves, batches, strict=True)
@@ -135,19 +131,6 @@ class Orthogonalize(Stateless):
             ValueError: A parameter cannot be seen so.
         """
         return Stateless.atoms(self, shape) if self.batching == "alone" else 1
-
-
-def _together(function: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
-    """Apply a function of batches of matrices to all matrices of one shape, dtype and device at once."""
-    alike: dict[object, list[int]] = {}
-    for number, batch in enumerate(batches):
-        alike.setdefault((batch.shape[-2:], batch.dtype, batch.device), []).append(number)
-    found: dict[int, Tensor] = {}
-    for numbers in alike.values():
-        flat = [batches[number].reshape(-1, *batches[number].shape[-2:]) for number in numbers]
-        parts = torch.split(function(torch.cat(flat) if len(flat) > 1 else flat[0]), [len(one) for one in flat])
-        found |= {number: part.reshape(batches[number].shape) for number, part in zip(numbers, parts, strict=True)}
-    return [found[number] for number in range(len(batches))]
 
 
 orthogonalize = Orthogonalize

@@ -1,0 +1,100 @@
+"""Work for matrices of several parameters at once: those of one shape are stepped one after the other, with results found before.
+
+The transform of each is run up to the question for its work, the work of all is done together, and each is stepped with its results.
+Matrices of one shape at a time, so that no more directions than theirs are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import Tensor
+
+import everybit as eb
+from everybit.joint_work import Asking, AtOnce, NeedsJointWorkError
+from everybit.parts import transforms_in
+from everybit.replay import ReplayAxis
+from everybit_torch.gradients import Gathered, Grads, have_gradients
+from everybit_torch.host_counts import Due
+from everybit_torch.members import members_of
+from everybit_torch.units import Unit
+
+
+class JointSteps:
+    """Knows of which optimizers' transforms do work for several matrices at once."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[eb.Optimizer[Any], bool]] = []
+
+    def ask(self, optimizer: eb.Optimizer[Any]) -> bool:
+        """Whether an optimizer's transform does."""
+        for known, asks in self._known:
+            if known is optimizer:
+                return asks
+        asks = any(getattr(node, "batching", None) == "together" for node in transforms_in(optimizer.transform))
+        self._known = [*self._known[-63:], (optimizer, asks)]
+        return asks
+
+
+def arranged(
+    work: Sequence[tuple[Unit, Grads]],
+    joint: JointSteps | None,
+    optimizer_of: Callable[[Unit], eb.Optimizer[Any]],
+    known: Callable[[Unit], tuple[Sequence[Tensor], Due]],
+    gathered: Mapping[int, Gathered],
+) -> Iterator[tuple[tuple[Unit, Grads], list[Tensor]]]:
+    """Yield units with their gradients and the results of the work that they have in common, those of one shape one after the other.
+
+    Args:
+        work: All units, with their members' gradients.
+        joint: Which transforms have such work; None: it is not done.
+        optimizer_of: What steps a unit.
+        known: Of a unit, the totals of its transform's reductions, and which periodic work is due.
+        gathered: By id of the unit, gradients that were gathered already.
+    """
+    kinds: dict[object, list[tuple[Unit, Grads]]] = {}
+    for number, (unit, grads) in enumerate(work):
+        has_work = joint is not None and not unit.flat and have_gradients(grads) and joint.ask(optimizer_of(unit))
+        same = (unit.group, unit.decision, unit.tensor.shape, unit.tensor.dtype, unit.tensor.device)
+        kinds.setdefault(same if has_work else number, []).append((unit, grads))
+    for kind, alike in kinds.items():
+        if isinstance(kind, int):
+            yield alike[0], []
+            continue
+        asked = []
+        for unit, grads in alike:
+            grad = gathered.get(id(unit))
+            grad = unit.gathered(cast(list[Tensor], grads)) if grad is None else grad
+            asked.append(ask(optimizer_of(unit), unit, cast(Tensor, grad), *known(unit)))
+        yield from zip(alike, _answers(asked), strict=True)
+
+
+def ask(
+    optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, totals: Sequence[Tensor], due: Due
+) -> NeedsJointWorkError | None:
+    """Run a unit's transform up to its question; None if it has none.
+
+    Args:
+        optimizer: That steps it.
+        unit: The unit.
+        grad: In the shape of its tensor.
+        totals: Of the transform's reductions.
+        due: Which periodic work is due.
+    """
+    ctx = eb.Context(first_element=unit.first, members=members_of(unit), due=due, joint=Asking())
+    here = [x.to(unit.tensor.device) for x in totals]
+    try:
+        optimizer.ask([unit.tensor], [grad], unit.state, replace(ctx, axis=ReplayAxis(here)) if here else ctx)
+    except NeedsJointWorkError as question:
+        return question
+    return None
+
+
+def _answers(asked: Sequence[NeedsJointWorkError | None]) -> list[list[Tensor]]:
+    batches = [batch for one in asked if one is not None for batch in one.batches]
+    if not batches:
+        return [[] for _ in asked]
+    found = iter(AtOnce.results(batches, next(one for one in asked if one is not None).work))
+    return [[] if one is None else [next(found) for _ in one.batches] for one in asked]

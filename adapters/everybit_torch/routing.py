@@ -76,5 +76,9 @@ def _of_stepper(stepper: LaidOut) -> str:
         lines.append(f"{label or 'all'}: {len(own)} parameter{'s' if len(own) > 1 else ''}, {elements} elements")
         for spec in own:
             shape = tuple(spec.whole_shape)
-            lines.append(f"  {spec.name} {shape}{shown_matrices(matrices_of(one.transform, spec.name, shape), shape)}")
+            # One that may be cut between matrices is stepped as a batch of them.
+            stepped = shape if spec.atoms == 1 else (spec.atoms, shape[0] // spec.atoms, *shape[1:])
+            lines.append(
+                f"  {spec.name} {shape}{shown_matrices(matrices_of(one.transform, spec.name, stepped), shape)}"
+            )
     return "\n".join(lines)

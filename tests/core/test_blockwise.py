@@ -15,6 +15,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.formats import Rounding, block_maps
 from everybit.formats.block_maps import MAP_NAMES, Bits, MapName
+from everybit.testing import check_format
 
 KINDS: tuple[eb.SlotKind, ...] = ("signed", "non-negative")
 SCALES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
@@ -205,6 +206,12 @@ def test_compiled_code_gives_the_bits_of_eager_code(format: eb.Blockwise) -> Non
 
     expected, got = both(x, step), torch.compile(both, fullgraph=True)(x, step)
     assert all(torch.equal(a, b) for a, b in zip((*expected[0], expected[1]), (*got[0], got[1]), strict=True))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("format", named([one for one in FORMATS if one.kind == "signed"]))
+def test_formats_keep_what_every_format_promises(format: eb.Blockwise) -> None:
+    check_format(format)
 
 
 def test_slow_averages_to_nearest_are_refused_and_derivatives_too() -> None:

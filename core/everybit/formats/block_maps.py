@@ -9,14 +9,13 @@ and an index near a number, of which the first decides: eager and compiled code 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from everybit.formats.protocol import SlotKind
+from everybit.formats.protocol import SLOT_KINDS, SlotKind
 
 MapName = Literal["dynamic", "linear", "root", "softsign", "float"]
 MAP_NAMES: tuple[MapName, ...] = get_args(MapName)
@@ -139,9 +138,13 @@ def _search(levels: tuple[float, ...], x: Tensor) -> Tensor:
     return found.to(torch.int32)
 
 
-@cache
 def table(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
-    """The levels of the dynamic map, rising: decades, each with twice as many levels as the one below it.
+    """The levels of the dynamic map, rising."""
+    return _TABLES[bits, kind]
+
+
+def _decades(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
+    """The levels of the dynamic map: decades, each with twice as many levels as the one below it.
 
     The greatest is 1. There is no -1: the most negative level of the signed map lies below it by half a distance.
 
@@ -159,3 +162,9 @@ def table(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
         levels += (-means).tolist() if signed else []
     assert len(levels) == 1 << bits, (bits, kind, len(levels))
     return tuple(sorted(levels))
+
+
+# Made when the module is loaded: a compiler traces a look into a dict, and not this.
+_TABLES: Mapping[tuple[Bits, SlotKind], tuple[float, ...]] = MappingProxyType(
+    {(bits, kind): _decades(bits, kind) for bits in get_args(Bits) for kind in SLOT_KINDS}
+)

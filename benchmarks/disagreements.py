@@ -526,6 +526,50 @@ DISAGREEMENTS = (
             Answer("of the last", "optax", _averaged(eb.clip_by_unit_norm(0.1, units="last"))),
         ),
     ),
+    Disagreement(
+        "SOAP",
+        "Does the first gradient move weights?",
+        "none",
+        (
+            Answer("no, it finds the bases for the second", "authors, pytorch_optimizer", eb.soap(RATE)),
+            Answer("yes, in a basis made of itself", "Emerging-Optimizers"),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "SOAP",
+        "When do weights decay?",
+        "`decay_moved`",
+        (
+            Answer("after they have moved", "authors, pytorch_optimizer", eb.soap(RATE, weight_decay=0.1)),
+            Answer("before, as in AdamW", "Emerging-Optimizers", eb.soap(RATE, weight_decay=0.1, decay_moved=False)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "SOAP",
+        "Of what are the products that the bases belong to?",
+        "`correction`",
+        (
+            Answer("of gradients", "authors, pytorch_optimizer", eb.soap(RATE)),
+            Answer(
+                "of gradients divided by the root of the other side's matrix",
+                "KL-Shampoo, Emerging-Optimizers' option",
+                eb.soap(RATE, correction="kl"),
+            ),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "SOAP",
+        "Where is `eps`?",
+        "none",
+        (
+            Answer("added before the bias is corrected", "authors, pytorch_optimizer", eb.soap(RATE)),
+            Answer("after it", "Emerging-Optimizers"),
+        ),
+        MATRICES,
+    ),
 )
 
 

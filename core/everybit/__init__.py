@@ -45,6 +45,7 @@ from everybit.formats import (
     StateFormat,
     Stochastic,
 )
+from everybit.kronecker import Kronecker
 from everybit.labels import by_name, label_table, layerwise_decay, mup_scales
 from everybit.matrix_aliases import HiddenMatrices, muon
 from everybit.matrix_views import MatrixView, batched, flattened, heads, matrix, row_blocks
@@ -83,6 +84,7 @@ from everybit.piecewise_schedules import (
 )
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.policy_names import PolicyName
+from everybit.preconditioned_aliases import soap
 from everybit.random_bits import Key
 from everybit.scalars import Hyperparameter, Schedule, at, bias_correction, require_step
 from everybit.schedules import (
@@ -113,7 +115,7 @@ from everybit.transforms.belief import scale_by_belief
 from everybit.transforms.came import scale_by_came
 from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
 from everybit.transforms.d_adaptation import dadapt_adam
-from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
+from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay, subtract_decay_of_moved
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.nadam import scale_by_nadam
@@ -126,6 +128,7 @@ from everybit.transforms.rprop import scale_by_rprop
 from everybit.transforms.running_mean import running_mean, scale_by_running_square
 from everybit.transforms.schedule_free import schedule_free
 from everybit.transforms.sm3 import scale_by_sm3
+from everybit.transforms.soap import scale_by_soap
 from everybit.transforms.stable_adam import scale_by_stable_adam
 from everybit.transforms.stateless import (
     clip,
@@ -149,7 +152,7 @@ __version__ = "0.3.0.dev0"
 
 __all__ = [
     "AdamMiniBlocks", "Axis", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices", "Hyperparameter", "Kahan",
-    "Key", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest", "Optimizer", "OptimizerName",
+    "Key", "Kronecker", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest", "Optimizer", "OptimizerName",
     "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split",
     "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2",
     "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix",
@@ -164,13 +167,13 @@ __all__ = [
     "outer_gradient", "partition", "piecewise_constant_schedule", "piecewise_interpolate_schedule", "policies", "polynomial_schedule",
     "power_average_weights", "power_cooldown_schedule", "prodigy", "proximal_decay", "radam", "reduce_variance", "relative_step_schedule",
     "require_step", "rmsprop", "row_blocks", "rprop", "running_mean", "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad",
-    "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix",
-    "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars", "scale_by_learning_rate",
-    "scale_by_lion", "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
-    "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam", "scale_by_torch_adafactor",
+    "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt",
+    "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion",
+    "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
+    "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_soap", "scale_by_stable_adam", "scale_by_torch_adafactor",
     "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd",
-    "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sm3", "sqrt", "stable_adamw", "state", "state_dict",
-    "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree", "unfreeze",
-    "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule",
-    "with_metrics", "with_policy", "yogi", "zero_nans",
+    "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sm3", "soap", "sqrt", "stable_adamw", "state", "state_dict",
+    "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree",
+    "unfreeze", "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule",
+    "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

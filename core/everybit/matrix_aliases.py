@@ -124,6 +124,18 @@ def muon(
 
     if decay not in get_args(Decay):
         raise ValueError(f"decay: got {decay!r}; accepted are {', '.join(map(repr, get_args(Decay)))}.")
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def routed(
+    of: Callable[[MatrixView | None], Chain],
+    learning_rate: Hyperparameter,
+    view: MatrixView | None,
+    views: Mapping[str, MatrixView] | None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None,
+    labels: Callable[[str, Tensor], str] | None,
+) -> Chain | Partition:
+    """One optimizer of matrices as ``of(view)``, with views of their own for some, and of the other parameters; see :func:`muon`."""
     if others is None and not views:
         return of(view)
     given = dict(views or {})

@@ -32,6 +32,7 @@ TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     "units": lambda lr: eb.chain(eb.clip_by_unit_norm(0.1), eb.adamw(lr)),
     "masked": lambda lr: eb.chain(eb.masked(eb.centralize(), lambda path, p: p.ndim > 1), eb.sgd(lr, momentum=0.9)),
     "muon": lambda lr: eb.muon(lr, views={r"layers\.1\.weight": eb.batched()}, others=eb.adamw),
+    "soap": lambda lr: eb.soap(lr, period=2),
 }
 STEPS = 3
 
@@ -149,7 +150,7 @@ def loaded(place: str, strategy: Strategy, name: str) -> tuple[Weights, Weights]
     return before, alike(model, stepper)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("name", ["adafactor", "muon", pytest.param("soap", marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_another_strategy(name: str, tmp_path: Path) -> None:
     (before, after), *_ = run(2, saved, str(tmp_path), "optim_grads_params", name)
     for size, strategy in ((1, "optim"), (3, "optim_grads_params")):

@@ -44,6 +44,7 @@ from everybit.more_aliases import (
     yogi,
 )
 from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
+from everybit.preconditioned_aliases import soap
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
@@ -206,6 +207,10 @@ _BUILDS: dict[str, Build] = {
         others=sgd,
     ),
     "muon with others": lambda lr: muon(lr, arithmetic="float64", others=adamw),
+    "soap": lambda lr: soap(lr, period=2, sides="smaller", weight_decay=0.1),
+    "soap corrected": lambda lr: soap(
+        lr, b1=0.8, period=2, max_dimension=5, correction="kl", normalize=True, weight_decay=1.0, decay_moved=False
+    ),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
     "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
     "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),

@@ -1,0 +1,86 @@
+"""Optimizers with a small matrix for each dimension of a parameter, each a composition of transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from everybit.combinators.chain import Chain, chain
+from everybit.combinators.masked import Partition
+from everybit.kronecker import Kronecker, Sides
+from everybit.matrix_aliases import routed
+from everybit.matrix_views import MatrixView
+from everybit.scalars import Hyperparameter
+from everybit.transform import Transform
+from everybit.transforms.decay_variants import subtract_decay_of_moved
+from everybit.transforms.soap import Correction, scale_by_soap
+from everybit.transforms.stateless import scale_by_learning_rate
+from everybit.transforms.weight_decay import add_decayed_weights
+
+
+def soap(
+    learning_rate: Hyperparameter = 3e-3,
+    *,
+    b1: Hyperparameter = 0.95,
+    b2: Hyperparameter = 0.95,
+    factor_decay: Hyperparameter | None = None,
+    eps: Hyperparameter = 1e-8,
+    weight_decay: Hyperparameter = 0.01,
+    decay_moved: bool = True,
+    period: int = 10,
+    debias: bool = True,
+    normalize: bool = False,
+    correction: Correction = "none",
+    least_eigenvalue: Hyperparameter = 1e-8,
+    max_dimension: int = 10000,
+    merge: bool = False,
+    sides: Sides = "all",
+    vectors: bool = False,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """SOAP (Vyas et al. 2024, https://arxiv.org/abs/2409.11321): Adam in the eigenbasis of Shampoo's preconditioner.
+
+    The first update finds the bases and moves nothing. Vectors and numbers go through Adam, which pauses at the first update too.
+
+    Args:
+        learning_rate: At least zero.
+        b1: Decay rate of the mean gradient, in [0, 1).
+        b2: Decay rate of its squares in the eigenbasis, in [0, 1).
+        factor_decay: Decay rate of the products of gradients, in [0, 1); None: ``b2``.
+        eps: Added to the root; see :class:`~everybit.transforms.soap.ScaleBySoap`, as for ``period`` to ``least_eigenvalue``.
+        weight_decay: At least zero; times the learning rate.
+        decay_moved: Decay weights after they have moved, and not at the first update, as the authors do. False: before, as AdamW.
+        period: Updates between two refreshes of the bases.
+        debias: Correct the bias of both means.
+        normalize: Scale each direction to a root mean square of 1.
+        correction: ``"kl"``: that of KL-Shampoo.
+        least_eigenvalue: With it, of the matrices whose inverse is taken.
+        max_dimension: A longer dimension has no basis: one-sided for the output layer of a large vocabulary.
+        merge: Join neighbouring dimensions up to this length, such as those of a convolution's kernel.
+        sides: ``"smaller"``: a basis for the shorter side of each matrix alone.
+        vectors: A basis for vectors too.
+        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its basis.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: SOAP does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        where = Kronecker(seen, max_dimension, merge, sides, vectors)
+        direction = scale_by_soap(
+            b1, b2, factor_decay, eps, period, debias, normalize, correction, least_eigenvalue, where
+        )
+        rate = scale_by_learning_rate(learning_rate)
+        if decay_moved:
+            return chain(direction, rate, subtract_decay_of_moved(weight_decay, learning_rate, after=1))
+        return chain(direction, add_decayed_weights(weight_decay), rate)
+
+    return routed(of, learning_rate, view, views, others, labels)

@@ -570,6 +570,51 @@ DISAGREEMENTS = (
         ),
         MATRICES,
     ),
+    Disagreement(
+        "Shampoo",
+        "What is kept of the products?",
+        "`b2`",
+        (
+            Answer("their mean, corrected for its bias", "Meta's", eb.shampoo(RATE)),
+            Answer("their sum", "paper, pytorch_optimizer's `Shampoo`", eb.shampoo(RATE, b2=None)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Shampoo",
+        "Where is `eps`?",
+        "`damping`",
+        (
+            Answer("added to eigenvalues before their root", "Meta's", eb.shampoo(RATE, eps=1e-4)),
+            Answer(
+                "in the matrices at the start",
+                "paper, pytorch_optimizer",
+                eb.shampoo(RATE, eps=1e-4, damping="start"),
+            ),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Shampoo",
+        "Whose size have its steps?",
+        "`graft`",
+        (
+            Answer("Adam's", "Meta's option", eb.shampoo(RATE)),
+            Answer("RMSprop's", "Anil et al.'s option", eb.shampoo(RATE, graft="rmsprop")),
+            Answer("their own", "paper, pytorch_optimizer's `Shampoo`", eb.shampoo(RATE, graft="none")),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Shampoo",
+        "Of what is its momentum?",
+        "`b1`, `momentum`",
+        (
+            Answer("of gradients, a mean", "Meta's", eb.shampoo(RATE)),
+            Answer("of steps, a sum", "Anil et al.", eb.shampoo(RATE / 10, b1=None, momentum=0.9)),
+        ),
+        MATRICES,
+    ),
 )
 
 

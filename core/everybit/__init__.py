@@ -84,7 +84,7 @@ from everybit.piecewise_schedules import (
 )
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.policy_names import PolicyName
-from everybit.preconditioned_aliases import soap
+from everybit.preconditioned_aliases import shampoo, soap
 from everybit.random_bits import Key
 from everybit.scalars import Hyperparameter, Schedule, at, bias_correction, require_step
 from everybit.schedules import (
@@ -127,6 +127,7 @@ from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.rprop import scale_by_rprop
 from everybit.transforms.running_mean import running_mean, scale_by_running_square
 from everybit.transforms.schedule_free import schedule_free
+from everybit.transforms.shampoo import scale_by_shampoo
 from everybit.transforms.sm3 import scale_by_sm3
 from everybit.transforms.soap import scale_by_soap
 from everybit.transforms.stable_adam import scale_by_stable_adam
@@ -170,10 +171,10 @@ __all__ = [
     "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt",
     "scale_by_belief", "scale_by_came", "scale_by_factored_rms", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion",
     "scale_by_nadam", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
-    "scale_by_running_square", "scale_by_sign", "scale_by_sm3", "scale_by_soap", "scale_by_stable_adam", "scale_by_torch_adafactor",
-    "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd",
-    "set_to_zero", "sgd", "sgdr_schedule", "signum", "skip_large_updates", "sm3", "soap", "sqrt", "stable_adamw", "state", "state_dict",
-    "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree",
-    "unfreeze", "warmup_constant_schedule", "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule",
-    "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
+    "scale_by_running_square", "scale_by_shampoo", "scale_by_sign", "scale_by_sm3", "scale_by_soap", "scale_by_stable_adam",
+    "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam",
+    "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "sm3", "soap", "sqrt",
+    "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay", "tiger",
+    "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
+    "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

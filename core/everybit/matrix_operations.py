@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from everybit.scalars import Scalar
+
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of matrices (..., n, k) and (..., k, m) with equal leading dimensions."""
@@ -32,6 +34,23 @@ def eigenvectors(x: Tensor) -> tuple[Tensor, Tensor]:
         Of shapes (..., n) and (..., n, n), in the dtype of ``x``.
     """
     return _apply(_eigen, _eigens, x)  # type: ignore[no-any-return]
+
+
+def inverse_roots(x: Tensor, exponent: Scalar, ridge: Scalar) -> Tensor:
+    r"""Powers of symmetric matrices, :math:`V \operatorname{diag}(\max(\lambda, 0) + \epsilon)^{-e} V^\top`; 0 for a sum that is zero.
+
+    As :func:`eigenvectors` in float64.
+
+    Args:
+        x: Of shape (..., n, n).
+        exponent: :math:`e`.
+        ridge: :math:`\epsilon`, at least zero.
+    """
+    numbers = [torch.as_tensor(one, dtype=torch.float64, device=x.device) for one in (exponent, ridge)]
+    if _is_differentiated(x):
+        return _root(x, *numbers)
+    found: Tensor = _roots(x, *numbers)
+    return found
 
 
 def orthonormal(x: Tensor) -> Tensor:
@@ -83,6 +102,18 @@ def _eigen(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(values).to(x.dtype), torch.stack(vectors).to(x.dtype)
 
 
+def _root(x: Tensor, exponent: Tensor, ridge: Tensor) -> Tensor:
+    found = []
+    for one in x.reshape(-1, *x.shape[-2:]):
+        values, vectors = (part[0] for part in _eigen(one[None].double()))
+        moved = values.clamp(min=0.0) + ridge
+        # No power of zero, which is not finite and has no derivative.
+        known = moved > 0
+        powers = torch.where(known, torch.where(known, moved, 1.0) ** -exponent, torch.where(moved.isnan(), moved, 0.0))
+        found.append((vectors * powers) @ vectors.mT)
+    return torch.stack(found).reshape(x.shape).to(x.dtype) if found else torch.zeros_like(x)
+
+
 def _qr(x: Tensor) -> Tensor:
     if not len(x):
         return x.new_zeros(0, x.shape[1], min(x.shape[1:]))
@@ -107,6 +138,11 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 def _eigens(x: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = _eigen(x)
     return values.contiguous(), vectors.contiguous()
+
+
+@torch.library.custom_op("everybit::inverse_roots", mutates_args=())
+def _roots(x: Tensor, exponent: Tensor, ridge: Tensor) -> Tensor:
+    return _root(x, exponent, ridge).contiguous()
 
 
 @torch.library.custom_op("everybit::orthonormal", mutates_args=())
@@ -137,6 +173,16 @@ def _register(operator: Any, shapes: Callable[..., Any]) -> None:
     operator.register_vmap(batched)
 
 
+def _roots_of_members(info: Any, in_dims: tuple[int | None, ...], *given: Tensor) -> tuple[Tensor, int]:
+    alike = [
+        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip(given, in_dims, strict=True)
+    ]
+    return torch.stack([_roots(*member) for member in zip(*alike, strict=True)]), 0
+
+
+_roots.register_fake(lambda x, exponent, ridge: torch.empty_like(x, memory_format=torch.contiguous_format))  # noqa: ARG005
+_roots.register_vmap(_roots_of_members)
 _register(_products, lambda a, b: a.new_empty(len(a), a.shape[1], b.shape[2]))
 _register(_eigens, lambda x: (x.new_empty(x.shape[:2]), x.new_empty(x.shape)))
 _register(_qrs, lambda x: x.new_empty(len(x), x.shape[1], min(x.shape[1:])))

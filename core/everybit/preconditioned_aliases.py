@@ -15,8 +15,10 @@ from everybit.matrix_views import MatrixView
 from everybit.scalars import Hyperparameter
 from everybit.transform import Transform
 from everybit.transforms.decay_variants import subtract_decay_of_moved
+from everybit.transforms.shampoo import Damping, Graft, scale_by_shampoo
 from everybit.transforms.soap import Correction, scale_by_soap
 from everybit.transforms.stateless import scale_by_learning_rate
+from everybit.transforms.trace import trace
 from everybit.transforms.weight_decay import add_decayed_weights
 
 
@@ -82,5 +84,77 @@ def soap(
         if decay_moved:
             return chain(direction, rate, subtract_decay_of_moved(weight_decay, learning_rate, after=1))
         return chain(direction, add_decayed_weights(weight_decay), rate)
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def shampoo(
+    learning_rate: Hyperparameter = 1e-3,
+    *,
+    b1: Hyperparameter | None = 0.9,
+    b2: Hyperparameter | None = 0.999,
+    eps: Hyperparameter = 1e-12,
+    damping: Damping = "root",
+    exponent: Hyperparameter | None = None,
+    period: int = 10,
+    graft: Graft = "adam",
+    graft_decay: Hyperparameter = 0.999,
+    graft_eps: Hyperparameter = 1e-8,
+    start: int | None = None,
+    debias: bool = True,
+    momentum: Hyperparameter | None = None,
+    nesterov: bool = False,
+    weight_decay: Hyperparameter = 0.01,
+    max_dimension: int = 8192,
+    merge: bool = False,
+    sides: Sides = "all",
+    vectors: bool = False,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """Shampoo (Gupta et al. 2018, https://arxiv.org/abs/1802.09568): gradients between inverse roots of their mean products.
+
+    By default with the size of Adam's steps for each matrix, so that AdamW's learning rates may be kept, and with Adam for vectors. The
+    paper's is ``shampoo(lr, b1=None, b2=None, eps=1e-4, damping="start", period=1, graft="none", vectors=True)``.
+
+    Args:
+        learning_rate: At least zero.
+        b1: Decay rate of the mean gradient, in [0, 1); None: the gradient itself. For this to ``debias`` see
+            :class:`~everybit.transforms.shampoo.ScaleByShampoo`.
+        b2: Decay rate of the products of gradients, in [0, 1); None: their sum.
+        eps: Added to their eigenvalues.
+        damping: Before the root is taken (``"root"``), or at the start (``"start"``).
+        exponent: Of the inverse roots; None: 1/4 for both sides of a matrix, 1/2 for one.
+        period: Updates between two refreshes of the roots.
+        graft: Whose size the steps have: ``"adam"``, ``"rmsprop"``, ``"adagrad"``, ``"sgd"``, ``"none"``.
+        graft_decay: Decay rate of its squares, in [0, 1).
+        graft_eps: Added to its roots.
+        start: The update from which the matrices are used; None: the first refresh after the first update.
+        debias: Correct the bias of means.
+        momentum: Of the steps, in [0, 1), summed as SGD's; None: none.
+        nesterov: Whether it is Nesterov's.
+        weight_decay: At least zero; decoupled, as AdamW's.
+        max_dimension: A longer dimension has no matrix.
+        merge: Join neighbouring dimensions up to this length.
+        sides: ``"smaller"``: a matrix for the shorter side of each matrix alone.
+        vectors: A matrix for vectors too.
+        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its matrix.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: Shampoo does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        where = Kronecker(seen, max_dimension, merge, sides, vectors)
+        direction = scale_by_shampoo(
+            b1, b2, eps, damping, exponent, period, graft, graft_decay, graft_eps, start, debias, where
+        )
+        after = [] if momentum is None else [trace(momentum, nesterov=nesterov)]
+        return chain(direction, *after, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
     return routed(of, learning_rate, view, views, others, labels)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import everybit as eb
+from tests.core.test_shampoo import ROUNDING as ROUNDING_OF_ROOTS
 from tests.core.test_soap import ROUNDING, SHAPES
 from tests.support.following import Tensors, deviation, ours, schedule, theirs
 from tests.support.oracles import Noted
@@ -40,3 +41,51 @@ def test_pytorch_optimizers_soap_is_followed(case: str, noted: Noted) -> None:
     apart = deviation(ours(make(schedule, **mine), shapes=shapes), from_pytorch_optimizer("SOAP", shapes, **its))
     noted("pytorch_optimizer", "soap", apart)
     assert apart <= ROUNDING
+
+
+def test_pytorch_optimizers_shampoo_is_followed(noted: Noted) -> None:
+    """The paper's: sums that begin at eps, matrices for vectors too, steps of their own size, and no momentum."""
+    shapes = {name: shape for name, shape in SHAPES.items() if shape}
+    tx = eb.shampoo(
+        schedule, b1=None, b2=None, eps=0.05, damping="start", period=1, graft="none", vectors=True, weight_decay=0.1
+    )
+    oracle = from_pytorch_optimizer("Shampoo", shapes, matrix_eps=0.05, weight_decay=0.1, weight_decouple=True)
+    apart = deviation(ours(tx, shapes=shapes), oracle)
+    noted("pytorch_optimizer", "shampoo", apart)
+    assert apart <= ROUNDING_OF_ROOTS
+
+
+SCALABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "means, adagrad's size": ({"b2": 0.99, "graft": "adagrad", "start": 1}, {"betas": (0.9, 0.99), "graft_type": 2}),
+    "means, rmsprop's size": ({"b2": 0.99, "graft": "rmsprop", "start": 1}, {"betas": (0.9, 0.99), "graft_type": 3}),
+    "means, sgd's size, nesterov": (
+        {"b2": 0.99, "graft": "sgd", "start": 1, "nesterov": True},
+        {"betas": (0.9, 0.99), "graft_type": 1, "nesterov": True},
+    ),
+    "another exponent": (
+        {"b2": 0.99, "graft": "sgd", "start": 1, "exponent": 0.5},
+        {"betas": (0.9, 0.99), "graft_type": 1, "inverse_exponent_override": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SCALABLE)
+def test_pytorch_optimizers_scalable_shampoo_is_followed(case: str, noted: Noted) -> None:
+    """Its matrices begin at eps, and its momentum is that of the steps. Vectors have no matrices, but take the graft's step."""
+    mine, its = SCALABLE[case]
+    fixed: dict[str, Any] = {
+        "b1": None, "eps": 0.05, "damping": "start", "period": 1, "graft_decay": 0.99, "graft_eps": 1e-10, "momentum": 0.9,
+        "weight_decay": 0.0,
+    }  # fmt: skip
+    shapes = {name: shape for name, shape in SHAPES.items() if len(shape) in (1, 2)}
+    make: Any = eb.shampoo
+    options = {
+        "matrix_eps": 0.05, "start_preconditioning_step": 1, "preconditioning_compute_steps": 1, "use_svd": True,
+        "shape_interpretation": False, "nesterov": False,
+    } | its  # fmt: skip
+    apart = deviation(
+        ours(make(schedule, **fixed | mine), shapes=shapes),
+        from_pytorch_optimizer("ScalableShampoo", shapes, **options),
+    )
+    noted("pytorch_optimizer", "shampoo", apart)
+    assert apart <= ROUNDING_OF_ROOTS

@@ -44,7 +44,7 @@ from everybit.more_aliases import (
     yogi,
 )
 from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
-from everybit.preconditioned_aliases import soap
+from everybit.preconditioned_aliases import shampoo, soap
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
@@ -210,6 +210,19 @@ _BUILDS: dict[str, Build] = {
     "soap": lambda lr: soap(lr, period=2, sides="smaller", weight_decay=0.1),
     "soap corrected": lambda lr: soap(
         lr, b1=0.8, period=2, max_dimension=5, correction="kl", normalize=True, weight_decay=1.0, decay_moved=False
+    ),
+    "shampoo": lambda lr: shampoo(lr, period=2, sides="smaller", weight_decay=0.1),
+    "shampoo of sums": lambda lr: shampoo(
+        lr,
+        b1=None,
+        b2=None,
+        eps=0.1,
+        damping="start",
+        period=2,
+        graft="none",
+        momentum=0.5,
+        nesterov=True,
+        max_dimension=5,
     ),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
     "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),

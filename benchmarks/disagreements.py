@@ -615,6 +615,30 @@ DISAGREEMENTS = (
         ),
         MATRICES,
     ),
+    Disagreement(
+        "Kron",
+        "How often are the factors fitted?",
+        "`period`",
+        (
+            Answer("at each step", "an option of kron_torch and timm", eb.kron(RATE)),
+            Answer(
+                "ever less often: at each of the first 500 steps, at each 33rd from the 4000th on",
+                "kron_torch, timm, heavyball",
+            ),
+            Answer("at each 33rd", "their schedule from the 4000th step on", eb.kron(RATE, period=33)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Kron",
+        "To what are the factors fitted?",
+        "`of_momentum`",
+        (
+            Answer("to the mean of gradients", "kron_torch, timm", eb.kron(RATE)),
+            Answer("to gradients", "timm's option", eb.kron(RATE, of_momentum=False)),
+        ),
+        MATRICES,
+    ),
 )
 
 

@@ -12,9 +12,10 @@ from everybit.combinators.masked import Partition
 from everybit.kronecker import Kronecker, Sides
 from everybit.matrix_aliases import routed
 from everybit.matrix_views import MatrixView
-from everybit.scalars import Hyperparameter
+from everybit.scalars import Hyperparameter, Scalar
 from everybit.transform import Transform
 from everybit.transforms.decay_variants import subtract_decay_of_moved
+from everybit.transforms.kron import scale_by_kron
 from everybit.transforms.shampoo import Damping, Graft, scale_by_shampoo
 from everybit.transforms.soap import Correction, scale_by_soap
 from everybit.transforms.stateless import scale_by_learning_rate
@@ -154,7 +155,64 @@ def shampoo(
         direction = scale_by_shampoo(
             b1, b2, eps, damping, exponent, period, graft, graft_decay, graft_eps, start, debias, where
         )
+        if nesterov and momentum is None:
+            raise ValueError("nesterov: got True without momentum; Nesterov momentum needs momentum above zero.")
         after = [] if momentum is None else [trace(momentum, nesterov=nesterov)]
         return chain(direction, *after, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def kron(
+    learning_rate: Hyperparameter = 1e-3,
+    *,
+    b1: Hyperparameter = 0.9,
+    preconditioner_rate: Hyperparameter = 0.1,
+    period: int = 1,
+    start: Scalar = 1.0,
+    of_momentum: bool = True,
+    normalize: bool = False,
+    max_rms: Hyperparameter | None = 1.1,
+    weight_decay: Hyperparameter = 0.0,
+    max_dimension: int = 2048,
+    merge: bool = False,
+    sides: Sides = "all",
+    vectors: bool = False,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """PSGD with a Kronecker preconditioner (Li 2015, https://arxiv.org/abs/1512.04202; 2024, https://arxiv.org/abs/2402.11858).
+
+    Gradients are whitened by small triangular matrices, which are fitted step by step with a random probe: there is no decomposition.
+
+    Args:
+        learning_rate: At least zero; about a third of AdamW's.
+        b1: Decay rate of the mean gradient, in [0, 1); for this to ``max_rms`` see :class:`~everybit.transforms.kron.ScaleByKron`.
+        preconditioner_rate: Step size of the matrices, in [0, 1].
+        period: Updates between two steps of the matrices.
+        start: Their size before the first update.
+        of_momentum: Fit them to the mean gradient; False: to the gradient.
+        normalize: Divide each gradient by its norm first.
+        max_rms: The root mean square to which a direction is limited; None: it is not.
+        weight_decay: At least zero; decoupled, as AdamW's.
+        max_dimension: A longer dimension has a diagonal in the place of a matrix.
+        merge: Join neighbouring dimensions up to this length.
+        sides: ``"smaller"``: a matrix for the shorter side of each matrix, a diagonal for the longer.
+        vectors: A matrix for vectors, which have a diagonal otherwise.
+        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its matrix.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: Kron does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        where = Kronecker(seen, max_dimension, merge, sides, vectors)
+        direction = scale_by_kron(b1, preconditioner_rate, period, start, of_momentum, normalize, max_rms, where)
+        return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
     return routed(of, learning_rate, view, views, others, labels)

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import everybit as eb
+from tests.core.test_kron import ROUNDING as ROUNDING_OF_WHITENING
+from tests.core.test_kron import Drawn
 from tests.core.test_shampoo import ROUNDING as ROUNDING_OF_ROOTS
 from tests.core.test_soap import ROUNDING, SHAPES
 from tests.support.following import Tensors, deviation, ours, schedule, theirs
-from tests.support.oracles import Noted
+from tests.support.oracles import Noted, from_timm
 
 SOAPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
@@ -89,3 +91,39 @@ def test_pytorch_optimizers_scalable_shampoo_is_followed(case: str, noted: Noted
     )
     noted("pytorch_optimizer", "shampoo", apart)
     assert apart <= ROUNDING_OF_ROOTS
+
+
+KRONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "every step": ({}, {"preconditioner_update_probability": 1.0}),
+    "of gradients": (
+        {"of_momentum": False, "preconditioner_rate": 0.2},
+        {"preconditioner_update_probability": 1.0, "momentum_into_precond_update": False, "precond_lr": 0.2},
+    ),
+    "diagonals": (
+        {"max_dimension": 3, "start": 2.0},
+        {"preconditioner_update_probability": 1.0, "max_size_triangular": 3, "precond_init_scale": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KRONS)
+def test_timms_kron_is_followed(case: str, noted: Noted) -> None:
+    """With the probes that ours draws, uncompiled, and solved in float64. It balances the factors' sizes at random, to no effect."""
+    mine, its = KRONS[case]
+    drawn, make = Drawn(), eb.kron
+    untyped: Any = make
+    with patch("everybit.transforms.kron.normal", drawn):
+        found = ours(untyped(schedule, weight_decay=0.1, **mine), shapes=SHAPES)
+    probes = iter(drawn.probes)
+    with (
+        patch.object(torch, "compile", lambda function, **_: function),
+        patch.object(torch, "float32", torch.float64),
+        patch.object(torch, "randn", wraps=torch.randn) as randn,
+    ):
+        real = randn._mock_wraps
+        # Weights and gradients of the test are drawn by a generator, its probes without one.
+        randn.side_effect = lambda *a, **k: next(probes) if k.get("generator") is None else real(*a, **k)
+        oracle = theirs(from_timm("Kron", weight_decay=0.1, **its), shapes=SHAPES)
+    apart = deviation(found, oracle)
+    noted("timm", "kron", apart)
+    assert apart <= ROUNDING_OF_WHITENING

@@ -33,6 +33,7 @@ TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     "masked": lambda lr: eb.chain(eb.masked(eb.centralize(), lambda path, p: p.ndim > 1), eb.sgd(lr, momentum=0.9)),
     "muon": lambda lr: eb.muon(lr, views={r"layers\.1\.weight": eb.batched()}, others=eb.adamw),
     "soap": lambda lr: eb.soap(lr, period=2),
+    "kron": lambda lr: eb.kron(lr, period=2),
 }
 STEPS = 3
 

@@ -639,6 +639,16 @@ DISAGREEMENTS = (
         ),
         MATRICES,
     ),
+    Disagreement(
+        "Dion",
+        "How is the left factor made orthonormal?",
+        "none",
+        (
+            Answer("by QR", "the authors' short version", eb.dion(RATE)),
+            Answer("by a randomized Cholesky decomposition", "their long one"),
+        ),
+        MATRICES,
+    ),
 )
 
 

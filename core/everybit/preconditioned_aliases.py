@@ -15,7 +15,9 @@ from everybit.matrix_views import MatrixView
 from everybit.scalars import Hyperparameter, Scalar
 from everybit.transform import Transform
 from everybit.transforms.decay_variants import subtract_decay_of_moved
+from everybit.transforms.dion import scale_by_dion
 from everybit.transforms.kron import scale_by_kron
+from everybit.transforms.orthogonalize import Scale
 from everybit.transforms.shampoo import Damping, Graft, scale_by_shampoo
 from everybit.transforms.soap import Correction, scale_by_soap
 from everybit.transforms.stateless import scale_by_learning_rate
@@ -213,6 +215,46 @@ def kron(
     def of(seen: MatrixView | None) -> Chain:
         where = Kronecker(seen, max_dimension, merge, sides, vectors)
         direction = scale_by_kron(b1, preconditioner_rate, period, start, of_momentum, normalize, max_rms, where)
+        return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def dion(
+    learning_rate: Hyperparameter = 1e-2,
+    *,
+    decay: Hyperparameter = 0.95,
+    rank_divisor: int = 4,
+    eps: Hyperparameter = 1e-8,
+    scale: Scale = "spectral_unclamped",
+    weight_decay: Hyperparameter = 0.01,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """Dion (Ahn et al. 2025, https://arxiv.org/abs/2504.05295): orthonormal updates of low rank, and momentum that keeps the rest.
+
+    Without ``others`` all parameters are matrices, or are refused, as for :func:`everybit.muon`.
+
+    Args:
+        learning_rate: At least zero.
+        decay: The share of what is used that stays in the momentum, in [0, 1].
+        rank_divisor: The rank is a matrix's lesser side over this, rounded up; at least 1. The authors' rank fraction of 1/4 is a 4.
+        eps: Added to the norms of columns.
+        scale: Factor of the update, from rows and columns; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`.
+        weight_decay: At least zero; decoupled, by the learning rate without the scale.
+        view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that is no matrix, or that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        direction = scale_by_dion(decay, rank_divisor, eps, scale, seen)
         return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
     return routed(of, learning_rate, view, views, others, labels)

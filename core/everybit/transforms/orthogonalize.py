@@ -88,10 +88,7 @@ class Orthogonalize:
         require("eps", self.eps, 0.0)
         if is_zero(self.eps):
             raise ValueError("eps: got 0.0; accepted is a number above zero.")
-        if isinstance(self.scale, str) and self.scale not in SCALES:
-            raise ValueError(
-                f"scale: got {self.scale!r}; accepted are {', '.join(map(repr, SCALES))}, a number, or a function of rows and columns."
-            )
+        require_scale(self.scale)
         if self.view is not None and not isinstance(self.view, MatrixView):
             raise TypeError(f"view: got {self.view!r}; accepted are None and values such as everybit.heads(8).")
 
@@ -115,7 +112,7 @@ class Orthogonalize:
             found = orthogonalized(
                 batch, coefficients, arithmetic=self.arithmetic, normalization=self.normalization, eps=eps
             )
-            return found * self._factor(*batch.shape[-2:])
+            return found * factor_of(self.scale, *batch.shape[-2:])
 
         def whole(leaf: Tensor) -> Tensor:
             if not leaf.numel():
@@ -134,10 +131,24 @@ class Orthogonalize:
             )
         return view
 
-    def _factor(self, rows: int, columns: int) -> Scalar:
-        if isinstance(self.scale, str):
-            return SCALES[self.scale](rows, columns)
-        return float(self.scale(rows, columns)) if callable(self.scale) else self.scale
+
+def require_scale(scale: object) -> None:
+    """Refuse a name of no factor.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(scale, str) and scale not in SCALES:
+        raise ValueError(
+            f"scale: got {scale!r}; accepted are {', '.join(map(repr, SCALES))}, a number, or a function of rows and columns."
+        )
+
+
+def factor_of(scale: Scale, rows: int, columns: int) -> Scalar:
+    """The factor of an orthogonal update of a matrix."""
+    if isinstance(scale, str):
+        return SCALES[scale](rows, columns)
+    return float(scale(rows, columns)) if callable(scale) else scale
 
 
 orthogonalize = Orthogonalize

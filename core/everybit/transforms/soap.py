@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.barriers import exp, log, materialize, sqrt, sum_of_squares
-from everybit.context import ALONE, Context
+from everybit.context import ALONE, ONCE, Context
 from everybit.dimensions import mean
 from everybit.kronecker import Block, Kronecker, moved, root_mean_square, times
 from everybit.matrix_operations import eigenvectors, orthonormal, product
@@ -23,9 +23,6 @@ P = TypeVar("P")
 
 Correction = Literal["none", "kl"]
 """What the products of gradients are corrected by: nothing, or the other sides' matrices, as KL-Shampoo does."""
-
-ONCE = 1 << 62
-"""A period that only the first update begins."""
 
 
 @tree.state

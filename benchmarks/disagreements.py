@@ -649,6 +649,16 @@ DISAGREEMENTS = (
         ),
         MATRICES,
     ),
+    Disagreement(
+        "GaLore",
+        "Which signs have the vectors of a new subspace, in which the means go on?",
+        "none",
+        (
+            Answer("those nearer to the vectors before", "everybit", eb.galore(RATE, rank=2)),
+            Answer("whichever the library gives", "authors, pytorch_optimizer"),
+        ),
+        MATRICES,
+    ),
 )
 
 

@@ -84,7 +84,7 @@ from everybit.piecewise_schedules import (
 )
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.policy_names import PolicyName
-from everybit.preconditioned_aliases import dion, kron, shampoo, soap
+from everybit.preconditioned_aliases import dion, galore, kron, shampoo, soap
 from everybit.random_bits import Key
 from everybit.scalars import Hyperparameter, Schedule, at, bias_correction, require_step
 from everybit.schedules import (
@@ -117,6 +117,7 @@ from everybit.transforms.cleaning import add_noise, centralize, normalize_by_glo
 from everybit.transforms.d_adaptation import dadapt_adam
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay, subtract_decay_of_moved
 from everybit.transforms.dion import scale_by_dion
+from everybit.transforms.galore import scale_by_galore
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.kron import scale_by_kron
 from everybit.transforms.lion import scale_by_lion
@@ -163,7 +164,7 @@ __all__ = [
     "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip",
     "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule",
     "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "dion", "ema_nesterov",
-    "exponential_decay_schedule", "flattened", "freezable", "freeze", "heads", "identity", "inject_hyperparameters",
+    "exponential_decay_schedule", "flattened", "freezable", "freeze", "galore", "heads", "identity", "inject_hyperparameters",
     "inverse_sqrt_schedule", "join_schedules", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
     "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "matrix", "mean_weights",
     "muon", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "not_norm_or_bias", "novograd", "one_cycle_schedule",
@@ -172,7 +173,7 @@ __all__ = [
     "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "row_blocks", "rprop", "running_mean", "sam_point", "scale",
     "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2", "scale_by_adam_mini", "scale_by_adamax",
     "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came", "scale_by_dion", "scale_by_factored_rms",
-    "scale_by_kron", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd",
+    "scale_by_galore", "scale_by_kron", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_novograd",
     "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_running_square", "scale_by_shampoo",
     "scale_by_sign", "scale_by_sm3", "scale_by_soap", "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio",
     "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd",

@@ -16,6 +16,7 @@ from everybit.scalars import Hyperparameter, Scalar
 from everybit.transform import Transform
 from everybit.transforms.decay_variants import subtract_decay_of_moved
 from everybit.transforms.dion import scale_by_dion
+from everybit.transforms.galore import scale_by_galore
 from everybit.transforms.kron import scale_by_kron
 from everybit.transforms.orthogonalize import Scale
 from everybit.transforms.shampoo import Damping, Graft, scale_by_shampoo
@@ -256,5 +257,48 @@ def dion(
     def of(seen: MatrixView | None) -> Chain:
         direction = scale_by_dion(decay, rank_divisor, eps, scale, seen)
         return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def galore(
+    learning_rate: Hyperparameter = 1e-3,
+    *,
+    rank: int = 128,
+    period: int = 200,
+    scale: Hyperparameter = 0.25,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-6,
+    weight_decay: Hyperparameter = 0.0,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """GaLore (Zhao et al. 2024, https://arxiv.org/abs/2403.03507): Adam in a subspace of low rank, with state of that size.
+
+    Args:
+        learning_rate: At least zero.
+        rank: Of the subspace of each matrix; for this to ``eps`` see :class:`~everybit.transforms.galore.ScaleByGalore`.
+        period: Updates between two choices of a subspace.
+        scale: Factor of projected updates.
+        b1: Decay rate of the mean gradient, in [0, 1).
+        b2: Decay rate of its squares, in [0, 1).
+        eps: Added to the root.
+        weight_decay: At least zero; of weights that have moved, times the learning rate, as the authors do.
+        view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: GaLore does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        direction = scale_by_galore(rank, period, scale, b1, b2, eps, seen)
+        decay = subtract_decay_of_moved(weight_decay, learning_rate)
+        return chain(direction, scale_by_learning_rate(learning_rate), decay)
 
     return routed(of, learning_rate, view, views, others, labels)

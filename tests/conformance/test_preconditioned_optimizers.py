@@ -127,3 +127,21 @@ def test_timms_kron_is_followed(case: str, noted: Noted) -> None:
     apart = deviation(found, oracle)
     noted("timm", "kron", apart)
     assert apart <= ROUNDING_OF_WHITENING
+
+
+def test_pytorch_optimizers_galore_is_followed(noted: Noted) -> None:
+    """In one subspace: after a second choice its means belong to vectors of whichever sign the library gives."""
+    shapes = {"square": (4, 4), "tall": (6, 4), "wide": (3, 5), "vector": (5,)}
+    tx = eb.galore(schedule, rank=2, period=1000, scale=0.5, weight_decay=0.1)
+    package: Any = pytest.importorskip("pytorch_optimizer")
+
+    def make(params: Any) -> Any:
+        group = {"params": params, "rank": 2, "update_proj_gap": 1000, "scale": 0.5, "projection_type": "std"}
+        return package.GaLore([group], weight_decay=0.1, foreach=False)
+
+    # It decomposes in float32, which is float64 here.
+    with patch.object(torch, "float", torch.float64), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        oracle = theirs(make, shapes=shapes)
+    apart = deviation(ours(tx, shapes=shapes), oracle)
+    noted("pytorch_optimizer", "galore", apart)
+    assert apart <= ROUNDING

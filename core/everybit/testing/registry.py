@@ -44,7 +44,7 @@ from everybit.more_aliases import (
     yogi,
 )
 from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
-from everybit.preconditioned_aliases import dion, kron, shampoo, soap
+from everybit.preconditioned_aliases import dion, galore, kron, shampoo, soap
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
@@ -227,6 +227,7 @@ _BUILDS: dict[str, Build] = {
     "kron": lambda lr: kron(lr, period=2, max_dimension=5, weight_decay=0.1),
     "kron of gradients": lambda lr: kron(lr, of_momentum=False, normalize=True, max_rms=None, vectors=True, merge=True),
     "dion": lambda lr: dion(lr, rank_divisor=2, others=adamw),
+    "galore": lambda lr: galore(lr, rank=2, period=2, weight_decay=0.1),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
     "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
     "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),

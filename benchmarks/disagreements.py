@@ -592,6 +592,139 @@ DISAGREEMENTS = (
             Answer("of the last", "optax", _averaged(eb.clip_by_unit_norm(0.1, units="last"))),
         ),
     ),
+    Disagreement(
+        "SOAP",
+        "Does the first gradient move weights?",
+        "none",
+        (
+            Answer("no, it finds the bases for the second", "authors, pytorch_optimizer", eb.soap(RATE)),
+            Answer("yes, in a basis made of itself", "Emerging-Optimizers"),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "SOAP",
+        "When do weights decay?",
+        "`decay_moved`",
+        (
+            Answer("after they have moved", "authors, pytorch_optimizer", eb.soap(RATE, weight_decay=0.1)),
+            Answer("before, as in AdamW", "Emerging-Optimizers", eb.soap(RATE, weight_decay=0.1, decay_moved=False)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "SOAP",
+        "Of what are the products that the bases belong to?",
+        "`correction`",
+        (
+            Answer("of gradients", "authors, pytorch_optimizer", eb.soap(RATE)),
+            Answer(
+                "of gradients divided by the root of the other side's matrix",
+                "KL-Shampoo, Emerging-Optimizers' option",
+                eb.soap(RATE, correction="kl"),
+            ),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "SOAP",
+        "Where is `eps`?",
+        "none",
+        (
+            Answer("added before the bias is corrected", "authors, pytorch_optimizer", eb.soap(RATE)),
+            Answer("after it", "Emerging-Optimizers"),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Shampoo",
+        "What is kept of the products?",
+        "`b2`",
+        (
+            Answer("their mean, corrected for its bias", "Meta's", eb.shampoo(RATE)),
+            Answer("their sum", "paper, pytorch_optimizer's `Shampoo`", eb.shampoo(RATE, b2=None)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Shampoo",
+        "Where is `eps`?",
+        "`damping`",
+        (
+            Answer("added to eigenvalues before their root", "Meta's", eb.shampoo(RATE, eps=1e-4)),
+            Answer(
+                "in the matrices at the start",
+                "paper, pytorch_optimizer",
+                eb.shampoo(RATE, eps=1e-4, damping="start"),
+            ),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Shampoo",
+        "Whose size have its steps?",
+        "`graft`",
+        (
+            Answer("Adam's", "Meta's option", eb.shampoo(RATE)),
+            Answer("RMSprop's", "Anil et al.'s option", eb.shampoo(RATE, graft="rmsprop")),
+            Answer("their own", "paper, pytorch_optimizer's `Shampoo`", eb.shampoo(RATE, graft="none")),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Shampoo",
+        "Of what is its momentum?",
+        "`b1`, `momentum`",
+        (
+            Answer("of gradients, a mean", "Meta's", eb.shampoo(RATE)),
+            Answer("of steps, a sum", "Anil et al.", eb.shampoo(RATE / 10, b1=None, momentum=0.9)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Kron",
+        "How often are the factors fitted?",
+        "`period`",
+        (
+            Answer("at each step", "an option of kron_torch and timm", eb.kron(RATE)),
+            Answer(
+                "ever less often: at each of the first 500 steps, at each 33rd from the 4000th on",
+                "kron_torch, timm, heavyball",
+            ),
+            Answer("at each 33rd", "their schedule from the 4000th step on", eb.kron(RATE, period=33)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Kron",
+        "To what are the factors fitted?",
+        "`of_momentum`",
+        (
+            Answer("to the mean of gradients", "kron_torch, timm", eb.kron(RATE)),
+            Answer("to gradients", "timm's option", eb.kron(RATE, of_momentum=False)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "Dion",
+        "How is the left factor made orthonormal?",
+        "none",
+        (
+            Answer("by QR", "the authors' short version", eb.dion(RATE)),
+            Answer("by a randomized Cholesky decomposition", "their long one"),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "GaLore",
+        "Which signs have the vectors of a new subspace, in which the means go on?",
+        "none",
+        (
+            Answer("those nearer to the vectors before", "everybit", eb.galore(RATE, rank=2)),
+            Answer("whichever the library gives", "authors, pytorch_optimizer"),
+        ),
+        MATRICES,
+    ),
 )
 
 

@@ -46,6 +46,7 @@ from everybit.formats import (
     StateFormat,
     Stochastic,
 )
+from everybit.kronecker import Kronecker
 from everybit.labels import by_name, label_table, layerwise_decay, mup_scales
 from everybit.matrix_aliases import HiddenMatrices, muon, normuon
 from everybit.matrix_views import MatrixView, batched, flattened, heads, matrix, row_blocks
@@ -84,6 +85,7 @@ from everybit.piecewise_schedules import (
 )
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.policy_names import PolicyName
+from everybit.preconditioned_aliases import dion, galore, kron, shampoo, soap
 from everybit.random_bits import Key
 from everybit.routing import routing
 from everybit.scalars import Hyperparameter, Schedule, at, bias_correction, require_step
@@ -115,9 +117,12 @@ from everybit.transforms.belief import scale_by_belief
 from everybit.transforms.came import scale_by_came
 from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
 from everybit.transforms.d_adaptation import dadapt_adam
-from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
+from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay, subtract_decay_of_moved
+from everybit.transforms.dion import scale_by_dion
 from everybit.transforms.equalize import equalize
+from everybit.transforms.galore import scale_by_galore
 from everybit.transforms.grokfast import amplify_slow_gradients
+from everybit.transforms.kron import scale_by_kron
 from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.matrix_wise import scale_by_shape
 from everybit.transforms.nadam import scale_by_nadam
@@ -130,7 +135,9 @@ from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.rprop import scale_by_rprop
 from everybit.transforms.running_mean import running_mean, scale_by_running_square
 from everybit.transforms.schedule_free import schedule_free
+from everybit.transforms.shampoo import scale_by_shampoo
 from everybit.transforms.sm3 import scale_by_sm3
+from everybit.transforms.soap import scale_by_soap
 from everybit.transforms.stable_adam import scale_by_stable_adam
 from everybit.transforms.stateless import (
     clip,
@@ -155,16 +162,16 @@ from everybit.wide_parameters import keep_wide
 
 __all__ = [
     "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
-    "Hyperparameter", "Kahan", "Key", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest", "Optimizer",
-    "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay", "SlotKind",
-    "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2",
-    "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix",
-    "adopt", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "batched",
-    "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip",
+    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest",
+    "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay",
+    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam",
+    "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise",
+    "ademamix", "adopt", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent",
+    "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip",
     "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule",
-    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "ema_nesterov", "equalize",
-    "exponential_decay_schedule", "flattened", "freezable", "freeze", "heads", "identity", "inject_hyperparameters",
-    "inverse_sqrt_schedule", "join_schedules", "keep_wide", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
+    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "dion", "ema_nesterov", "equalize",
+    "exponential_decay_schedule", "flattened", "freezable", "freeze", "galore", "heads", "identity", "inject_hyperparameters",
+    "inverse_sqrt_schedule", "join_schedules", "keep_wide", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
     "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "matrix", "mean_weights",
     "muon", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "normuon", "not_norm_or_bias", "novograd",
     "one_cycle_schedule", "optimizers", "orthogonalize", "outer_gradient", "partition", "piecewise_constant_schedule",
@@ -172,11 +179,12 @@ __all__ = [
     "proximal_decay", "radam", "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "routing", "row_blocks", "rprop",
     "running_mean", "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2",
     "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came",
-    "scale_by_factored_rms", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion", "scale_by_nadam", "scale_by_normuon",
-    "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop", "scale_by_running_square",
-    "scale_by_shape", "scale_by_sign", "scale_by_sm3", "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio",
-    "scale_by_yogi", "schedule_free", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd",
-    "sgdr_schedule", "signum", "skip_large_updates", "sm3", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decayed_weights",
+    "scale_by_dion", "scale_by_factored_rms", "scale_by_galore", "scale_by_kron", "scale_by_lars", "scale_by_learning_rate",
+    "scale_by_lion", "scale_by_nadam", "scale_by_normuon", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms",
+    "scale_by_rprop", "scale_by_running_square", "scale_by_shampoo", "scale_by_shape", "scale_by_sign", "scale_by_sm3", "scale_by_soap",
+    "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw",
+    "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "sm3",
+    "soap", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights",
     "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule",
     "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
     "yogi", "zero_nans",

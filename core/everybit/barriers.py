@@ -92,6 +92,11 @@ def log(x: Tensor) -> Tensor:
     return _log(x) if torch.compiler.is_compiling() else x.log()
 
 
+def exp(x: Tensor) -> Tensor:
+    """The exponential function, element by element."""
+    return _exp(x) if torch.compiler.is_compiling() else x.exp()
+
+
 def atan(x: Tensor) -> Tensor:
     """The arctangent, element by element."""
     return _atan(x) if torch.compiler.is_compiling() else x.atan()
@@ -142,6 +147,11 @@ def _log(x: Tensor) -> Tensor:
     return x.log()
 
 
+@torch.library.custom_op("everybit::exp", mutates_args=())
+def _exp(x: Tensor) -> Tensor:
+    return x.exp()
+
+
 @torch.library.custom_op("everybit::atan", mutates_args=())
 def _atan(x: Tensor) -> Tensor:
     return x.atan()
@@ -171,5 +181,6 @@ _register(_sum, torch.ones_like, reduces=True)
 _register(_sum_of_squares, lambda x: 2 * x, reduces=True, dtype=torch.float64)
 _register(_sqrt, lambda x: 0.5 / x.sqrt())
 _register(_log, lambda x: 1 / x)
+_register(_exp, lambda x: x.exp())
 _register(_cos, lambda x: -x.sin())
 _register(_atan, lambda x: 1 / (1 + x * x))

@@ -18,6 +18,9 @@ from everybit.scalars import require_count, require_step
 P = TypeVar("P")
 T = TypeVar("T")
 
+ONCE = 1 << 62
+"""A period that only the first update begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Context:

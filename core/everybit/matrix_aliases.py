@@ -145,7 +145,7 @@ def muon(
         first = running_mean(momentum, nesterov=nesterov) if average else trace(momentum, nesterov=nesterov)
         return _decayed([first, *direction(seen)], learning_rate, weight_decay, decay_kind, max_learning_rate)
 
-    return _of_model(of, learning_rate, view, views, others, others_rate, labels)
+    return routed(of, learning_rate, view, views, others, others_rate, labels)
 
 
 def normuon(
@@ -224,7 +224,7 @@ def normuon(
         ]
         return _decayed(direction, learning_rate, weight_decay, decay_kind, max_learning_rate)
 
-    return _of_model(of, learning_rate, view, views, others, others_rate, labels)
+    return routed(of, learning_rate, view, views, others, others_rate, labels)
 
 
 def _decayed(
@@ -250,7 +250,7 @@ def _decayed(
     return chain(*direction, added, rate)
 
 
-def _of_model(
+def routed(
     of: Callable[[MatrixView | None], Chain],
     learning_rate: Hyperparameter,
     view: MatrixView | None,
@@ -259,7 +259,7 @@ def _of_model(
     others_rate: Hyperparameter | None,
     labels: Callable[[str, Tensor], str] | None,
 ) -> Chain | Partition:
-    """An optimizer of matrices, seen in their views, beside another one."""
+    """One optimizer of matrices as ``of(view)``, with views of their own for some, and of the other parameters; see :func:`muon`."""
     if others is None and others_rate is not None:
         raise ValueError(f"others_rate: got {others_rate!r} with others=None; accepted with it is None.")
     if others_rate is not None:

@@ -17,6 +17,9 @@ PARTS = {
     "averaged_descent", "scale_by_learning_rate", "scale_by_rprop", "scale_by_torch_adafactor", "schedule_free",
 }  # fmt: skip
 """Public transforms that begin with a learning rate and are parts of optimizers."""
+MATRICES = {"dion"}
+"""Optimizers of matrices alone, which have to be told what steps the other parameters of a model."""
+
 POLICIES = ("FP32", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16")
 
 
@@ -28,7 +31,7 @@ def begins_with_a_learning_rate(name: str) -> bool:
 
 
 def test_every_public_optimizer_is_in_the_list() -> None:
-    found = {name for name in eb.__all__ if begins_with_a_learning_rate(name)} - PARTS
+    found = {name for name in eb.__all__ if begins_with_a_learning_rate(name)} - PARTS - MATRICES
     assert found == set(eb.optimizers()), "a new optimizer needs a line in core/everybit/named_optimizers.py"
     assert get_args(OptimizerName) == tuple(eb.optimizers()), "OptimizerName has the names of the list, in its order"
     for name, one in eb.optimizers().items():

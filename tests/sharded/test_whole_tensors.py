@@ -33,6 +33,8 @@ TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     "masked": lambda lr: eb.chain(eb.masked(eb.centralize(), lambda path, p: p.ndim > 1), eb.sgd(lr, momentum=0.9)),
     "muon": lambda lr: eb.muon(lr, views={r"layers\.1\.weight": eb.batched()}, others=eb.adamw),
     "normuon": lambda lr: eb.normuon(lr, views={r"layers\.1\.weight": eb.batched()}, before="rows", others_rate=0.5),
+    "soap": lambda lr: eb.soap(lr, period=2),
+    "kron": lambda lr: eb.kron(lr, period=2),
 }
 STEPS = 3
 
@@ -150,7 +152,7 @@ def loaded(place: str, strategy: Strategy, name: str) -> tuple[Weights, Weights]
     return before, alike(model, stepper)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("name", ["adafactor", "muon", "soap"])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_another_strategy(name: str, tmp_path: Path) -> None:
     (before, after), *_ = run(2, saved, str(tmp_path), "optim_grads_params", name)
     for size, strategy in ((1, "optim"), (3, "optim_grads_params")):

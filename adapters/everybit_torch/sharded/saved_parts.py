@@ -93,8 +93,9 @@ def state_parts(stepper: FlatStepper, *, whole: bool = True) -> Flat:
                 if entry.role == "shared":
                     found[key] = value
                 elif entry.cut == "tensor":
-                    # Of a whole tensor, which is here: its factors have shapes of their own.
-                    found[key] = ShardTensor(value.reshape(-1), value.shape, 0)
+                    # Of a whole tensor, which is here: its factors have shapes of their own. One without elements needs no file.
+                    if value.numel():
+                        found[key] = ShardTensor(value.reshape(-1), value.shape, 0)
                 else:
                     low, _ = entry.range(s.low, s.high)
                     block = 1 if entry.part is None else entry.part.block
@@ -126,7 +127,9 @@ def by_parameter(optimizer: ShardOptimizer, aside: Flat) -> dict[int, dict[str, 
     """This rank's elements of the entries of each parameter, by its id."""
     return {
         id(member.parameter): {
-            entry.name: elements(aside[f"optimizer.state.{member.name}.{entry.name}"]).view(value.shape)
+            entry.name: value
+            if entry.cut == "tensor" and not value.numel()
+            else elements(aside[f"optimizer.state.{member.name}.{entry.name}"]).view(value.shape)
             for entry, value in unit.entries(member)
         }
         for unit in optimizer.engine.units

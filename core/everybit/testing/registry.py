@@ -44,6 +44,7 @@ from everybit.more_aliases import (
     yogi,
 )
 from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
+from everybit.preconditioned_aliases import dion, galore, kron, shampoo, soap
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
@@ -210,6 +211,27 @@ _BUILDS: dict[str, Build] = {
         lr, arithmetic="float64", before="both", after="columns_then_rows", batching="together", others_rate=0.5
     ),
     "normuon": lambda lr: normuon(lr, arithmetic="float64", debias=True, side="longer", norm="exact"),
+    "soap": lambda lr: soap(lr, period=2, sides="smaller", weight_decay=0.1),
+    "soap corrected": lambda lr: soap(
+        lr, b1=0.8, period=2, max_dimension=5, correction="kl", normalize=True, weight_decay=1.0, decay_moved=False
+    ),
+    "shampoo": lambda lr: shampoo(lr, period=2, sides="smaller", weight_decay=0.1),
+    "shampoo of sums": lambda lr: shampoo(
+        lr,
+        b1=None,
+        b2=None,
+        eps=0.1,
+        damping="start",
+        period=2,
+        graft="none",
+        momentum=0.5,
+        nesterov=True,
+        max_dimension=5,
+    ),
+    "kron": lambda lr: kron(lr, period=2, max_dimension=5, weight_decay=0.1),
+    "kron of gradients": lambda lr: kron(lr, of_momentum=False, normalize=True, max_rms=None, vectors=True, merge=True),
+    "dion": lambda lr: dion(lr, rank_divisor=2, others=adamw),
+    "galore": lambda lr: galore(lr, rank=2, period=2, weight_decay=0.1),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
     "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
     "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),

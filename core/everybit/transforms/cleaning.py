@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.barriers import cos, log, materialize, sqrt
+from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
-from everybit.random_bits import Key, uniform
+from everybit.random_bits import Key
+from everybit.random_normal import normal
 from everybit.scalars import Hyperparameter, at, require, require_step
 from everybit.transform import Cut, Elementwise
 from everybit.transforms.stateless import Empty
@@ -114,11 +114,7 @@ class AddNoise(Elementwise):
         deviation = materialize(sqrt(materialize(variance)))
 
         def noisy(u: Tensor, radius: Key, angle: Key) -> Tensor:
-            # In the middle of its interval, so that no logarithm of zero is taken.
-            share = uniform(radius.bits(u)).double() + 2.0**-25
-            turn = uniform(angle.bits(u)).double() * (2 * math.pi)
-            normal = sqrt(materialize(log(materialize(share)) * -2)) * cos(materialize(turn))
-            return u + materialize((deviation * normal).to(u.dtype))
+            return u + materialize((deviation * normal(u, radius, angle)).to(u.dtype))
 
         return tree.elementwise(noisy, updates, ctx.keys("radius", updates), ctx.keys("angle", updates)), state
 

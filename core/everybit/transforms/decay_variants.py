@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
+from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require, require_count, require_step
 from everybit.transform import Elementwise
 from everybit.transforms.stateless import Empty
 
@@ -111,5 +111,48 @@ class AddCorrectedDecay(Elementwise):
         return tree.elementwise(decayed, updates, params), state
 
 
+@dataclass(frozen=True, slots=True)
+class SubtractDecayOfMoved(Elementwise):
+    r"""Decay weights after they have moved, :math:`p \leftarrow (1 - \eta\lambda)(p + u)`, as SOAP's authors do; after the learning rate.
+
+    Args:
+        weight_decay: :math:`\lambda`, at least zero.
+        learning_rate: :math:`\eta`, at least zero.
+        after: How many of the first updates decay nothing.
+
+    Raises:
+        ValueError: A hyperparameter out of range.
+    """
+
+    weight_decay: Hyperparameter = 1e-2
+    learning_rate: Hyperparameter = 1e-3
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        require("weight_decay", self.weight_decay, 0.0)
+        require("learning_rate", self.learning_rate, 0.0)
+        require_count("after", self.after, "a whole number of updates", 0)
+
+    def init(self, params: P) -> Empty:
+        """Return the empty state of a transform without memory."""
+        return Empty()
+
+    def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
+        """``updates - learning_rate * weight_decay * (params + updates)``."""
+        weight_decay = at(self.weight_decay, ctx.step, name="weight_decay")
+        if is_zero(weight_decay):
+            return updates, state
+        rate = at(self.learning_rate, ctx.step, name="learning_rate") * weight_decay
+        pauses = torch.as_tensor(rate) == 0
+        if self.after:
+            pauses = pauses | (require_step(ctx.step, "subtract_decay_of_moved") <= self.after)
+
+        def decayed(u: Tensor, p: Tensor) -> Tensor:
+            return torch.where(pauses.to(u.device), u, u - rate * (p + u))
+
+        return tree.elementwise(decayed, updates, params), state
+
+
 add_cautious_decay = AddCautiousDecay
 add_corrected_decay = AddCorrectedDecay
+subtract_decay_of_moved = SubtractDecayOfMoved

@@ -33,7 +33,9 @@ Decay = Literal["decoupled", "coupled", "independent", "cautious"]
 Others = Callable[[Hyperparameter], Transform[Any]] | None
 """What steps parameters that are no hidden matrices, from a learning rate; None: there are none."""
 
-NOT_HIDDEN = r"(^|[._])(embs?|\w*embed\w*|wte|wpe|head|classifier)([._]|$)|(^|\.)(shared|output|score)(\.weight)?$"
+NOT_HIDDEN = (
+    r"(^|[._])(embs?|\w*embed\w*|wte|wpe|head|logits|classifier)([._]|$)|(^|\.)(shared|output|score)(\.weight)?$"
+)
 """Names of the first and last layers, whose matrices are not orthogonalized: a table of vectors is no linear map between hidden states."""
 
 

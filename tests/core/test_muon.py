@@ -447,6 +447,8 @@ def test_labels_of_a_model() -> None:
         ("score.weight", "others"),
         ("head.weight", "others"),
         ("classifier.0.weight", "others"),
+        ("logits.weight", "others"),
+        ("to_logits.1.weight", "others"),
     ],
 )
 def test_first_and_last_layers_by_name(name: str, label: str) -> None:

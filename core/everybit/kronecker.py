@@ -91,6 +91,25 @@ class Kronecker:
         prefixes = [""] if len(shapes) == 1 else [f"block{index}_" for index in range(len(shapes))]
         return tuple(self._block(one, len(one) - 2, prefix) for one, prefix in zip(shapes, prefixes, strict=True))
 
+    def step_cost(self, shape: Sequence[int], *, products: float, cubes: float) -> float:
+        """Return the multiply-adds of a step on a parameter of this shape, for :mod:`everybit.atoms`.
+
+        Args:
+            shape: Of the parameter.
+            products: Products of the parameter with each of its matrices, on average in a step.
+            cubes: Multiply-adds for each matrix of n rows beside that, over ``n**3``, on average in a step.
+
+        Raises:
+            ValueError: The view does not fit the shape.
+        """
+        total = 0.0
+        for block in self.blocks(shape):
+            numel, batch = math.prod(block.shape), math.prod(block.shape[: block.batch])
+            for dim, _ in block.dimensions:
+                rows = block.shape[block.batch + dim]
+                total += products * rows * numel + cubes * batch * rows**3
+        return total
+
     def split(self, x: Tensor) -> list[Tensor]:
         """A parameter, or what has its shape, as the tensors of :meth:`blocks`."""
         if self.view is None or x.ndim < 2 or not x.numel():

@@ -323,3 +323,15 @@ def test_the_torch_optimizer_refreshes_bases_every_few_steps(compiled: bool) -> 
         weight.grad = g.clone()
         optimizer.step()
     assert torch.equal(weight, steps(eb.soap(0.1, period=3), params, grads)[0])
+
+
+def test_a_step_costs_what_products_with_the_factors_cost() -> None:
+    """By hand: 4 products of an 8 x 3 matrix with 8 x 8 and 3 x 3, and 3/10 of the cubes; a batch of two has two of each."""
+    one = 4 * 24 * (8 + 3) + 0.3 * (512 + 27)
+    assert eb.scale_by_soap(period=10).step_cost((8, 3)) == pytest.approx(one, rel=1e-15)
+    seen = eb.scale_by_soap(period=10, where=eb.Kronecker(eb.batched()))
+    assert seen.step_cost((2, 8, 3)) == pytest.approx(2 * one, rel=1e-15)
+    assert eb.scale_by_soap(period=10, where=eb.Kronecker(max_dimension=5)).step_cost((8, 3)) == pytest.approx(
+        4 * 24 * 3 + 0.3 * 27, rel=1e-15
+    )
+    assert eb.scale_by_soap().step_cost((8,)) == 0.0

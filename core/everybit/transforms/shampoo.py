@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
@@ -131,6 +132,10 @@ class ScaleByShampoo:
     def periods(self) -> tuple[int, ...]:
         """The period of the roots."""
         return (self.period,)
+
+    def step_cost(self, shape: Sequence[int]) -> float:
+        """Return the multiply-adds of a step: the product of gradients, that with the roots, and an eigendecomposition a refresh."""
+        return self.where.step_cost(shape, products=2.0, cubes=10.0 / self.period)
 
     def init(self, params: P) -> ShampooState[P]:
         """Return means and sums of zero, or the matrices of ``damping="start"``, and the identity for all roots."""

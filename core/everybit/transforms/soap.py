@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
@@ -116,6 +117,10 @@ class ScaleBySoap:
     def periods(self) -> tuple[int, ...]:
         """The period of the bases, and one for the decomposition at the first update."""
         return (self.period, ONCE)
+
+    def step_cost(self, shape: Sequence[int]) -> float:
+        """Return the multiply-adds of a step: to and from the basis, the products of gradients, and a product and QR a refresh."""
+        return self.where.step_cost(shape, products=4.0, cubes=3.0 / self.period)
 
     def init(self, params: P) -> SoapState[P]:
         """Return means of zero, and the identity for all bases."""

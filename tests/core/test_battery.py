@@ -129,6 +129,9 @@ INLINED = {
     "FLOOR_BF16": torch.bfloat16,
     "PURE_BF16": torch.float16,
     "ANYPRECISION": torch.bfloat16,
+    "LEAN_8BIT": torch.bfloat16,
+    "FLOOR_8BIT": torch.float16,
+    "LEAN_4BIT": torch.bfloat16,
 }
 
 

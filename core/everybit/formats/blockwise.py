@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from everybit.barriers import materialize
 from everybit.dtypes import ComputeDType, require_member
 from everybit.formats import block_maps
 from everybit.formats.block_maps import MAP_NAMES, Bits, MapName
@@ -207,7 +208,10 @@ def _rows(x: Tensor, block: int) -> Tensor:
 def _spread(scale: Tensor, block: int, shape: torch.Size) -> Tensor:
     """For each element the number of its block."""
     found = scale[:, None].expand(-1, block).reshape(-1)
-    return (found if shape.numel() % block == 0 else found[: shape.numel()]).view(shape)
+    if shape.numel() % block:
+        # Inductor (torch 2.13, CPU) leaves out the elements after the last whole block where it divides indices by the block's length.
+        found = materialize(found)[: shape.numel()]
+    return found.view(shape)
 
 
 def _packed(codes: Tensor) -> Tensor:

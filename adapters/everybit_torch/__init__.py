@@ -22,6 +22,12 @@ from everybit_torch.gradient_release import GradientRelease, enable_gradient_rel
 from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, NAdam, RAdam, Rprop
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.outer import OuterOptimizer
+from everybit_torch.quantized_state_dicts import (
+    bitsandbytes_state_dict,
+    load_bitsandbytes_state_dict,
+    load_torchao_state_dict,
+    torchao_state_dict,
+)
 from everybit_torch.routing import routing
 from everybit_torch.sharpness import sam_weights
 from everybit_torch.torch_internals.device_options import EXACT_OPTIONS
@@ -111,6 +117,7 @@ __all__ = [
     "StepReport",
     "TorchOptimizer",
     "audit_checkpoint",
+    "bitsandbytes_state_dict",
     "create",
     "enable_gradient_release",
     "evaluation_weights",
@@ -119,16 +126,19 @@ __all__ = [
     "import_weights",
     "latest_checkpoint",
     "load_audit",
+    "load_bitsandbytes_state_dict",
     "load_checkpoint",
     "load_safetensors",
     "load_sharded",
     "load_sharded_into",
+    "load_torchao_state_dict",
     "plan",
     "routing",
     "sam_weights",
     "save_checkpoint",
     "save_safetensors",
     "save_sharded",
+    "torchao_state_dict",
     "unfreeze",
     "weight_decay_groups",
 ]

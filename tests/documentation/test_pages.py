@@ -44,6 +44,18 @@ def check_muon(names: dict[str, Any], printed: str, folder: Path) -> None:
     assert names["last"] < names["first"] - 1
 
 
+def check_eight_bits(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """The model learns in the bytes that the page says, what is printed is on it, and state of the same format is copied."""
+    (listed,) = re.findall(
+        r"```text\n(.*?)```", (ROOT / "docs/how-to/train_with_8_bit_state.md").read_text(), re.DOTALL
+    )
+    assert listed in printed
+    assert names["last"] < names["first"] - 1
+    assert names["per_parameter"] == pytest.approx(7.03, abs=0.02)
+    assert all(loss.error == 0 for loss in names["exact"].values())
+    assert all(0 < loss.relative < 0.1 for loss in names["lost"].values())
+
+
 def check_checkpoints(names: dict[str, Any], printed: str, folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"run.pt", "model.safetensors", "checkpoints"}
 
@@ -256,6 +268,7 @@ PAGES = {
     "docs/configuration.md": Page(check=check_configuration),
     "docs/how-to/log_metrics.md": Page(setup={1: LOGGERS}, check=check_logged),
     "docs/how-to/train_with_muon.md": Page(check=check_muon),
+    "docs/how-to/train_with_8_bit_state.md": Page(check=check_eight_bits),
     "docs/how-to/weight_decay.md": Page(check=check_groups),
     "docs/how-to/change_policy.md": Page(check=check_policies_in_turn),
     "README.md": Page(check=check_readme),

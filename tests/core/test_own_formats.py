@@ -133,7 +133,8 @@ class Unhashable(Int8Residual):
         (
             lambda: loose.Policy(momentum=Int8Residual()),
             TypeError,
-            r"Policy.momentum: got Int8Residual\(block=32\); accepted are Nearest, Stochastic, Kahan, Split, and formats of your own,"
+            r"Policy.momentum: got Int8Residual\(block=32\); accepted are "
+            r"Nearest, Stochastic, Kahan, Split, Blockwise, and formats of your own,"
             r" which subclass everybit.StateFormat. It has no for_slot: it is for parameters only",
         ),
         (lambda: loose.Policy(params=Int8Blocks()), TypeError, r"Policy.params: .*no for_params: it is for slots"),

@@ -26,7 +26,7 @@ def storages(tree: object) -> dict[int, int]:
 def bytes_allocated(policy: eb.Policy, model: FloatDType) -> float:
     """Bytes per parameter of parameters, gradients and state after a real step."""
     opt = eb.with_policy(eb.adamw(1e-3), policy, unsafe="allow")
-    params = {name: torch.ones(shape, dtype=torch_dtype(model)) for name, shape in {"a": (13, 7), "b": (5,)}.items()}
+    params = {name: torch.ones(shape, dtype=torch_dtype(model)) for name, shape in {"a": (32, 16), "b": (256,)}.items()}
     main = torch_dtype(resolve(policy, model).grads_main)
     grads = eb.tree.map(lambda p: torch.ones_like(p, dtype=main), params)
     params, state = opt.step(params, grads, opt.init(params))
@@ -35,10 +35,12 @@ def bytes_allocated(policy: eb.Policy, model: FloatDType) -> float:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_documented_bytes_are_those_computed_and_those_allocated(name: str) -> None:
-    documented = re.search(rf"``{name}`` +\| +(\d+) ", str(eb.policies.__doc__))
+    documented = re.search(rf"``{name}`` +\| +([\d.]+) ", str(eb.policies.__doc__))
     assert documented is not None
     policy = PRESETS[name]
-    assert policy.bytes_per_param() == int(documented[1]) == bytes_allocated(policy, policy.model_dtype)
+    # Scales of blocks take a fraction of a byte.
+    assert policy.bytes_per_param() == bytes_allocated(policy, policy.model_dtype)
+    assert f"{policy.bytes_per_param():.3g}" == documented[1]
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ format, x, key = eb.Kahan().for_slot("signed", "float32"), torch.randn(4, 4), No
 PAGES = {
     "docs/index.md": Page(setup={1: MODEL}),
     "docs/torch.md": Page(setup={1: MODEL}),
-    "docs/policies.md": Page(setup={1: PURE, 5: "state = eb.with_metrics(eb.with_policy(tx, policy)).init(params)"}),
+    "docs/policies.md": Page(setup={1: PURE, 6: "state = eb.with_metrics(eb.with_policy(tx, policy)).init(params)"}),
     "docs/formats.md": Page(setup={1: FORMAT}),
     "docs/commands.md": Page(setup={1: MODEL + "optimizer = torch.optim.AdamW(model.parameters())"}),
     # Only parsed: what needs a CUDA device; programs of other libraries, which `make conformance` runs; in docs/sharded.md two steppers of

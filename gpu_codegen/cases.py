@@ -87,12 +87,17 @@ SHARDED: Sequence[tuple[str, str, eb.Policy | MixedPrecision, torch.dtype]] = (
 """Units of a sharded stepper that are compiled: main gradients of float32, sent in bfloat16; and main weights beside the model's."""
 
 
+def without_blocks() -> dict[str, Policy]:
+    """The presets that store one number for each element. The units of these programs are of any length, and no unit ends inside a block."""
+    return {name: policy for name, policy in PRESETS.items() if policy.block == 1}
+
+
 def cases() -> list[Case]:
     """All cases."""
     dtypes = {"FP64": torch.float64, "FP32": torch.float32}
     of_policies = [
         Case(name, policy_name, policy, factory, arguments, dtype, dtype)
-        for policy_name, policy in PRESETS.items()
+        for policy_name, policy in without_blocks().items()
         for dtype in [dtypes.get(policy_name, torch.bfloat16)]
         for name, (factory, arguments) in MAIN.items()
     ]

@@ -255,7 +255,7 @@ class Optimizer(Generic[S]):
             reads: From which slots, and whether from the weights (``"params"``), the answers are computed: what is not named is not
                 decoded, and zeros stand for it. None: from all.
         """
-        formats = resolve_tree(self.policy, params)
+        formats = self.formats(params)
         step = state.step + 1
         codec = Codec.of(params, formats, self.seed, step, _first(ctx))
         if reads is None or "params" in reads:

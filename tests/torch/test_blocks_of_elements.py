@@ -110,6 +110,19 @@ def test_blockwise_state_is_that_of_the_core_in_every_layout_saved_and_loaded(la
     assert same(stored(made), stored(again))
 
 
+@pytest.mark.parametrize("factory", [eb.stable_adamw, eb.lamb])
+def test_reductions_decode_second_moments_as_such(factory: Any) -> None:
+    """e5m3 and e4m3 are other numbers. In pieces of a block, whose sums are added in another order than the core's."""
+    made = TorchOptimizer(parameters(SHAPES), factory, lr=0.01, policy=BLOCKWISE)
+    whole = eb.with_policy(factory(0.01), BLOCKWISE)
+    params: list[Tensor] = [p.detach().clone() for p in parameters(SHAPES)]
+    state = whole.init(params)
+    for step in range(3):
+        train(made, range(step, step + 1))
+        params, state = whole.step(params, [gradient(p, n, step) for n, p in enumerate(params)], state)
+    assert same(made.param_groups[0]["params"], params)
+
+
 def test_a_number_that_is_not_finite_spoils_its_block_alone_and_is_reported_by_name(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 4)).to(torch.bfloat16)
     optimizer = AdamW(model.named_parameters(), lr=0.01, policy=BLOCKWISE)

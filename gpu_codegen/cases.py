@@ -88,7 +88,7 @@ SHARDED: Sequence[tuple[str, str, eb.Policy | MixedPrecision, torch.dtype]] = (
 
 
 def without_blocks() -> dict[str, Policy]:
-    """The presets that store one number for each element. The units of these programs are of any length, and no unit ends inside a block."""
+    """The presets that store one number for each element: the units here have any length, and no unit ends inside a block."""
     return {name: policy for name, policy in PRESETS.items() if policy.block == 1}
 
 

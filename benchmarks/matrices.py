@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
+from case_process import run_case
 from everybit.orthogonalization import Arithmetic, orthogonalized, triples
 from everybit_torch import TorchOptimizer
 from machine import describe
@@ -216,16 +216,8 @@ def in_a_process(case: Case, arguments: Arguments) -> Result:
     """One case in a process of its own, so that neither memory nor compiled code is another's."""
     result = Result(**asdict(case))
     settings = json.dumps(asdict(case) | {"seconds": 0.2 if arguments.quick else arguments.seconds})
-    command = [sys.executable, __file__, "--case", settings]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
-    except subprocess.TimeoutExpired:
-        result.failure = f"took more than {arguments.limit:g} s"
-        return result
-    if done.returncode != 0:
-        result.failure = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
-        return result
-    return Result(**json.loads(done.stdout.strip().splitlines()[-1]))
+    found, result.failure = run_case(__file__, [settings], arguments.limit)
+    return result if found is None else Result(**found)
 
 
 STEP_COLUMNS = [

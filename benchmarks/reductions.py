@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
+from case_process import run_case
 from everybit_torch import TorchOptimizer
 from machine import describe
 from memory import allocated_by
@@ -251,16 +251,8 @@ def in_a_process(case: Case, arguments: Arguments) -> Result:
     result = case.result
     seconds = 0.2 if arguments.quick else arguments.seconds
     settings = json.dumps(asdict(case) | {"threads": arguments.threads, "seconds": seconds})
-    command = [sys.executable, __file__, "--case", settings]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
-    except subprocess.TimeoutExpired:
-        result.failure = f"took more than {arguments.limit:g} s"
-        return result
-    if done.returncode != 0:
-        result.failure = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
-        return result
-    return Result(**json.loads(done.stdout.strip().splitlines()[-1]))
+    found, result.failure = run_case(__file__, [settings], arguments.limit)
+    return result if found is None else Result(**found)
 
 
 COLUMNS = [

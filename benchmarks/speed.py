@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from case_process import run_case
 from contestants import (
     BASELINE,
     BFLOAT16_WEIGHTS,
@@ -253,24 +253,9 @@ def in_a_process(model: str, contestant: Contestant, arguments: Arguments) -> Re
             contestant.name,
             failure=f"not run on {len(MODELS[model])} tensors: it compiles each by itself, for minutes",
         )
-    command = [
-        sys.executable,
-        __file__,
-        "--case",
-        model,
-        contestant.name,
-        str(arguments.threads),
-        str(arguments.seconds),
-        arguments.device,
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
-    except subprocess.TimeoutExpired:
-        return Result(model, contestant.name, failure=f"took more than {arguments.limit:g} s")
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Result(model, contestant.name, failure=last[:300])
-    return Result(**json.loads(done.stdout.strip().splitlines()[-1]))
+    case = [model, contestant.name, str(arguments.threads), str(arguments.seconds), arguments.device]
+    found, failure = run_case(__file__, case, arguments.limit)
+    return Result(model, contestant.name, failure=failure) if found is None else Result(**found)
 
 
 COLUMNS = ["ms", "ratio", "bytes/param", "ratio per byte", "error", "first step, s"]

@@ -8,8 +8,7 @@ nothing further.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 import everybit as eb
 from everybit.barriers import sum_of_squares
 from everybit.combinators.chain import Chain, NamedChain
-from everybit.context import ALONE
 from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import map_parts, needs_whole_tensors, transforms_in
@@ -177,29 +175,15 @@ def _leading(transform: Any) -> Any:
     return Chain((*parts[:-1], *map(_leading, parts[-1:])))
 
 
-@dataclass(frozen=True, slots=True)
-class _PassOn:
-    """Stands for a part of a transform on which no reduction depends."""
-
-    cut: ClassVar[eb.Cut] = "element"
-    reduces: ClassVar[bool] = False
-
-    def init(self, params: P) -> Any:
-        return eb.identity().init(params)
-
-    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:  # noqa: ARG002
-        return updates, state
-
-
 def up_to_reductions(transform: Any) -> Any:
-    """A transform of the same state, without what comes in its chains after the last reduction: to be run for its reductions alone."""
+    """A transform that is run on the same state for its reductions alone: what comes in its chains after the last is the identity."""
     if not isinstance(transform, (Chain, NamedChain)):
         return transform
     named = transform.transforms if isinstance(transform, NamedChain) else None
     parts = list(transform.transforms) if isinstance(transform, Chain) else list(transform.transforms.values())
     last = max((number for number, part in enumerate(parts) if part.reduces), default=-1)
     kept = [
-        part if number < last else up_to_reductions(part) if number == last else _PassOn()
+        part if number < last else up_to_reductions(part) if number == last else eb.identity()
         for number, part in enumerate(parts)
     ]
     return Chain(tuple(kept)) if named is None else NamedChain(dict(zip(named, kept, strict=True)))

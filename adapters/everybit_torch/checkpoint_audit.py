@@ -10,7 +10,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,9 @@ def audit_checkpoint(
     weights, saved = _contents(path, model_key, optimizer_key)
     names = _names(path, weights, saved)
     parameters = {number: nn.Parameter(weights[name].detach().clone()) for number, name in names.items()}
-    state = saved["state"]
-    if VERSION_KEY in saved:
-        # Formats of everybit may store codes in the place of numbers.
-        state = cast(TorchOptimizer, _optimizer(path, saved, parameters, optimizer, policy)).full_state_dict()["state"]
+    own = _optimizer(path, saved, parameters, optimizer, policy) if VERSION_KEY in saved else None
+    # Formats of everybit may store codes in the place of numbers.
+    state = own.full_state_dict()["state"] if isinstance(own, TorchOptimizer) else saved["state"]
     for number, parameter in parameters.items():
         mean = _momentum(state.get(number, {}))
         if mean is not None:
@@ -90,7 +89,7 @@ def audit_checkpoint(
             f"{path}: got a state of {', '.join(map(str, kept)) or 'nothing'}; accepted is a state with one of {', '.join(MOMENTUM)}, which"
             " stands for the next gradient."
         )
-    made = _optimizer(path, saved, parameters, optimizer, policy)
+    made = _optimizer(path, saved, parameters, optimizer, policy) if own is None else own
     step = 1 + max((_step(entries) for entries in saved["state"].values()), default=0)
     return audit_step({id(p): names[number] for number, p in parameters.items()}, made, step)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.entries import STEP, WEIGHTS
+from everybit.formats.blockwise import spread, unpacked
 from everybit_torch import loading
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.full_precision import RoundingLoss, decoded, rounding_loss
@@ -58,11 +59,9 @@ class Quantized:
 
     def decoded(self) -> Tensor:
         """The numbers, in float32 and of the parameter's shape."""
-        codes = self.codes.reshape(-1)
-        if self.bits == 4:
-            codes = torch.stack([codes >> 4, codes & 0xF], 1).view(-1)
-        scale = self.scale.repeat_interleave(self.block)
-        return (self.qmap[codes.int()] * scale[: codes.numel()])[: self.shape.numel()].view(self.shape)
+        flat = self.codes.reshape(-1)
+        codes = unpacked(flat, self.shape) if self.bits == 4 else flat.int().view(self.shape)
+        return self.qmap[codes] * spread(self.scale.reshape(-1), self.block, self.shape)
 
 
 @outside_inference

@@ -147,7 +147,7 @@ def muon(
         first = running_mean(momentum, nesterov=nesterov) if average else trace(momentum, nesterov=nesterov)
         return _decayed([first, *direction(seen)], learning_rate, weight_decay, decay_kind, max_learning_rate)
 
-    return routed(of, learning_rate, view, views, others, others_rate, labels)
+    return routed(of, learning_rate, view, views, others, labels, others_rate)
 
 
 def normuon(
@@ -226,7 +226,7 @@ def normuon(
         ]
         return _decayed(direction, learning_rate, weight_decay, decay_kind, max_learning_rate)
 
-    return routed(of, learning_rate, view, views, others, others_rate, labels)
+    return routed(of, learning_rate, view, views, others, labels, others_rate)
 
 
 def _decayed(
@@ -258,8 +258,8 @@ def routed(
     view: MatrixView | None,
     views: Mapping[str, MatrixView] | None,
     others: Others,
-    others_rate: Hyperparameter | None,
     labels: Callable[[str, Tensor], str] | None,
+    others_rate: Hyperparameter | None = None,
 ) -> Chain | Partition:
     """One optimizer of matrices as ``of(view)``, with views of their own for some, and of the other parameters; see :func:`muon`."""
     if others is None and others_rate is not None:

@@ -89,7 +89,7 @@ def soap(
             return chain(direction, rate, subtract_decay_of_moved(weight_decay, learning_rate, after=1))
         return chain(direction, add_decayed_weights(weight_decay), rate)
 
-    return routed(of, learning_rate, view, views, others, None, labels)
+    return routed(of, learning_rate, view, views, others, labels)
 
 
 def shampoo(
@@ -163,7 +163,7 @@ def shampoo(
         after = [] if momentum is None else [trace(momentum, nesterov=nesterov)]
         return chain(direction, *after, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
-    return routed(of, learning_rate, view, views, others, None, labels)
+    return routed(of, learning_rate, view, views, others, labels)
 
 
 def kron(
@@ -218,7 +218,7 @@ def kron(
         direction = scale_by_kron(b1, preconditioner_rate, period, start, of_momentum, normalize, max_rms, where)
         return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
-    return routed(of, learning_rate, view, views, others, None, labels)
+    return routed(of, learning_rate, view, views, others, labels)
 
 
 def dion(
@@ -258,7 +258,7 @@ def dion(
         direction = scale_by_dion(decay, rank_divisor, eps, scale, seen)
         return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
 
-    return routed(of, learning_rate, view, views, others, None, labels)
+    return routed(of, learning_rate, view, views, others, labels)
 
 
 def galore(
@@ -301,4 +301,4 @@ def galore(
         decay = subtract_decay_of_moved(weight_decay, learning_rate)
         return chain(direction, scale_by_learning_rate(learning_rate), decay)
 
-    return routed(of, learning_rate, view, views, others, None, labels)
+    return routed(of, learning_rate, view, views, others, labels)

@@ -17,6 +17,7 @@ import everybit as eb
 from everybit.orthogonalization import PUBLISHED, CoefficientName, Normalization, orthogonalized, triples
 from everybit.transforms.matrix_wise import SCALES
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
+from tests.support.matrix_model import small
 
 UNTYPED: Any = eb.muon
 QUINTIC = PUBLISHED["quintic"][0]
@@ -394,25 +395,6 @@ def stepped(tx: Any, x: Tensor) -> tuple[Tensor, Any]:
 
 
 # -- with another optimizer for the rest --------------------------------------------------------------------------------------
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.qkv = nn.Linear(6, 18)
-        self.ensemble = nn.Linear(18, 6, bias=False)
-        self.norm = nn.LayerNorm(6)
-        self.lm_head = nn.Linear(6, 7, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.lm_head(self.norm(self.ensemble(self.qkv(self.embed(tokens)))))
-        return found
-
-
-def small() -> Small:
-    torch.manual_seed(0)
-    return Small()
 
 
 def test_labels_of_a_model() -> None:

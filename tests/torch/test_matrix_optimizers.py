@@ -17,25 +17,7 @@ from everybit_torch import FlatStepper, TorchOptimizer, create, plan, routing
 from everybit_torch.config import OptimizerConfig, algorithm
 from everybit_torch.config.trees import READER
 from tests.support.block_formats import Int8Blocks
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.qkv = nn.Linear(6, 18)
-        self.ensemble = nn.Linear(18, 6, bias=False)
-        self.norm = nn.LayerNorm(6)
-        self.lm_head = nn.Linear(6, 7, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.lm_head(self.norm(self.ensemble(self.qkv(self.embed(tokens)))))
-        return found
-
-
-def small() -> Small:
-    torch.manual_seed(0)
-    return Small()
+from tests.support.matrix_model import Small, small
 
 
 def backward(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +11,36 @@ from torch import nn
 from everybit.dtypes import FloatDType, torch_dtype
 
 
+def _add_attention(block: nn.Module, width: int, shared: int) -> None:
+    """The projections of attention with grouped queries; ``shared`` is the width of all keys."""
+    block.q_proj = nn.Linear(width, width, bias=False)
+    block.k_proj = nn.Linear(width, shared, bias=False)
+    block.v_proj = nn.Linear(width, shared, bias=False)
+    block.o_proj = nn.Linear(width, width, bias=False)
+
+
+def _decoder(
+    vocabulary: int, width: int, blocks: Iterable[nn.Module], dtype: FloatDType, *, tied: bool = False
+) -> nn.Module:
+    """A model on the meta device, where the blocks are made too as they are asked for."""
+    with torch.device("meta"):
+        model = nn.Module()
+        model.embed_tokens = nn.Embedding(vocabulary, width)
+        model.layers = nn.ModuleList(blocks)
+        model.norm = nn.RMSNorm(width)
+        model.lm_head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            model.lm_head.weight = model.embed_tokens.weight
+    return model.to(torch_dtype(dtype))
+
+
 class LlamaBlock(nn.Module):
     """The parameters of a decoder layer with grouped-query attention and a gated feed-forward network; it computes nothing."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        width, shared = shape.width, shape.width // shape.heads * shape.key_value_heads
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, shared, bias=False)
-        self.v_proj = nn.Linear(width, shared, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        width = shape.width
+        _add_attention(self, width, width // shape.heads * shape.key_value_heads)
         self.gate_proj = nn.Linear(width, shape.feed_forward, bias=False)
         self.up_proj = nn.Linear(width, shape.feed_forward, bias=False)
         self.down_proj = nn.Linear(shape.feed_forward, width, bias=False)
@@ -52,15 +72,8 @@ class LlamaShape:
 
     def build(self, dtype: FloatDType = "bfloat16") -> nn.Module:
         """The model's parameters on the meta device; its blocks are :class:`LlamaBlock`."""
-        with torch.device("meta"):
-            model = nn.Module()
-            model.embed_tokens = nn.Embedding(self.vocabulary, self.width)
-            model.layers = nn.ModuleList(LlamaBlock(self) for _ in range(self.layers))
-            model.norm = nn.RMSNorm(self.width)
-            model.lm_head = nn.Linear(self.width, self.vocabulary, bias=False)
-            if self.tied:
-                model.lm_head.weight = model.embed_tokens.weight
-        return model.to(torch_dtype(dtype))
+        blocks = (LlamaBlock(self) for _ in range(self.layers))
+        return _decoder(self.vocabulary, self.width, blocks, dtype, tied=self.tied)
 
 
 class MixtralBlock(nn.Module):
@@ -68,11 +81,8 @@ class MixtralBlock(nn.Module):
 
     def __init__(self, shape: MixtralShape) -> None:
         super().__init__()
-        width, shared = shape.width, shape.width // shape.heads * shape.key_value_heads
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, shared, bias=False)
-        self.v_proj = nn.Linear(width, shared, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        width = shape.width
+        _add_attention(self, width, width // shape.heads * shape.key_value_heads)
         self.gate = nn.Linear(width, shape.experts, bias=False)
         self.experts = nn.ModuleList(
             nn.ModuleDict(
@@ -112,13 +122,7 @@ class MixtralShape:
 
     def build(self, dtype: FloatDType = "bfloat16") -> nn.Module:
         """The model's parameters on the meta device; its blocks are :class:`MixtralBlock`."""
-        with torch.device("meta"):
-            model = nn.Module()
-            model.embed_tokens = nn.Embedding(self.vocabulary, self.width)
-            model.layers = nn.ModuleList(MixtralBlock(self) for _ in range(self.layers))
-            model.norm = nn.RMSNorm(self.width)
-            model.lm_head = nn.Linear(self.width, self.vocabulary, bias=False)
-        return model.to(torch_dtype(dtype))
+        return _decoder(self.vocabulary, self.width, (MixtralBlock(self) for _ in range(self.layers)), dtype)
 
 
 class Experts(nn.Module):
@@ -189,13 +193,8 @@ class DeepSeekShape:
 
     def build(self, dtype: FloatDType = "bfloat16") -> nn.Module:
         """The model's parameters on the meta device; its blocks are :class:`DeepSeekBlock`."""
-        with torch.device("meta"):
-            model = nn.Module()
-            model.embed_tokens = nn.Embedding(self.vocabulary, self.width)
-            model.layers = nn.ModuleList(DeepSeekBlock(self, dense=not number) for number in range(self.layers))
-            model.norm = nn.RMSNorm(self.width)
-            model.lm_head = nn.Linear(self.width, self.vocabulary, bias=False)
-        return model.to(torch_dtype(dtype))
+        blocks = (DeepSeekBlock(self, dense=not number) for number in range(self.layers))
+        return _decoder(self.vocabulary, self.width, blocks, dtype)
 
 
 BLOCKS: tuple[type[nn.Module], ...] = (LlamaBlock, MixtralBlock, DeepSeekBlock)

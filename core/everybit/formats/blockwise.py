@@ -112,7 +112,7 @@ class Blockwise(StateFormat):
             )
         exact = x.detach()
         scale, divisor = self._scales(_rows(exact, self.block))
-        index = self._rounded(exact, _spread(divisor, self.block, exact.shape), key)
+        index = self._rounded(exact, spread(divisor, self.block, exact.shape), key)
         if self._has_signs:
             index = torch.where(exact < 0, -index, index)
         if self.bits == 4:
@@ -122,13 +122,13 @@ class Blockwise(StateFormat):
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """The levels, times the scales of their blocks."""
         codes, scale = parts
-        index = _unpacked(codes, shape) if self.bits == 4 else codes.to(torch.int32)
+        index = unpacked(codes, shape) if self.bits == 4 else codes.to(torch.int32)
         if self._has_signs and self.bits == 4:
             index = index - self._greatest
         found = self._level(index.abs())
         if self._has_signs:
             found = torch.where(index < 0, -found, found)
-        return found * _spread(scale.float(), self.block, shape)
+        return found * spread(scale.float(), self.block, shape)
 
     def resolution(self, compute: ComputeDType) -> float:
         """0 for stochastic rounding; else half the greatest distance of two neighbouring levels, relative to the smaller one."""
@@ -205,7 +205,7 @@ def _rows(x: Tensor, block: int) -> Tensor:
     return flat.view(-1, block)
 
 
-def _spread(scale: Tensor, block: int, shape: torch.Size) -> Tensor:
+def spread(scale: Tensor, block: int, shape: torch.Size) -> Tensor:
     """For each element the number of its block."""
     found = scale[:, None].expand(-1, block).reshape(-1)
     if shape.numel() % block:
@@ -220,7 +220,8 @@ def _packed(codes: Tensor) -> Tensor:
     return (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)
 
 
-def _unpacked(packed: Tensor, shape: torch.Size) -> Tensor:
+def unpacked(packed: Tensor, shape: torch.Size) -> Tensor:
+    """The codes of 4 bits for elements of this shape: int32; the first of two in a byte is in its upper half."""
     wide = packed.to(torch.int32)
     codes = torch.stack([wide >> 4, wide & 0xF], 1).view(-1)
     return (codes if shape.numel() % 2 == 0 else codes[:-1]).view(shape)

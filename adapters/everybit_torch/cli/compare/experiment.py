@@ -48,9 +48,9 @@ def run(plan: Plan, corpus: Corpus, watcher: Watcher) -> tuple[list[Record], boo
     return finished, False
 
 
-def validation_steps(steps: int) -> frozenset[int]:
+def validation_steps(steps: int, validations: int = VALIDATIONS) -> frozenset[int]:
     """Return the steps, counted from 1, after which models are validated: evenly spread, the last one always."""
-    return frozenset(-(-steps * part // VALIDATIONS) for part in range(1, VALIDATIONS + 1))
+    return frozenset(-(-steps * part // validations) for part in range(1, validations + 1))
 
 
 def _run_seed(plan: Plan, corpus: Corpus, watcher: Watcher, seed: int) -> tuple[list[Record], bool]:
@@ -73,12 +73,14 @@ def train(
     device: torch.device,
     seed: int,
     watcher: Watcher,
+    *,
+    validations: int = VALIDATIONS,
 ) -> None:
     """Train models on the same batches, step by step, and validate them now and then."""
     batches = Batches(corpus.training, batch=options.batch, context=options.context, seed=seed)
     count = max(1, VALIDATION_BYTES // options.context)
     held_out = even_windows(corpus.held_out, count=count, context=options.context).to(device)
-    when = validation_steps(options.steps)
+    when = validation_steps(options.steps, validations)
     for step in range(1, options.steps + 1):
         windows = batches.next().to(device)
         for trainee in trainees:

@@ -36,6 +36,7 @@ class Trainee:
         device: Where the model lives.
         autocast: Compute in bfloat16 where ``torch.autocast`` does.
         optimizer: With all its hyperparameters; None: as the options say.
+        probed: Measure what every tenth step loses to rounding, and do not time those steps.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Trainee:
         device: torch.device,
         autocast: bool = False,
         optimizer: Chosen | None = None,
+        probed: bool = True,
     ) -> None:
         self.name = name
         self.policy = policy
@@ -69,6 +71,7 @@ class Trainee:
             self.optimizer, lambda step: learning_rate_share(step, options.steps)
         )
         self._steps = options.steps
+        self._probed = probed
         self._clip = options.clip
         self._losses: list[float] = []
         self._validation: list[Point] = []
@@ -86,7 +89,7 @@ class Trainee:
         if self._clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         step = len(self._losses) + 1
-        probed = step % PROBE_EVERY == 0 or step == self._steps
+        probed = self._probed and (step % PROBE_EVERY == 0 or step == self._steps)
         self.optimizer.metrics_enabled = probed
         seconds = timed(self.optimizer.step, windows.device)
         self._schedule.step()

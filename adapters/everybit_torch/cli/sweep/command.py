@@ -22,6 +22,7 @@ from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import machine, versions
 from everybit_torch.cli.optimizers import show_routing
 from everybit_torch.cli.output import Results, Sheet, show
+from everybit_torch.cli.sweep.finals import Final, run_finals, target_of
 from everybit_torch.cli.sweep.options import SweepOptions, SweepPlan, checked
 from everybit_torch.cli.sweep.pictures import draw
 from everybit_torch.cli.sweep.running import Best, Run, best_of_each, sweep
@@ -57,14 +58,22 @@ def run_sweep(options: SweepOptions, console: Console, command: str) -> Results:
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
     with threads(options.threads), Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("training", total=len(plan.optimizers) * len(options.factors))
+        swept: list[str] = []
 
-        def tell(run: Run) -> None:
-            progress.advance(task)
+        def tell(run: Run, left: int) -> None:
+            swept.append(run.optimizer)
+            others = len(plan.optimizers) - len(set(swept))
+            progress.update(task, completed=len(swept), total=len(swept) + left + others * len(options.factors))
             console.print(f"{run.optimizer} at {run.learning_rate:g}: {_loss(run.loss)}", highlight=False)
 
         runs, interrupted = sweep(plan, corpus, tell)
+        best = best_of_each(runs)
+        finals: list[Final] = []
+        if options.final_seeds and not interrupted:
+            seeds = progress.add_task("seeds", total=options.final_seeds)
+            finals, interrupted = run_finals(plan, corpus, best, lambda: progress.advance(seeds))
         where = machine(plan.device)
-    best = best_of_each(runs)
+    target = target_of(plan, finals) if finals else None
     results = {
         "format": FORMAT, "command": command, "started": started.isoformat(timespec="seconds"),
         "seconds": time.perf_counter() - clock, "interrupted": interrupted, "versions": versions(), "machine": where,
@@ -74,16 +83,24 @@ def run_sweep(options: SweepOptions, console: Console, command: str) -> Results:
         "corpus": {"root": corpus.root, "sha256": corpus.digest},
         "best": [_described(one) for one in best],
         "runs": [{**asdict(run), "loss": run.loss, "spread": run.spread} for run in runs],
+        "target": target, "finals": [_final(final, target) for final in finals],
     }  # fmt: skip
     console.print()
     show(_sheet(plan, best), console)
     if any(one.at_edge for one in best):
-        console.print("* at the edge of the sweep: a learning rate outside of it may be better (--factors).")
+        console.print("* at the edge of the sweep: a learning rate outside of it may be better (--factors, --extend).")
+    if target is not None:
+        console.print()
+        show(_finals_sheet(finals, target), console)
     if interrupted:
-        console.print("Interrupted: these are the optimizers that were done with all their learning rates.")
+        console.print(
+            "Interrupted: these are the optimizers that were done with all their learning rates, and the seeds that were."
+        )
     # Results of a run that went to its end are not replaced by less.
     name = "sweep-interrupted" if interrupted else "sweep"
-    keep_results(options.out, name, results, lambda picture: draw(picture, runs, best, title=title), console)
+    keep_results(
+        options.out, name, results, lambda picture: draw(picture, runs, best, finals, target, title=title), console
+    )
     return Results(results, INTERRUPTED if interrupted else 0)
 
 
@@ -99,11 +116,13 @@ def _sheet(plan: SweepPlan, best: Sequence[Best]) -> Sheet:
         if several
         else "One seed does not tell which differences are noise; --seeds 3 does."
     )
+    further = f", and up to {options.extend} further where the best was the last" if options.extend else ""
     caption = (
         f"Losses in nats per byte of held-out text after {options.steps} steps. Every optimizer had the factors"
-        f" {' '.join(f'{factor:g}' for factor in options.factors)} of its default learning rate, the same batches, and the same schedule,"
-        " also where it is meant to go without one; its other hyperparameters are its defaults or as named. State: bytes per parameter."
-        f" {spread} What a small model learns in a few hundred steps does not say which optimizer is best for a large model or a long run."
+        f" {' '.join(f'{factor:g}' for factor in options.factors)} of its default learning rate{further}, the same batches, and the same"
+        " schedule, also where it is meant to go without one; its other hyperparameters are its defaults or as named. State: bytes per"
+        f" parameter. {spread} What a small model learns in a few hundred steps does not say which optimizer is best for a large model or a"
+        " long run."
     )
     sheet = Sheet(("optimizer", "loss", "learning\nrate", "factor", "worst", "diverged", "state"), caption=caption)
     for one in best:
@@ -121,6 +140,37 @@ def _sheet(plan: SweepPlan, best: Sequence[Best]) -> Sheet:
             )
         )
     return sheet
+
+
+def _finals_sheet(finals: Sequence[Final], target: float) -> Sheet:
+    seeds = len(finals[0].records)
+    caption = (
+        f"Each at its best learning rate, from {seeds} {'seed' if seeds == 1 else 'seeds'} that the sweep did not use, side by side: means,"
+        f" and ± the standard deviation over seeds. Steps and seconds are those to a loss of {target:.4f}; seconds are steps times the mean"
+        " time of a step, in which the optimizer's part stands in brackets. A dash: a seed did not get there."
+    )
+    sheet = Sheet(("optimizer", "loss", "steps", "seconds", "ms per step"), caption=caption)
+    for final in finals:
+        steps, seconds = final.steps_to(target), final.seconds_to(target)
+        sheet.rows.append(
+            (
+                final.optimizer,
+                _loss(final.loss) + ("" if final.spread is None else f" ±{final.spread:.4f}"),
+                "-" if steps is None else f"{steps:.0f}",
+                "-" if seconds is None else f"{seconds:.1f}",
+                f"{1e3 * final.step_seconds:.1f} ({1e3 * final.optimizer_seconds:.1f})",
+            )
+        )
+    return sheet
+
+
+def _final(final: Final, target: float | None) -> dict[str, Any]:
+    assert target is not None  # there are finals
+    return {
+        **asdict(final), "loss": final.loss, "spread": final.spread, "steps_to_target": final.steps_to(target),
+        "seconds_to_target": final.seconds_to(target), "step_seconds": final.step_seconds,
+        "optimizer_seconds": final.optimizer_seconds,
+    }  # fmt: skip
 
 
 def _described(one: Best) -> dict[str, Any]:

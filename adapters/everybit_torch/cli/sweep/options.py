@@ -36,6 +36,9 @@ class SweepOptions(Output):
     factors: tuple[float, ...] = DEFAULT_FACTORS
     """What each optimizer's default learning rate is multiplied by."""
 
+    extend: int = 0
+    """How many further factors an optimizer may have whose best learning rate is the least or the greatest: the row goes on there."""
+
     policy: str = "FP32"
     """The policy of all: a preset of everybit.policies, AMP, or a .toml, .json or .yaml file."""
 
@@ -47,6 +50,12 @@ class SweepOptions(Output):
 
     seeds: int = 1
     """The number of seeds to train from at each learning rate. The spread over seeds shows which differences say something."""
+
+    final_seeds: int = 0
+    """Then train every optimizer at its best learning rate from so many other seeds, side by side, and time it."""
+
+    target: float | None = None
+    """The loss to which steps and seconds are counted with --final-seeds; none: that of the first optimizer's worst seed."""
 
     device: str = "cpu"
     """Where to train: cpu, cuda or cuda:N."""
@@ -112,6 +121,18 @@ def checked(options: SweepOptions) -> SweepPlan:
     if not options.factors or not good or len(set(options.factors)) != len(options.factors):
         got = " ".join(f"{factor:g}" for factor in options.factors) or "none"
         raise OptionError("--factors", got, "different finite numbers above 0, at least one")
+    if len(options.factors) < 2 and options.extend:
+        raise OptionError("--extend", options.extend, "0 with a single factor: a row goes on from two or more")
+    for name, count in (("--extend", options.extend), ("--final-seeds", options.final_seeds)):
+        if count < 0:
+            raise OptionError(name, count, "a whole number, at least 0")
+    if options.target is not None:
+        if not options.final_seeds:
+            raise OptionError(
+                "--target", f"{options.target:g} without --final-seeds", "both: the runs from those seeds are counted"
+            )
+        if not (math.isfinite(options.target) and options.target > 0):
+            raise OptionError("--target", f"{options.target:g}", "a finite loss above 0, in nats per byte")
     training = CompareOptions(
         steps=options.steps, model=options.model, policies=(options.policy,), seeds=options.seeds, device=options.device,
         batch=options.batch, context=options.context, clip=options.clip, threads=options.threads,

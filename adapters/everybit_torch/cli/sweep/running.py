@@ -15,6 +15,7 @@ from everybit_torch.cli.compare.training import Trainee
 from everybit_torch.cli.policies import AUTOCAST
 from everybit_torch.cli.sweep.options import SweepPlan
 
+VALIDATIONS = 20
 WORST = 1.1 * math.log(BYTES)
 """A loss above this is called divergence: that of a model which thinks all bytes equally likely is ``log(256)``."""
 
@@ -65,7 +66,9 @@ class Best:
     at_edge: bool
 
 
-class _Silent:
+class Silent:
+    """Is told of steps, and shows nothing of them."""
+
     def trained(self, policy: str, loss: float) -> None:
         """Nothing is shown of single steps."""
 
@@ -73,13 +76,13 @@ class _Silent:
         """Nor of validations."""
 
 
-def sweep(plan: SweepPlan, corpus: Corpus, tell: Callable[[Run], None]) -> tuple[list[Run], bool]:
+def sweep(plan: SweepPlan, corpus: Corpus, tell: Callable[[Run, int], None]) -> tuple[list[Run], bool]:
     """Train every optimizer at every learning rate from every seed.
 
     Args:
         plan: What to train.
         corpus: The text.
-        tell: Told of each run that is done.
+        tell: Told of each run that is done, and of how many runs of this optimizer are known to follow.
 
     Returns:
         All runs; after Ctrl-C those of the optimizers that were done with all their learning rates, and True.
@@ -88,30 +91,64 @@ def sweep(plan: SweepPlan, corpus: Corpus, tell: Callable[[Run], None]) -> tuple
         KeyboardInterrupt: Before one of them was.
     """
     done: list[Run] = []
-    for name, chosen in plan.optimizers.items():
-        runs: list[Run] = []
+    for name in plan.optimizers:
         try:
-            for factor in plan.options.factors:
-                assert chosen.learning_rate is not None  # was checked
-                rate = factor * chosen.learning_rate
-                own = chosen.with_hyperparameters({"learning_rate": rate}, option="--factors")
-                records: list[Record] = []
-                for seed in range(plan.options.seeds):
-                    shown, policy = plan.policy
-                    trainee = Trainee(
-                        name, policy, size=plan.size, seed=seed, options=plan.training, device=plan.device,
-                        autocast=shown == AUTOCAST, optimizer=own,
-                    )  # fmt: skip
-                    train([trainee], corpus, plan.training, plan.device, seed, _Silent())
-                    records.append(trainee.record())
-                runs.append(Run(name, factor, rate, tuple(records)))
-                tell(runs[-1])
+            done += _sweep_one(plan, corpus, name, tell)
         except KeyboardInterrupt:
             if not done:
                 raise
             return done, True
-        done += runs
     return done, False
+
+
+def _sweep_one(plan: SweepPlan, corpus: Corpus, name: str, tell: Callable[[Run, int], None]) -> list[Run]:
+    factors = list(plan.options.factors)
+    runs: list[Run] = []
+    left = plan.options.extend
+    while len(runs) < len(factors):
+        factor = factors[len(runs)]
+        records = []
+        for seed in range(plan.options.seeds):
+            one = trainee(plan, name, factor, seed)
+            train([one], corpus, plan.training, plan.device, seed, Silent(), validations=VALIDATIONS)
+            records.append(one.record())
+        runs.append(Run(name, factor, learning_rate(plan, name, factor), tuple(records)))
+        if len(runs) == len(factors) and left:
+            factors += [further] if (further := next_factor(runs)) is not None else []
+            left -= 1
+        tell(runs[-1], len(factors) - len(runs))
+    return runs
+
+
+def trainee(plan: SweepPlan, name: str, factor: float, seed: int) -> Trainee:
+    """A model with an optimizer of the plan, at a factor of its default learning rate."""
+    shown, policy = plan.policy
+    rate = {"learning_rate": learning_rate(plan, name, factor)}
+    return Trainee(
+        name, policy, size=plan.size, seed=seed, options=plan.training, device=plan.device, autocast=shown == AUTOCAST,
+        optimizer=plan.optimizers[name].with_hyperparameters(rate, option="--factors"), probed=False,
+    )  # fmt: skip
+
+
+def learning_rate(plan: SweepPlan, name: str, factor: float) -> float:
+    """That of an optimizer of the plan, at a factor of its default."""
+    default = plan.optimizers[name].learning_rate
+    assert default is not None  # was checked
+    return factor * default
+
+
+def next_factor(runs: Sequence[Run]) -> float | None:
+    """The factor by which the row of one optimizer's factors goes on where its best learning rate is; None where that is not at an end.
+
+    It repeats the last ratio but one, so that 1, 3, 10 is followed by 30 and 100, and preceded by 0.3 and 0.1.
+    """
+    own = sorted(runs, key=lambda run: run.factor)
+    best = min(own, key=lambda run: run.loss)
+    if best not in (own[0], own[-1]) or not math.isfinite(best.loss):
+        return None
+    row = [run.factor for run in (own if best is own[-1] else own[::-1])]
+    ratio = row[-1] / row[-2] if len(row) == 2 else row[-2] / row[-3]
+    return float(f"{row[-1] * ratio:.6g}")
 
 
 def best_of_each(runs: Sequence[Run]) -> list[Best]:

@@ -120,32 +120,37 @@ def require_labels_used(
     tree: Tree,
     others: Sequence[tuple[Any, Tree]] = (),
 ) -> None:
-    """Refuse a partition of which a label that is not optional is no parameter's, as its ``init`` does.
+    """Refuse a partition of which a label that is not optional is no parameter's, and a mask that selects none, as their ``init`` does.
 
     Args:
-        transform: Whose partitions these are; those inside others are asked of some parameters only, and are let alone.
+        transform: Whose partitions and masks these are; those inside others are asked of some parameters only, and are let alone.
         decisions: What its masks and labels said of parameters.
         tree: All parameters, also those of which nothing was said.
         others: Other transforms of the same factory, with all their parameters.
 
     Raises:
-        ValueError: The message has the labels that nothing has.
+        ValueError: The message has the labels that nothing has, or the parameters of which none is selected.
     """
     found = [node for node in transforms_in(transform) if isinstance(node, (Masked, Partition))]
     inside = {id(one) for node in found for one in transforms_in(node) if one is not node}
     for number, node in enumerate(found):
-        if not isinstance(node, Partition) or id(node) in inside:
+        if id(node) in inside:
             continue
-        required = {*node.transforms} - node.optional
-        labels = [decision[number] for decision in decisions if len(decision) > number]
-        if not required <= {*labels}:
+        required = {*node.transforms} - node.optional if isinstance(node, Partition) else {True}
+        said = [decision[number] for decision in decisions if len(decision) > number]
+        if not required <= {*said}:
             for one, own in ((transform, tree), *others):
                 asked = choices(one)
                 if len(asked) > number:
-                    labels += ask(asked[number], own, list(own.values()), name="labels")
+                    said += ask(
+                        asked[number], own, list(own.values()), name="mask" if isinstance(node, Masked) else "labels"
+                    )
             trees = [tree, *(own for _, own in others)]
             names = [path for own in trees for path in eb.tree.paths(own)]
-            node.require_used(labels, names, [leaf for own in trees for leaf in own.values()])
+            if isinstance(node, Partition):
+                node.require_used(said, names, [leaf for own in trees for leaf in own.values()])
+            else:
+                node.require_used(said, names)
 
 
 def tree_of(values: Mapping[str, Any]) -> Tree:

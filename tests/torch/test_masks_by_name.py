@@ -233,6 +233,10 @@ def no_bool(path: str, parameter: Tensor) -> Any:
     [
         (lambda lr: eb.chain(eb.partition({"a": eb.trace(0.9)}, lambda path, p: "b")), r"labelled 'b', for which there is no transform"),
         (lambda lr: eb.chain(eb.masked(eb.trace(0.9), where=no_bool)), r"accepted are True and False"),
+        (
+            lambda lr: eb.chain(eb.masked(eb.trace(0.9), where=lambda path, p: "wieght" in path)),
+            r"^masked: the mask selects none of the 4 parameters, \['first\.weight'\], .*Drop the transform, or mend the mask\.$",
+        ),
         (lambda lr: eb.chain(eb.masked(eb.trace(0.9), {"first.weight": True})), r"not a prefix of the parameters' tree"),
     ],
 )  # fmt: skip
@@ -245,6 +249,28 @@ def test_what_does_not_fit_is_refused_before_anything_moves(factory: Any, messag
     with pytest.raises((ValueError, TypeError), match=message):
         optimizer.step()
     assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_a_mask_may_select_nothing_of_a_param_group_and_has_to_select_something() -> None:
+    model = Small()
+
+    def factory(lr: float) -> Any:
+        return eb.chain(eb.masked(eb.trace(0.9), where=is_weight), eb.scale_by_learning_rate(lr))
+
+    groups = [
+        {"params": [(name, p) for name, p in model.named_parameters() if ("weight" in name) == weights]}
+        for weights in (True, False)
+    ]
+    for one in (TorchOptimizer(groups, factory, lr=0.1), TorchOptimizer(groups[:1], factory, lr=0.1)):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        one.step()
+    with pytest.raises(ValueError, match=r"^masked: the mask selects none of the 2 parameters, \['first\.bias'\]"):
+        TorchOptimizer(groups[1:], factory, lr=0.1).step()
+    with pytest.raises(ValueError, match=r"^masked: the mask selects none of the 4 parameters"):
+        FlatStepper(
+            Small(), eb.chain(eb.masked(eb.trace(0.9), where=lambda path, p: False), eb.scale_by_learning_rate(0.1))
+        )
 
 
 def test_a_label_without_a_policy_is_refused_by_name() -> None:

@@ -71,12 +71,24 @@ class Masked(Wrapping):
             ValueError: The mask is a function, and selects no leaf, although there are some.
         """
         chosen = _mask(self.mask, params)
-        if chosen and not any(chosen) and callable(self.mask):
-            raise ValueError(
-                f"masked: the mask selects none of the {len(chosen)} parameters, {', '.join(tree.paths(params)[:5])}"
-                f"{' and others' if len(chosen) > 5 else ''}. Drop the transform, or mend the mask."
-            )
+        self.require_used(chosen, tree.paths(params))
         return MaskedState(self.transform.init(_select(params, chosen)))
+
+    def require_used(self, chosen: Collection[bool], names: Sequence[str]) -> None:
+        """Refuse a function that selects none of some parameters; a tree of bools may be False everywhere.
+
+        Args:
+            chosen: What it says of all parameters.
+            names: Of the parameters, for the message.
+
+        Raises:
+            ValueError: The message has the first parameters.
+        """
+        if names and not any(chosen) and callable(self.mask):
+            raise ValueError(
+                f"masked: the mask selects none of the {len(names)} parameters, {', '.join(names[:5])}"
+                f"{' and others' if len(names) > 5 else ''}. Drop the transform, or mend the mask."
+            )
 
     def update(self, updates: P, state: MaskedState, params: P, ctx: Context = ALONE) -> tuple[P, MaskedState]:
         """The inner update where selected, else what came in."""

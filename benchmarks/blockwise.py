@@ -14,12 +14,12 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from everybit_torch import AdamW
 from machine import describe
 from pages import insert, origin, table
 
+T = TypeVar("T")
 SPREADS = (1.0, 2.0)
 """Of the natural logarithms of magnitudes in a block; of their squares twice that."""
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -99,11 +100,19 @@ def trips(kind: eb.SlotKind) -> dict[tuple[str, str, int], Trip]:
     return found
 
 
+def watched(items: Sequence[T], what: str) -> Iterable[T]:
+    """The items, with a bar on standard error that says how far one is."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, description=what, console=Console(stderr=True))
+
+
 def round_trips() -> list[dict[str, Any]]:
     """Errors of numbers whose magnitudes are log-normal; of non-negative ones their squares."""
     found = []
     for kind in KINDS:
-        for (implementation, name, bits), trip in trips(kind).items():
+        for (implementation, name, bits), trip in watched(list(trips(kind).items()), f"round trips, {kind}"):
             row: dict[str, Any] = {"implementation": implementation, "map": name, "bits": bits, "kind": kind}
             for spread in SPREADS:
                 generator = torch.Generator().manual_seed(1)
@@ -187,7 +196,7 @@ def drift(steps: int) -> list[dict[str, Any]]:
     running |= {name: peer(name, weights(), 0.0) for name in PEERS}
     looked: dict[str, list[dict[str, float]]] = {name: [] for name in running}
     momentum, variance = torch.zeros(elements, dtype=torch.float64), torch.zeros(elements, dtype=torch.float64)
-    for step in range(1, steps + 1):
+    for step in watched(range(1, steps + 1), "drift"):
         gradient = torch.randn(elements, generator=generator) * sizes
         momentum.lerp_(gradient.double(), 1 - BETAS[0])
         variance.lerp_(gradient.double().square(), 1 - BETAS[1])
@@ -270,7 +279,7 @@ def times(seconds: float) -> list[dict[str, Any]]:
         for compiled in (True, False)
     }
     made |= {name: peer(name, parameter(), 1e-3) for name in PEERS}
-    for optimizer in made.values():
+    for optimizer in watched(list(made.values()), "first steps"):
         for _ in range(3):
             optimizer.step()
     samples: dict[str, list[float]] = {name: [] for name in made}

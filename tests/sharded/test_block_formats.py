@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import everybit as eb
-from everybit_torch import TorchOptimizer
+from everybit_torch import TorchOptimizer, nonfinite_state
 from everybit_torch.sharded import arguments, offload
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.layout import ParameterSpec, build
@@ -101,6 +101,18 @@ def each_strategy(folder: str) -> dict[Any, Any]:
     return found
 
 
+def spoiled(strategy: Strategy) -> list[tuple[str, str, int]]:
+    """What is told of an infinite gradient in the last parameter's last block, which has 5 elements."""
+    module = model()
+    stepper = FlatStepper(module, adamw(), policy=DRAWING, strategy=strategy)
+    assert nonfinite_state(stepper) == ()
+    with stepper.microbatch(last=True):
+        loss = module(0) + torch.where(module.values[5][4, 30] < 9, torch.inf, 0.0) * module.values[5][4, 30].float()
+        loss.backward()
+    stepper.step()
+    return [(one.name, one.entry, one.count) for one in nonfinite_state(stepper)]
+
+
 def refused() -> str:
     module = nn.Linear(8, 8)
     fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -150,6 +162,15 @@ def test_shards_give_the_wholes_bits_and_a_checkpoint_of_three_ranks_goes_on_on_
             module(step).backward()
             optimizer.step()
         assert same(list(module.values), later)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_number_that_is_not_finite_is_reported_by_name_on_every_rank(strategy: Strategy) -> None:
+    """Of 165 elements the last five are a block; a step moves weights by moments that are not stored yet."""
+    for found in run(2, spoiled, strategy):
+        assert found == [
+            ("values.5", "param", 1), ("values.5", "momentum.scale", 5), ("values.5", "variance.scale", 5),
+        ]  # fmt: skip
 
 
 def test_state_on_the_host_is_streamed_by_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import everybit as eb
 from everybit_torch import TorchOptimizer, nonfinite_state
@@ -113,19 +110,6 @@ def spoiled(strategy: Strategy) -> list[tuple[str, str, int]]:
     return [(one.name, one.entry, one.count) for one in nonfinite_state(stepper)]
 
 
-def refused() -> str:
-    module = nn.Linear(8, 8)
-    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = TorchOptimizer(module.parameters(), adamw, policy=eb.Policy(momentum=Int8Blocks()))
-    for p in module.parameters():
-        p.grad = torch.zeros_like(p)
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
 def resumed(folder: str) -> list[Tensor]:
     module = model()
     stepper = FlatStepper(module, adamw(), policy=BLOCKS, strategy="optim_grads_params")
@@ -180,12 +164,6 @@ def test_state_on_the_host_is_streamed_by_whole_blocks(monkeypatch: pytest.Monke
     stepper = FlatStepper(module, adamw(), policy=BLOCKS, strategy="optim", offload=True)
     stepped(stepper, module, range(3))
     assert same(weights(stepper, module), list(whole(BLOCKS, 3)[0].values))
-
-
-def test_parameters_that_fsdp2_cuts_inside_blocks_are_refused_by_name() -> None:
-    for message in run(2, refused):
-        assert "param group 0: the policy stores one number for 32 elements" in message
-        assert "Accepted for sharded parameters are formats without blocks" in message
 
 
 def test_no_share_ends_inside_a_block_and_only_parameters_with_blocks_are_padded() -> None:

@@ -83,7 +83,7 @@ def level(name: MapName, bits: Bits, kind: SlotKind, index: Tensor) -> Tensor:
         float32, of the same shape.
     """
     if is_table(name):
-        return index.new_tensor(table(bits, kind), dtype=torch.float32)[index.long()]
+        return look_up(index.new_tensor(table(bits, kind), dtype=torch.float32), index)
     top = greatest_index(name, bits, kind)
     if name == "float":
         _, fraction, offset, quantum, greatest = _FLOATS[bits, kind]
@@ -129,13 +129,25 @@ def index_near(name: MapName, bits: Bits, kind: SlotKind, x: Tensor) -> Tensor:
 def _search(levels: tuple[float, ...], x: Tensor) -> Tensor:
     """The index of the last level that is not above ``x``, at least 0, by halving."""
     known = x.new_tensor(levels)
-    found = torch.zeros_like(x, dtype=torch.int64)
+    found = torch.zeros_like(x, dtype=torch.int32)
     step = len(levels) >> 1
     while step:
         tried = found + step
-        found = torch.where(known[tried] <= x, tried, found)
+        found = torch.where(look_up(known, tried) <= x, tried, found)
         step >>= 1
-    return found.to(torch.int32)
+    return found
+
+
+def look_up(known: Tensor, index: Tensor) -> Tensor:
+    """The numbers of a vector at indices, in their shape."""
+    if torch.compiler.is_compiling():
+        return known[index.long()]
+    return known.index_select(0, index.reshape(-1)).view(index.shape)  # several times as fast as indexing
+
+
+def levels(name: MapName, bits: Bits, kind: SlotKind) -> tuple[float, ...]:
+    """The levels of all indices, rising."""
+    return _LEVELS[name, bits, kind]
 
 
 def table(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
@@ -167,4 +179,15 @@ def _decades(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
 # Made when the module is loaded: a compiler traces a look into a dict, and not this.
 _TABLES: Mapping[tuple[Bits, SlotKind], tuple[float, ...]] = MappingProxyType(
     {(bits, kind): _decades(bits, kind) for bits in get_args(Bits) for kind in SLOT_KINDS}
+)
+
+_LEVELS: Mapping[tuple[MapName, Bits, SlotKind], tuple[float, ...]] = MappingProxyType(
+    {
+        (name, bits, kind): tuple(
+            level(name, bits, kind, torch.arange(greatest_index(name, bits, kind) + 1, dtype=torch.int32)).tolist()
+        )
+        for name in MAP_NAMES
+        for bits in get_args(Bits)
+        for kind in SLOT_KINDS
+    }
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from everybit.barriers import materialize
 from everybit.dtypes import ComputeDType, require_member
 from everybit.formats import block_maps
-from everybit.formats.block_maps import MAP_NAMES, Bits, MapName
+from everybit.formats.block_maps import MAP_NAMES, Bits, MapName, look_up
 from everybit.formats.protocol import SPLITS_FLOAT32, Parts, PartSpec, Rounding, SlotKind, StateFormat
 from everybit.random_bits import Key, uniform
 
@@ -123,6 +123,12 @@ class Blockwise(StateFormat):
         """The levels, times the scales of their blocks."""
         codes, scale = parts
         index = unpacked(codes, shape) if self.bits == 4 else codes.to(torch.int32)
+        if not torch.compiler.is_compiling():
+            known = self._known(scale)
+            if self._has_signs:
+                known = torch.cat([-known[1:].flip(0), known])
+                index = index if self.bits == 4 else index + self._greatest
+            return _times(look_up(known, index), scale.float(), self.block)
         if self._has_signs and self.bits == 4:
             index = index - self._greatest
         found = self._level(index.abs())
@@ -148,6 +154,31 @@ class Blockwise(StateFormat):
 
     def _level(self, index: Tensor) -> Tensor:
         return block_maps.level(self.map, self.bits, self.kind, index)
+
+    def _known(self, like: Tensor) -> Tensor:
+        """The levels of all indices, rising: float32, beside a tensor."""
+        return like.new_tensor(block_maps.levels(self.map, self.bits, self.kind), dtype=torch.float32)
+
+    def _neighbours(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The last index whose level is not above a number, the one after it, and the levels of both; the first or last one twice.
+
+        Compiled, levels are arithmetic in the step's one loop, of all three indices at once; uncompiled, where each operation goes through
+        memory, the same levels are looked up, of the two that are needed.
+        """
+        near = block_maps.index_near(self.map, self.bits, self.kind, y).clamp(0, self._greatest)
+        if not torch.compiler.is_compiling():
+            known = self._known(y)
+            above_near = look_up(known, near) > y
+            low = (near - above_near.to(torch.int32)).clamp(min=0)
+            high = (near + ~above_near).clamp(max=self._greatest)
+            return low, high, look_up(known, low), look_up(known, high)
+        before, after = (near - 1).clamp(min=0), (near + 1).clamp(max=self._greatest)
+        here = self._level(near)
+        is_after = here > y
+        low, high = torch.where(is_after, before, near), torch.where(is_after, near, after)
+        below = torch.where(is_after, self._level(before), here)
+        above = torch.where(is_after, here, self._level(after))
+        return low, high, below, above
 
     def _scales(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The scales of blocks as they are stored, and what numbers are divided by: float32."""
@@ -176,13 +207,7 @@ class Blockwise(StateFormat):
         y = magnitude / unit
         # Of a block that is not finite every code is the same; a bfloat16 scale may be below the greatest float32.
         y = torch.where(y <= 1.0, y, 1.0)
-        near = block_maps.index_near(self.map, self.bits, self.kind, y).clamp(0, self._greatest)
-        before, after = (near - 1).clamp(min=0), (near + 1).clamp(max=self._greatest)
-        here = self._level(near)
-        is_after = here > y
-        low, high = torch.where(is_after, before, near), torch.where(is_after, near, after)
-        below = torch.where(is_after, self._level(before), here)
-        above = torch.where(is_after, here, self._level(after))
+        low, high, below, above = self._neighbours(y)
         if self.rounding == "nearest":
             left, right = y - below, above - y
             up = (right < left) | ((right == left) & ((low & 1) == 1))
@@ -194,6 +219,13 @@ class Blockwise(StateFormat):
         if self.kind == "non-negative" and block_maps.has_zero(self.map, self.bits, self.kind):
             index = torch.where(x > 0, index.clamp(min=1), index)
         return index
+
+
+def _times(x: Tensor, scale: Tensor, block: int) -> Tensor:
+    """Each element times the number of its block: as with :func:`spread`, which is one more tensor where nothing is compiled."""
+    if x.numel() % block:
+        return x * spread(scale, block, x.shape)
+    return (x.reshape(-1, block) * scale[:, None]).view(x.shape)
 
 
 def _rows(x: Tensor, block: int) -> Tensor:

@@ -232,7 +232,7 @@ def noise(name: Any, bits: Bits, steps: int = 1500) -> float:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("bits", BITS)
 def test_the_noise_of_a_slow_average_is_less_than_half_where_numbers_are_alike(bits: Bits) -> None:
-    """By random steps between levels that are a share s apart it is about the root of s / 2: here levels are a fourth to an eighth of s apart.
+    """By random steps between levels that are a share s apart it is about the root of s / 2. Here levels are a fourth to an eighth apart.
 
     0.228 and 0.068 in 8 bits, 0.69 and 0.28 in 4. Of 8192 elements the root of the mean square is known to a few percent.
     """

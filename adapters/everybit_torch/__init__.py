@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from everybit_torch.sharded.exact_reduce_scatter import ExactReduceScatter
     from everybit_torch.sharded.joint import JointStepper
     from everybit_torch.sharded.mixed_precision import MixedPrecision
+    from everybit_torch.sharded.nonfinite_state import NonFiniteState, nonfinite_state
     from everybit_torch.sharded.offload import Offload
     from everybit_torch.sharded.plan import Plan, plan
     from everybit_torch.sharded.reports import NonFinite, StepReport
@@ -63,12 +64,14 @@ _SHARDED = {
     "FromStateDict": "construction.sources",
     "MixedPrecision": "mixed_precision",
     "NonFinite": "reports",
+    "NonFiniteState": "nonfinite_state",
     "Offload": "offload",
     "Plan": "plan",
     "StepReport": "reports",
     "latest_checkpoint": "checkpoint",
     "load_sharded": "checkpoint",
     "load_sharded_into": "checkpoint",
+    "nonfinite_state": "nonfinite_state",
     "plan": "plan",
     "save_sharded": "checkpoint",
 }
@@ -107,6 +110,7 @@ __all__ = [
     "MixedPrecision",
     "NAdam",
     "NonFinite",
+    "NonFiniteState",
     "Offload",
     "OuterOptimizer",
     "Plan",
@@ -132,6 +136,7 @@ __all__ = [
     "load_sharded",
     "load_sharded_into",
     "load_torchao_state_dict",
+    "nonfinite_state",
     "plan",
     "routing",
     "sam_weights",

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
-from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part
+from everybit_torch.torch_internals.dtensors import local_part, offset_of_local_part, shape_of_local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,10 +34,14 @@ def local(x: Tensor) -> Tensor:
     return local_part(x) if is_dtensor(x) else x
 
 
-def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """``part``, with a number for each element of this rank's part of ``parameter``, as a tensor of the whole's shape, sharded as it is."""
+def like(parameter: Tensor, part: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """``part``, with a number for each element of this rank's part of ``parameter``, as a tensor of the whole's shape, sharded as it is.
+
+    With another ``shape``, of one dimension: with a number for each block of elements, as a tensor of this shape, sharded in the same way.
+    """
     if not is_dtensor(parameter):
         return part
+    shape = parameter.shape if shape is None else tuple(shape)
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -44,9 +49,14 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=torch.Size(shape),
+        stride=parameter.stride() if shape == parameter.shape else (1,),
     )
+
+
+def is_cut_evenly(x: Tensor) -> bool:
+    """Whether this rank's part of a DTensor has the shape that torch's rule gives it, as it has not if it was made otherwise."""
+    return not is_dtensor(x) or tuple(local(x).shape) == shape_of_local_part(x)
 
 
 def first_element(parameter: Tensor) -> int:

@@ -13,7 +13,7 @@ import everybit as eb
 from everybit.dtypes import torch_dtype
 from everybit.entries import WEIGHTS, former_names
 from everybit_torch.choosing import applied
-from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.dtensors import is_cut_evenly, is_dtensor, local
 from everybit_torch.engine import Engine
 from everybit_torch.groups import Optimizers
 from everybit_torch.memory import has_memory
@@ -94,8 +94,8 @@ def _kinds(unit: Unit, member: Member, *, full: bool) -> dict[str, Kind]:
     found = unit.entries(member)
     former = {new: old for old, new in former_names([entry for entry, _ in found]).items()}
     for entry, value in found:
-        whole = is_dtensor(member.parameter) and entry.cut == "element"
-        shape = tuple(member.parameter.shape if whole else value.shape)
+        whole = is_dtensor(member.parameter) and entry.cut not in ("copy", "tensor")
+        shape = entry.shape(member.parameter.shape, value.shape) if whole else tuple(value.shape)
         # Of several parts the first is the number, rounded; codes of it may be anything.
         positive = entry.field.split("#")[0] == "variance" and entry.leading
         if entry.role == "shared":
@@ -172,7 +172,9 @@ def require_tensor(
             " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes of a whole state dict."
         )
     elif is_dtensor(value) and (
-        value.placements != parameter.placements or local(value).shape != local(parameter).shape
+        value.placements != parameter.placements
+        or not is_cut_evenly(value)
+        or (value.shape == parameter.shape and local(value).shape != local(parameter).shape)
     ):
         raise ValueError(
             f"{where}: got a DTensor placed as {value.placements}; accepted is {parameter.placements}, as its parameter is."

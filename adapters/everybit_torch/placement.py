@@ -24,6 +24,7 @@ from everybit_torch.choosing import Decision, Tree, applied, decide, require_lab
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.gradients import UnitGradients
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
+from everybit_torch.sharded_blocks import require_whole_blocks
 from everybit_torch.units import Unit, can_be_flat
 
 
@@ -231,18 +232,15 @@ def _runs(
             " Accepted for sharded parameters are transforms whose parts all have the cut 'element'. A FlatStepper steps this one, too."
         )
     block = block_of(optimizer.policy)
-    if sharded and block > 1:
-        raise ValueError(
-            f"param group {number}: the policy stores one number for {block} elements, counted from a parameter's first, and FSDP2"
-            " cuts parameters anywhere. Accepted for sharded parameters are formats without blocks; FlatStepper shards at blocks."
-        )
     runs: list[tuple[list[Tensor], int, bool, Decision | None]] = []
     end = -1
     names = {id(p): f"param group {number}, parameter {index}" for index, p in enumerate(tree.values())}
     named = {id(p): name if isinstance(name, str) else names[id(p)] for name, p in tree.items()}
     decisions = decide(optimizer, tree, [parameter for parameter, _ in parameters])
     for (parameter, first), decision in zip(parameters, decisions, strict=True):
-        transform = applied(optimizer, decision).transform
+        own = applied(optimizer, decision)
+        require_whole_blocks(named[id(parameter)], parameter, own.policy)
+        transform = own.transform
         whole = needs_whole_tensors(transform)
         if whole and parameter.numel():
             matrices_of(transform, named[id(parameter)], parameter.shape)  # which refuses shapes that do not fit

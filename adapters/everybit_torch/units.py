@@ -255,12 +255,14 @@ class Unit:
         """
         found: dict[str, Tensor] = {}
         for entry, value in self.entries(member):
-            if is_dtensor(member.parameter) and entry.cut not in ("element", "copy"):
+            if is_dtensor(member.parameter) and entry.cut == "tensor":
                 raise ValueError(
                     f"{entry.name}: is cut by the rule {entry.cut!r}, and its parameter is sharded along its elements; accepted for sharded"
-                    " parameters is state with a number for each element."
+                    " parameters is state with a number for each element, or block of elements."
                 )
-            found[entry.name] = like(member.parameter, value) if entry.cut == "element" else value
+            is_cut = entry.cut not in ("copy", "tensor")
+            shape = entry.shape(member.parameter.shape, value.shape)
+            found[entry.name] = like(member.parameter, value, shape) if is_cut else value
         return found
 
     def shared_state(self) -> dict[str, Tensor]:

@@ -177,8 +177,8 @@ def _factors(value: dict[Any, Any], format: Format, where: Callable[[], str]) ->
             raise TypeError(f"{where()}[{factor!r}]: got {x!r}; accepted are tensors.")
     if format.parts()[0].block != 1:
         raise ValueError(
-            f"{where()}: factors of other shapes than the parameter's are stored by formats whose first part has the value's shape;"
-            f" got {format}."
+            f"{where()}: got {format} for factors of other shapes than the parameter's, whose first part has one number for"
+            f" {format.parts()[0].block} elements; accepted are formats whose first part has the value's shape, such as those of 8 bits."
         )
     return value
 

@@ -159,9 +159,14 @@ class Policy:
 
         What is kept of a parameter may be cut at multiples of it, counted from the parameter's first element.
         """
+        return math.lcm(*self.blocks)
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """The numbers of elements for which some format that is named here stores one number."""
         slots = [format.for_slot("signed", self.compute) for _, format in self._state_formats()]
         formats = [self.params.for_params(self.model_dtype), *slots]
-        return math.lcm(*(part.block for format in formats for part in format.parts()))
+        return frozenset(part.block for format in formats for part in format.parts())
 
     def field_of(self, slot: str) -> str:
         """The field that decides the format of a slot, for messages: ``Policy.variance``."""

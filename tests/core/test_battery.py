@@ -91,6 +91,39 @@ def test_registry_entry_keeps_the_promise_under_one_policy(name: str, check: str
     QUICK[check](REGISTRY[name])
 
 
+FEW_BITS: dict[str, Callable[..., None]] = {
+    "state is a fixed point": testing.check_state_is_a_fixed_point,
+    "shards equal whole": testing.check_shards_equal_whole,
+    "resume equals continue": testing.check_resume_equals_continue,
+    "hyperparameters are data": testing.check_hyperparameters_are_data,
+}
+FACTORED = (
+    "adafactor", "adafactor directions", "adafactor momentum", "adam mini", "came", "galore", "normuon", "novograd", "shampoo of sums",
+    "torch adafactor",
+)  # fmt: skip
+"""Entries whose second moments have shapes of their own, which two codes in a byte would not have."""
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "check"),
+    [
+        pytest.param(
+            name, preset, check, marks=() if (name, preset) == ("adamw", "LEAN_4BIT") else pytest.mark.exhaustive
+        )
+        for name in REGISTRY
+        for preset in ("LEAN_8BIT", "LEAN_4BIT")
+        for check in FEW_BITS
+    ],
+)
+def test_registry_entry_keeps_the_promise_in_few_bits(name: str, preset: str, check: str) -> None:
+    stored: Stored = ((torch.bfloat16, eb.policies.PRESETS[preset]),)
+    if name in FACTORED and preset == "LEAN_4BIT":
+        with pytest.raises(ValueError, match="accepted are formats whose first part has the value's shape"):
+            FEW_BITS[check](REGISTRY[name], stored=stored)
+        return
+    FEW_BITS[check](REGISTRY[name], stored=stored)
+
+
 GRID = [
     pytest.param(preset, dtype, id=f"{preset}-{dtype}")
     for preset in eb.policies.PRESETS

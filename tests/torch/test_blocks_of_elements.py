@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit_torch import AdamW, TorchOptimizer, audit_checkpoint
+from everybit_torch import AdamW, TorchOptimizer, audit_checkpoint, nonfinite_state
 from tests.support.block_formats import Int8Blocks, Int8Residual
 
 POLICY = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=Int8Blocks(16))
@@ -141,6 +141,8 @@ def test_a_number_that_is_not_finite_spoils_its_block_alone_and_is_reported_by_n
             first = entries[slot].shape == (16, 32)
             assert int(is_nan.sum()) == (32 if first else 0)
             assert not first or bool(is_nan[3].all())
+    told = [(one.name, one.entry, one.count) for one in nonfinite_state(optimizer)]
+    assert told == [("0.weight", "param", 1), ("0.weight", "momentum.scale", 32), ("0.weight", "variance.scale", 32)]
     path = tmp_path / "checkpoint.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     layers = {layer.name: layer.nonfinite for layer in audit_checkpoint(path, policy=BLOCKWISE)}

@@ -14,6 +14,16 @@ from everybit_torch import AdamW, Lion, TorchOptimizer, enable_gradient_release
 from tests.support.small_models import same_bits, values
 
 NAMES = ["FP32", "MIXED_BF16", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"]
+BLOCKS = {
+    "LEAN_8BIT": eb.policies.LEAN_8BIT,
+    "LEAN_4BIT": eb.policies.LEAN_4BIT,
+    "blocks of 32": eb.Policy(
+        params=eb.Split(8, rounding="stochastic"),
+        momentum=eb.Blockwise("dynamic", block=32),
+        variance=eb.Blockwise("float", 4, 32, scale="bfloat16"),
+    ),
+}
+"""Parameters of 64 elements lie in one buffer with their neighbours; those of others end inside a block, and are stepped alone."""
 
 
 class Network(nn.Module):
@@ -50,7 +60,7 @@ def loss_of(model: Network, step: int, part: int = 0, *, without_middle: bool = 
 
 def make(name: str, **arguments: Any) -> tuple[Network, AdamW]:
     model = Network(torch.float32 if name == "FP32" else torch.bfloat16)
-    policy = eb.policies.PRESETS[name]
+    policy = BLOCKS.get(name) or eb.policies.PRESETS[name]
     return model, AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), policy=policy, **arguments)
 
 
@@ -58,7 +68,14 @@ def everything(model: nn.Module, optimizer: TorchOptimizer) -> list[Tensor]:
     return [*values(model), *(x.clone() for p in model.parameters() for x in optimizer.state[p].values())]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMES,
+        "blocks of 32",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("LEAN_8BIT", "LEAN_4BIT")),
+    ],
+)
 @pytest.mark.parametrize("arguments", [{"layout": "flat"}, {"layout": "tree"}])
 @pytest.mark.parametrize("bucket", [1, 60, 1 << 22])
 def test_the_bits_are_the_plain_runs(name: str, arguments: dict[str, Any], bucket: int) -> None:

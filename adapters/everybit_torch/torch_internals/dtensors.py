@@ -27,14 +27,27 @@ def offset_of_local_part(x: DTensor) -> tuple[int, ...]:
     Raises:
         ImportError: torch has no function for it any more; there is no public one.
     """
+    return _shape_and_offset(x)[1]
+
+
+def shape_of_local_part(x: DTensor) -> tuple[int, ...]:
+    """Return the shape of this rank's part of the whole.
+
+    Raises:
+        ImportError: As :func:`offset_of_local_part`.
+    """
+    return _shape_and_offset(x)[0]
+
+
+def _shape_and_offset(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     find: Any = getattr(import_module("torch.distributed.tensor._utils"), "compute_local_shape_and_global_offset", None)
     if find is None:
         raise ImportError(
             "DTensor parameters: this torch has no torch.distributed.tensor._utils.compute_local_shape_and_global_offset; accepted are"
             " versions of torch that everybit was tested with (2.11 to 2.13)."
         )
-    _, offset = find(x.shape, x.device_mesh, x.placements)
-    return tuple(offset)
+    shape, offset = find(x.shape, x.device_mesh, x.placements)
+    return tuple(shape), tuple(offset)
 
 
 def remove_parallel_hooks(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Maps of block formats: which numbers in [-1, 1] a code of 8 or 4 bits stands for.
 
 A map is a rising sequence of *levels*. Maps by formula have levels from 0 to 1, and the code of a negative number is that of its
-magnitude, with a sign. Maps by table list their levels, negative ones too. Every map is used in one way: a number lies between two
+magnitude, with a sign. Maps by table list their levels, negative ones too. The expanded map has roots of the floating-point map's levels,
+and each block the power that they are roots of. Every map is used in one way: a number lies between two
 neighbouring levels, and is rounded to the nearer one, or to one of the two at random. So each map is two functions, the level of an index
 and an index near a number, of which the first decides: eager and compiled code agree on the bits however the second is rounded.
 """
@@ -15,9 +16,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from everybit.formats.expansion import POWERS, root
 from everybit.formats.protocol import SLOT_KINDS, SlotKind
 
-MapName = Literal["dynamic", "linear", "root", "softsign", "float"]
+MapName = Literal["dynamic", "linear", "root", "softsign", "float", "expanded"]
 MAP_NAMES: tuple[MapName, ...] = get_args(MapName)
 
 Bits = Literal[8, 4]
@@ -52,9 +54,17 @@ _FLOATS: Mapping[tuple[Bits, SlotKind], _Float] = MappingProxyType(
 )
 
 
+_FLOATING = ("float", "expanded")
+
+
 def is_table(name: MapName) -> bool:
     """Whether the map lists its levels, with the negative ones among them."""
     return name == "dynamic"
+
+
+def is_expanded(name: MapName) -> bool:
+    """Whether each block has a power, of which its levels are roots."""
+    return name == "expanded"
 
 
 def has_zero(name: MapName, bits: Bits, kind: SlotKind) -> bool:
@@ -64,7 +74,7 @@ def has_zero(name: MapName, bits: Bits, kind: SlotKind) -> bool:
 
 def greatest_index(name: MapName, bits: Bits, kind: SlotKind) -> int:
     """The index of the last level, which is 1."""
-    if name == "float":
+    if name in _FLOATING:
         return _FLOATS[bits, kind].levels - 1
     whole = (1 << bits) - 1
     return whole if kind == "non-negative" or is_table(name) else whole >> 1
@@ -83,9 +93,9 @@ def level(name: MapName, bits: Bits, kind: SlotKind, index: Tensor) -> Tensor:
         float32, of the same shape.
     """
     if is_table(name):
-        return index.new_tensor(table(bits, kind), dtype=torch.float32)[index.long()]
+        return look_up(index.new_tensor(table(bits, kind), dtype=torch.float32), index)
     top = greatest_index(name, bits, kind)
-    if name == "float":
+    if name in _FLOATING:
         _, fraction, offset, quantum, greatest = _FLOATS[bits, kind]
         normal = ((index + offset) << (23 - fraction)).view(torch.float32)
         return torch.where(index < 1 << fraction, index.float() * quantum, normal) / greatest
@@ -114,7 +124,7 @@ def index_near(name: MapName, bits: Bits, kind: SlotKind, x: Tensor) -> Tensor:
     # More than the errors of the operations below, and less than the distance of two levels: no index is too low, none too high by two.
     x = x * (1.0 + 2.0**-20)
     top = greatest_index(name, bits, kind)
-    if name == "float":
+    if name in _FLOATING:
         _, fraction, offset, quantum, greatest = _FLOATS[bits, kind]
         wide = x * greatest
         normal = (wide.view(torch.int32) >> (23 - fraction)) - offset
@@ -129,13 +139,31 @@ def index_near(name: MapName, bits: Bits, kind: SlotKind, x: Tensor) -> Tensor:
 def _search(levels: tuple[float, ...], x: Tensor) -> Tensor:
     """The index of the last level that is not above ``x``, at least 0, by halving."""
     known = x.new_tensor(levels)
-    found = torch.zeros_like(x, dtype=torch.int64)
+    found = torch.zeros_like(x, dtype=torch.int32)
     step = len(levels) >> 1
     while step:
         tried = found + step
-        found = torch.where(known[tried] <= x, tried, found)
+        found = torch.where(look_up(known, tried) <= x, tried, found)
         step >>= 1
-    return found.to(torch.int32)
+    return found
+
+
+def look_up(known: Tensor, index: Tensor) -> Tensor:
+    """The numbers of a vector at indices, in their shape."""
+    if torch.compiler.is_compiling():
+        return known[index.long()]
+    return known.index_select(0, index.reshape(-1)).view(index.shape)  # several times as fast as indexing
+
+
+def levels(name: MapName, bits: Bits, kind: SlotKind) -> tuple[float, ...]:
+    """The levels of all indices, rising; of an expanded map those of every power, one power after the other."""
+    return _LEVELS[name, bits, kind]
+
+
+def _all_levels(name: MapName, bits: Bits, kind: SlotKind) -> tuple[float, ...]:
+    found = level(name, bits, kind, torch.arange(greatest_index(name, bits, kind) + 1, dtype=torch.int32))
+    powers = POWERS if is_expanded(name) else 1
+    return tuple(torch.cat([root(found, power) for power in range(powers)]).tolist())
 
 
 def table(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
@@ -167,4 +195,13 @@ def _decades(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
 # Made when the module is loaded: a compiler traces a look into a dict, and not this.
 _TABLES: Mapping[tuple[Bits, SlotKind], tuple[float, ...]] = MappingProxyType(
     {(bits, kind): _decades(bits, kind) for bits in get_args(Bits) for kind in SLOT_KINDS}
+)
+
+_LEVELS: Mapping[tuple[MapName, Bits, SlotKind], tuple[float, ...]] = MappingProxyType(
+    {
+        (name, bits, kind): _all_levels(name, bits, kind)
+        for name in MAP_NAMES
+        for bits in get_args(Bits)
+        for kind in SLOT_KINDS
+    }
 )

@@ -12,7 +12,8 @@ from torch import Tensor
 from everybit.barriers import materialize
 from everybit.dtypes import ComputeDType, require_member
 from everybit.formats import block_maps
-from everybit.formats.block_maps import MAP_NAMES, Bits, MapName
+from everybit.formats.block_maps import MAP_NAMES, Bits, MapName, look_up
+from everybit.formats.expansion import POWERS, raised, root
 from everybit.formats.protocol import SPLITS_FLOAT32, Parts, PartSpec, Rounding, SlotKind, StateFormat
 from everybit.random_bits import Key, uniform
 
@@ -41,6 +42,9 @@ class Blockwise(StateFormat):
             * ``"softsign"``: ``y / (2 - y)`` for equal distances ``y``.
             * ``"float"``: floating-point numbers over the greatest one. In 8 bits e4m3, 4.4e-6 to 1, and without a sign e5m3, 6.2e-11 to 1;
               in 4 bits powers of two, 1.6e-2 to 1, and without a sign 6.1e-5 to 1.
+            * ``"expanded"``: roots of the levels of ``"float"``, the first, second, fourth or eighth, whichever is the highest by which all
+              numbers of a block above zero lie between levels. Each block keeps the logarithm of its power, in a byte. Where numbers of a
+              block are alike, levels are up to eight times as close.
         bits: Of a code. Two codes of 4 bits share a byte, the first element in its upper half.
         block: Elements with a common scale: a power of two, 32 to 2048.
         rounding: ``"stochastic"``: to one of the two neighbouring levels, at random so that the expectation is right; ``"nearest"``: to the
@@ -53,7 +57,8 @@ class Blockwise(StateFormat):
 
     Reference:
         Dettmers et al. 2021, https://arxiv.org/abs/2110.02861 (blocks, the dynamic map); Li et al. 2023,
-        https://arxiv.org/abs/2309.01507 (4 bits; zero is left out of second moments).
+        https://arxiv.org/abs/2309.01507 (4 bits; zero is left out of second moments); Xi et al. 2024, https://arxiv.org/abs/2410.19313
+        (range expansion).
     """
 
     map: MapName = "dynamic"
@@ -87,16 +92,27 @@ class Blockwise(StateFormat):
         return SPLITS_FLOAT32 if compute == "float64" else None
 
     def parts(self) -> tuple[PartSpec, ...]:
-        """Describe the codes and the scales."""
+        """Describe the codes, the scales, and the powers of the expanded map."""
         scale = PartSpec("scale", torch.bfloat16 if self.scale == "bfloat16" else torch.float32, self.block)
-        if self.bits == 4:
-            return PartSpec("codes", torch.uint8, 2), scale
-        return PartSpec("codes", torch.int8 if self._has_signs else torch.uint8), scale
+        codes = PartSpec("codes", torch.uint8, 2)
+        if self.bits == 8:
+            codes = PartSpec("codes", torch.int8 if self._has_signs else torch.uint8)
+        return (codes, scale, PartSpec("power", torch.uint8, self.block)) if self.map == "expanded" else (codes, scale)
 
-    def levels(self) -> Tensor:
-        """The numbers that codes stand for, over the scale of their block, rising: float32, 1-d."""
+    def levels(self, power: int = 1) -> Tensor:
+        """The numbers that codes stand for, over the scale of their block, rising: float32, 1-d.
+
+        Args:
+            power: Of the block, 1, 2, 4 or 8, if the map is expanded.
+
+        Raises:
+            ValueError: Another power, or one of another map.
+        """
+        accepted = [1 << log for log in range(POWERS)] if block_maps.is_expanded(self.map) else [1]
+        if power not in accepted or isinstance(power, bool):
+            raise ValueError(f"{self}: power: got {power!r}; accepted are {', '.join(map(str, accepted))}.")
         indices = torch.arange(self._greatest + 1, dtype=torch.int32)
-        found = self._level(indices)
+        found = self._level(indices, power.bit_length() - 1)
         return torch.cat([-found[1:].flip(0), found]) if self._has_signs else found
 
     def encode(self, x: Tensor, key: Key) -> Parts:
@@ -111,21 +127,34 @@ class Blockwise(StateFormat):
                 " of floating-point numbers, such as Nearest('float32') or Split(16)."
             )
         exact = x.detach()
-        scale, divisor = self._scales(_rows(exact, self.block))
-        index = self._rounded(exact, spread(divisor, self.block, exact.shape), key)
+        rows = _rows(exact, self.block)
+        scale, divisor = self._scales(rows)
+        power = self._powers(rows, divisor) if block_maps.is_expanded(self.map) else None
+        each = None if power is None else spread(power, self.block, exact.shape)
+        index = self._rounded(exact, spread(divisor, self.block, exact.shape), each, key)
         if self._has_signs:
             index = torch.where(exact < 0, -index, index)
         if self.bits == 4:
-            return _packed(index + self._greatest if self._has_signs else index), scale
-        return index.to(torch.int8 if self._has_signs else torch.uint8), scale
+            codes = _packed(index + self._greatest if self._has_signs else index)
+        else:
+            codes = index.to(torch.int8 if self._has_signs else torch.uint8)
+        return (codes, scale) if power is None else (codes, scale, power.to(torch.uint8))
 
     def decode(self, parts: Parts, shape: torch.Size, compute: ComputeDType) -> Tensor:
         """The levels, times the scales of their blocks."""
-        codes, scale = parts
+        codes, scale, *rest = parts
+        power = spread(rest[0].to(torch.int32), self.block, shape) if rest else None
         index = unpacked(codes, shape) if self.bits == 4 else codes.to(torch.int32)
+        if not torch.compiler.is_compiling():
+            known = self._known(scale)
+            if self._has_signs:
+                known = torch.cat([-known[:, 1:].flip(1), known], 1)
+                index = index if self.bits == 4 else index + self._greatest
+            found = _looked_up(known, index, power)
+            return _times(found, scale.float(), self.block)
         if self._has_signs and self.bits == 4:
             index = index - self._greatest
-        found = self._level(index.abs())
+        found = self._level(index.abs(), power)
         if self._has_signs:
             found = torch.where(index < 0, -found, found)
         return found * spread(scale.float(), self.block, shape)
@@ -146,8 +175,56 @@ class Blockwise(StateFormat):
     def _greatest(self) -> int:
         return block_maps.greatest_index(self.map, self.bits, self.kind)
 
-    def _level(self, index: Tensor) -> Tensor:
-        return block_maps.level(self.map, self.bits, self.kind, index)
+    def _level(self, index: Tensor, power: Tensor | int | None) -> Tensor:
+        found = block_maps.level(self.map, self.bits, self.kind, index)
+        return found if power is None else root(found, power)
+
+    def _known(self, like: Tensor) -> Tensor:
+        """The levels of all indices, rising, in a row for each power: float32, beside a tensor."""
+        known = like.new_tensor(block_maps.levels(self.map, self.bits, self.kind), dtype=torch.float32)
+        return known.view(-1, self._greatest + 1)
+
+    def _neighbours(self, y: Tensor, power: Tensor | int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The last index whose level is not above a number, the one after it, and the levels of both; the first or last one twice.
+
+        Compiled, levels are arithmetic in the step's one loop, of all three indices at once; uncompiled, where each operation goes through
+        memory, the same levels are looked up, of the two that are needed.
+        """
+        wide = y if power is None else raised(y, power)
+        near = block_maps.index_near(self.map, self.bits, self.kind, wide).clamp(0, self._greatest)
+        if not torch.compiler.is_compiling():
+            known = self._known(y)
+            above_near = _looked_up(known, near, power) > y
+            low = (near - above_near.to(torch.int32)).clamp(min=0)
+            high = (near + ~above_near).clamp(max=self._greatest)
+            return low, high, _looked_up(known, low, power), _looked_up(known, high, power)
+        before, after = (near - 1).clamp(min=0), (near + 1).clamp(max=self._greatest)
+        here = self._level(near, power)
+        is_after = here > y
+        low, high = torch.where(is_after, before, near), torch.where(is_after, near, after)
+        below = torch.where(is_after, self._level(before, power), here)
+        above = torch.where(is_after, here, self._level(after, power))
+        return low, high, below, above
+
+    def _powers(self, rows: Tensor, unit: Tensor) -> Tensor:
+        """The logarithm of each block's power: int32, 1-d.
+
+        It is the greatest by which the block's least magnitude above zero is still a level, or above one. A block whose least magnitude is
+        a level of some power already keeps that power: else what was stored would be moved to the levels of another.
+        """
+        magnitudes = rows.abs()
+        least = torch.where(magnitudes > 0, magnitudes, torch.inf).amin(1)
+        y = torch.where(least <= unit, least / unit, 1.0)
+        fitting, kept = torch.zeros_like(least, dtype=torch.int32), torch.full_like(least, -1, dtype=torch.int32)
+        levels = block_maps.levels(self.map, self.bits, self.kind)
+        for power in range(POWERS):
+            first = levels[power * (self._greatest + 1) + 1]  # above zero
+            fits = (least >= first * unit) & (least < torch.inf)
+            _, _, below, above = self._neighbours(y, power)
+            stays = fits & ((below * unit == least) | (above * unit == least))
+            fitting = torch.where(fits, power, fitting)
+            kept = torch.where(stays, power, kept)
+        return torch.where(kept < 0, fitting, kept)
 
     def _scales(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The scales of blocks as they are stored, and what numbers are divided by: float32."""
@@ -170,19 +247,13 @@ class Blockwise(StateFormat):
             stored = greatest
         return stored, torch.where(greatest > 0, greatest, 1.0)
 
-    def _rounded(self, x: Tensor, unit: Tensor, key: Key) -> Tensor:
+    def _rounded(self, x: Tensor, unit: Tensor, power: Tensor | None, key: Key) -> Tensor:
         """The indices of levels: int32, of the shape of ``x``."""
         magnitude = x if block_maps.is_table(self.map) and self.kind == "signed" else x.abs()
         y = magnitude / unit
         # Of a block that is not finite every code is the same; a bfloat16 scale may be below the greatest float32.
         y = torch.where(y <= 1.0, y, 1.0)
-        near = block_maps.index_near(self.map, self.bits, self.kind, y).clamp(0, self._greatest)
-        before, after = (near - 1).clamp(min=0), (near + 1).clamp(max=self._greatest)
-        here = self._level(near)
-        is_after = here > y
-        low, high = torch.where(is_after, before, near), torch.where(is_after, near, after)
-        below = torch.where(is_after, self._level(before), here)
-        above = torch.where(is_after, here, self._level(after))
+        low, high, below, above = self._neighbours(y, power)
         if self.rounding == "nearest":
             left, right = y - below, above - y
             up = (right < left) | ((right == left) & ((low & 1) == 1))
@@ -194,6 +265,18 @@ class Blockwise(StateFormat):
         if self.kind == "non-negative" and block_maps.has_zero(self.map, self.bits, self.kind):
             index = torch.where(x > 0, index.clamp(min=1), index)
         return index
+
+
+def _looked_up(known: Tensor, index: Tensor, power: Tensor | int | None) -> Tensor:
+    """The levels of indices, from a table with a row for each power."""
+    return look_up(known.view(-1), index if power is None else index + power * known.shape[1])
+
+
+def _times(x: Tensor, scale: Tensor, block: int) -> Tensor:
+    """Each element times the number of its block: as with :func:`spread`, which is one more tensor where nothing is compiled."""
+    if x.numel() % block:
+        return x * spread(scale, block, x.shape)
+    return (x.reshape(-1, block) * scale[:, None]).view(x.shape)
 
 
 def _rows(x: Tensor, block: int) -> Tensor:

@@ -34,7 +34,8 @@ def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
     The parameters lie end to end and are cut anywhere, within tensors too, and pieces are vectors: one for each tensor, and then, of a
     transform without masks and labels, one for each piece, as in a flat buffer. A transform whose cut is ``"tensor"``,
     or that of a part of it, gets whole tensors, each on a rank of its own. One rank has nothing, and one has a copy of what another rank
-    counts. Masks and labels that are functions are asked of the whole parameters.
+    counts. Masks and labels that are functions are asked of the whole parameters. Under a policy with one number for a block of elements,
+    which no piece may cut, the pieces are whole parameters.
 
     Ranks share what a transform asks of ``ctx.axis``, and nothing else: all have to ask for the same reductions, in the same order. What
     the whole contributes to a reduction has to be what its pieces contribute together, a maximum exactly, and a sum to the rounding of
@@ -45,12 +46,12 @@ def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
         transform = decided(build(LEARNING_RATE), params)
         sizes = [leaf.numel() for leaf in tree.leaves(params)]
         size = sum(sizes)
-        if flat := not needs_whole_tensors(transform):
-            edges = [0, 1, size // 2, size // 2, size // 2 + 1, size - 1, size]
-        else:
-            edges = [0, *itertools.accumulate(sizes)]
+        flat = not needs_whole_tensors(transform)
+        anywhere = flat and policy.block == 1
+        cuts = [1, size // 2, size // 2, size // 2 + 1, size - 1, size] if anywhere else itertools.accumulate(sizes)
+        edges = [0, *cuts]
         chooses = any(isinstance(one, (Masked, Partition)) for one in transforms_in(transform))
-        for joined in (False, True) if flat and not chooses else (False,):
+        for joined in (False, True) if anywhere and not chooses else (False,):
             pieces = [_Piece(a, b, flat, joined) for a, b in itertools.pairwise(edges)]
             pieces.append(pieces[0]._replace(counted=False))
             what = f"{promises(transform)}: {size} {dtype} elements on shards that begin at {tuple(edges[:-1])}"

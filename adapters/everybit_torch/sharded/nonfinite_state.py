@@ -1,0 +1,136 @@
+"""Which parameters have weights or state that is infinite or NaN, by name: what a gradient that was not finite has left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everybit.entries import WEIGHTS
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.dtensors import is_counted, local, mesh_of
+from everybit_torch.inference import outside_inference
+from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.places import parameters_of
+from everybit_torch.sharded.agreement import Everyone
+from everybit_torch.sharded.nonfinite import count_nonfinite
+from everybit_torch.sharded.stepper import FlatStepper
+from everybit_torch.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteState:
+    """An entry of a parameter's state, or the parameter itself, with numbers that are infinite or NaN.
+
+    Attributes:
+        name: The parameter's name. Of a ``TorchOptimizer`` that was made without names the number of its group, and in it.
+        entry: As in state dicts: ``"momentum"``, ``"variance.scale"``; ``"param"`` for the model's own tensor.
+        count: The number of the parameter's elements that are stored with such a number: all elements of a block if that is its scale. Of
+            factors, which have other shapes than the parameter, the number of such numbers.
+    """
+
+    name: str
+    entry: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.count} elements of {self.entry} are not finite"
+
+
+@outside_inference
+@torch.no_grad()
+def nonfinite_state(optimizer: TorchOptimizer | FlatStepper) -> tuple[NonFiniteState, ...]:
+    """Find the weights and the state that are infinite or NaN, as stored; nothing is decoded, and nothing changed.
+
+    With ``nan="step"`` a ``FlatStepper`` skips steps that would store such numbers. The host waits for the device once.
+
+    Args:
+        optimizer: An optimizer of everybit_torch, or a stepper, of which every rank has to call this. Ranks of ``model_parallel`` have
+            other parameters, and report those.
+
+    Returns:
+        One entry for each tensor that holds such numbers, parameter by parameter; the same on all ranks that shard them.
+
+    Raises:
+        TypeError: Something else, such as what ``as_optimizer()`` returns.
+
+    Examples:
+        >>> import torch
+        >>> from everybit_torch import AdamW, nonfinite_state
+        >>> model = torch.nn.Linear(64, 8)
+        >>> optimizer = AdamW(model.named_parameters(), policy="FP32")
+        >>> model(torch.ones(64)).sum().backward()
+        >>> model.weight.grad[2, 3] = torch.nan
+        >>> optimizer.step()
+        >>> [(one.name, one.entry, one.count) for one in nonfinite_state(optimizer)]
+        [('weight', 'param', 1), ('weight', 'momentum', 1), ('weight', 'variance', 1)]
+    """
+    if isinstance(optimizer, FlatStepper):
+        optimizer.completeness.require("nonfinite_state")
+        communicators: Sequence[Communicator] = optimizer.buffers.sharing
+        found = list(_of_stepper(optimizer))
+    elif isinstance(optimizer, TorchOptimizer):
+        mesh = mesh_of(list(parameters_of(optimizer.param_groups)))
+        communicators = () if mesh is None else [Communicator(mesh.get_group(d)) for d in range(mesh.ndim)]
+        found = list(_of_optimizer(optimizer))
+    else:
+        raise TypeError(
+            f"nonfinite_state: got {type(optimizer).__name__}; accepted are TorchOptimizer, its subclasses, and FlatStepper."
+        )
+    device = found[0][2].device if found else torch.device("cpu")
+    counts = torch.stack([count.to(device) for _, _, count in found]).tolist() if found else []
+    own = [(name, entry, count) for (name, entry, _), count in zip(found, counts, strict=True) if count]
+    total: dict[tuple[str, str], int] = {}
+    for of_rank in Everyone(*communicators).gather(own) if communicators else [own]:
+        for name, entry, count in of_rank:
+            total[name, entry] = total.get((name, entry), 0) + count
+    return tuple(
+        NonFiniteState(name, entry, count)
+        for one in dict.fromkeys(name for name, _ in total)
+        for (name, entry), count in total.items()
+        if name == one
+    )
+
+
+Found = Iterator[tuple[str, str, Tensor]]
+"""Names of a parameter and of an entry, and how many of this rank's elements are not finite, on the device."""
+
+
+def _of_stepper(stepper: FlatStepper) -> Found:
+    for unit in stepper.as_optimizer().engine.units:
+        for number, member in enumerate(unit.members):
+            yield member.name, WEIGHTS, count_nonfinite(member.parameter.detach())
+            yield from _of_entries(unit, number, member.name)
+
+
+def _of_optimizer(optimizer: TorchOptimizer) -> Found:
+    names: dict[int, str] = {}
+    mesh = mesh_of(list(parameters_of(optimizer.param_groups)))
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [
+            f"param group {number}, parameter {n}" for n in range(len(group["params"]))
+        ]
+        for name, parameter in zip(given, group["params"], strict=True):
+            if mesh is None or is_counted(parameter, mesh):
+                names[id(parameter)] = name
+                yield name, WEIGHTS, count_nonfinite(local(parameter).detach())
+    for unit in optimizer.engine.units:
+        for number, member in enumerate(unit.members):
+            if id(member.parameter) in names:
+                yield from _of_entries(unit, number, names[id(member.parameter)])
+
+
+def _of_entries(unit: Unit, number: int, name: str) -> Found:
+    member = unit.members[number]
+    numel = member.stop - member.start
+    for entry, x in unit.entries(member):
+        if entry.role == "shared" or not x.is_floating_point() or not x.numel():
+            continue
+        block = 1 if entry.part is None or entry.cut == "tensor" else entry.part.block
+        count = count_nonfinite(x) * block
+        if block > 1:
+            # The last number may be that of fewer elements.
+            count = count - torch.where(torch.isfinite(x[-1]), 0, x.numel() * block - numel)
+        yield name, entry.name, count

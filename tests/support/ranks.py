@@ -8,6 +8,7 @@ process whose program raised, or that did not end in time, is never used again, 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -37,6 +38,7 @@ CONTEXT.set_forkserver_preload(
 )  # fmt: skip
 
 Outcome = tuple[bool, Any]
+LATE: Outcome = (False, "did not end in time; standard error has what it was doing")
 
 
 class RankFailedError(AssertionError):
@@ -79,13 +81,15 @@ def attempt(
             _POOL.give_back(workers)
         else:
             # Threads of a group that failed may never end, nor may a peer's: none of these ranks is used again.
-            for worker in workers:
+            for worker, outcome in zip(workers, outcomes, strict=True):
+                if outcome == LATE:
+                    worker.show_stack()
                 worker.kill()
         return outcomes
 
 
 def _outcomes(workers: list[_Worker], deadline: float) -> list[Outcome]:
-    outcomes: list[Outcome] = [(False, "did not end in time")] * len(workers)
+    outcomes = [LATE] * len(workers)
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
     while waiting and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(waiting), timeout=left):
@@ -109,6 +113,12 @@ class _Worker:
 
     def submit(self, rank: int, job: bytes) -> None:
         self.pipe.send_bytes(pickle.dumps((rank, job)))
+
+    def show_stack(self) -> None:
+        """Have it write what its threads are doing to standard error."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
 
     def kill(self) -> None:
         self.process.kill()
@@ -145,6 +155,7 @@ _POOL = _Pool()
 def _serve(pipe: Connection) -> None:
     """What a worker does: one program after another, until nobody asks any more or one fails."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)  # as in tests/conftest.py

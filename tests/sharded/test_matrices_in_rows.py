@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,7 +67,7 @@ def cut(
     model: nn.Module,
     layers: Sequence[nn.Module],
     shape: tuple[int, ...] | None = None,
-    ignored: Sequence[Tensor] = (),
+    ignored: Sequence[Any] = (),
 ) -> None:
     names = ("shard",) if shape is None else ("replicate", "shard")
     mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
@@ -99,12 +100,17 @@ def beside_lamb(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
     return eb.chain(eb.clip_by_global_norm(0.5), muon(learning_rate, arithmetic="float32", others=eb.lamb))
 
 
+def accumulated(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    return eb.accumulate(eb.apply_if_finite(muon(learning_rate)), 2)
+
+
 CASES: dict[str, tuple[Callable[[eb.Hyperparameter], eb.Transform[Any]], PolicyName]] = {
     "muon": (muon, "FP32"),
     "in 16 bits": (muon, "LEAN_BF16"),
     "clipped": (clipped, "FP32"),
     "centralized": (centralized, "KAHAN_BF16"),
     "beside lamb": (beside_lamb, "FP32"),
+    "accumulated": (accumulated, "FP32"),
 }
 
 
@@ -148,6 +154,7 @@ def whole(model: nn.Module) -> Weights:
     }
 
 
+@cache
 def one_process(name: str) -> tuple[Weights, eb.Metrics]:
     model = new_model(CASES[name][1])
     optimizer = make(model, name)

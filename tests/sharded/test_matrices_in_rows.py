@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ import everybit as eb
 from everybit.matrix_views import MatrixView
 from everybit.policy_names import PolicyName
 from everybit.whole_work import WholeWork
-from everybit_torch import TorchOptimizer, enable_gradient_release, exchange
+from everybit_torch import TorchOptimizer, create, enable_gradient_release, exchange, routing
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.exchange import distributed
 from everybit_torch.sharded.checkpoint import load_sharded_into, save_sharded
@@ -220,9 +221,33 @@ def test_a_loop_as_one_writes_it() -> None:
         assert equal(found, expected)
 
 
-def saved(place: Path) -> Weights:
-    model = new_model("FP32")
+def compiled(name: str) -> Weights:
+    model = new_model(CASES[name][1])
     cut(model, list(model.layers))
+    optimizer = TorchOptimizer(
+        model.named_parameters(), CASES[name][0], lr=1e-2, policy=CASES[name][1], seed=5, compile=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a step that is not compiled after all says so
+        train(model, optimizer, range(STEPS))
+    return whole(model)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["in 16 bits", "clipped"])
+def test_compiled_steps_have_the_same_bits(name: str) -> None:
+    model = new_model(CASES[name][1])
+    optimizer = TorchOptimizer(
+        model.named_parameters(), CASES[name][0], lr=1e-2, policy=CASES[name][1], seed=5, compile=False, layout="tree"
+    )
+    train(model, optimizer, range(STEPS))
+    for found in run(2, compiled, name, limit=400.0):
+        assert equal(found, whole(model))
+
+
+def saved(place: Path, shape: tuple[int, ...] | None) -> Weights:
+    model = new_model("FP32")
+    cut(model, list(model.layers), shape)
     optimizer = make(model, "muon")
     train(model, optimizer, range(2))
     optimizer.zero_grad()
@@ -248,11 +273,19 @@ def resumed(place: Path) -> Weights:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(3, 2), pytest.param(2, 1, marks=pytest.mark.exhaustive), pytest.param(1, 4, marks=pytest.mark.exhaustive)]
-)  # fmt: skip
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    ("before", "shape", "after"),
+    [
+        (3, None, 2),
+        pytest.param(2, None, 1, marks=pytest.mark.exhaustive),
+        pytest.param(1, None, 4, marks=pytest.mark.exhaustive),
+        pytest.param(4, (2, 2), 3, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(
+    before: int, shape: tuple[int, ...] | None, after: int, tmp_path: Path
+) -> None:
     expected, _ = one_process("muon")
-    run(before, saved, tmp_path)
+    run(before, saved, tmp_path, shape)
     for found in run(after, resumed, tmp_path):
         assert equal(found, expected)
 
@@ -361,6 +394,29 @@ def test_what_cannot_be_stepped_in_rows_is_refused_before_anything_is_changed() 
         assert all(
             "A FlatStepper steps this one, too." in found[name] for name in ("state", "weights", "twice", "after")
         )
+
+
+def captured() -> str:
+    model = nn.Linear(6, 8, bias=False)
+    cut(model, [])
+    optimizer = create("muon", model, lr=1e-2, compile=False)
+    weight: Any = model.weight
+    weight.grad = in_parts(torch.ones(8, 6), weight)
+    before = whole(model)
+    with (
+        patch.object(exchange, "is_capturing", lambda: True),
+        pytest.raises(RuntimeError, match="a CUDA graph is being captured"),
+    ):
+        optimizer.step()
+    assert equal(whole(model), before)
+    optimizer.step()
+    assert not equal(whole(model), before)
+    return routing(optimizer)
+
+
+def test_a_capture_is_refused_and_the_optimizer_goes_on() -> None:
+    for found in run(2, captured):
+        assert found == "matrix: 1 parameter, 48 elements\n  weight (8, 6)"
 
 
 def different_gradients() -> tuple[str, bool]:

@@ -229,7 +229,8 @@ class _Journey:
             if every.numel():
                 self.copies.all_gather(every, rows, "rows of updates", lengths).wait()
             rows = every
-        self.into = rows[:0]
+        # What waits for a collective holds what was sent.
+        self.pending, self.into = Done(), torch.empty(0)
         take, rank = taker(rows), self.shards.rank
         for replica in range(len(self.bucket.owned)):
             for owner in range(self.shards.size):

@@ -113,7 +113,8 @@ def ask(
     try:
         optimizer.ask([unit.tensor], [grad], unit.state, replace(ctx, axis=ReplayAxis(here)) if here else ctx)
     except NeedsJointWorkError as question:
-        return question
+        # Its frames hold what the transform has computed, and those before them hold the question.
+        return question.with_traceback(None)
     return None
 
 

@@ -57,7 +57,8 @@ def require_parted(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int
         raise _refusal(whole, "it is no chain of transforms of which only those without state must see them")
     none = torch.empty(0, dtype=dtype)
     here = replace(optimizer, transform=_without_others(optimizer.transform))
-    for due in ((), *(tuple((period, due) for period in periods(whole)) for due in (True, False))):
+    every = periods(whole)
+    for due in dict.fromkeys([(), *(tuple((period, due) for period in every) for due in (True, False))]):
         # A run on tensors without elements tells what it asks for.
         asked = _Asked()
         ctx = eb.Context(joint=asked, axis=_After(asked), due=due, members=_nobody() if here.per_tensor else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -29,6 +30,7 @@ from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.exchange import distributed
 from everybit_torch.sharded.checkpoint import load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
+from tests.support.allocations import counting
 from tests.support.matrix_model import small
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
@@ -351,6 +353,33 @@ def test_what_travels_is_counted() -> None:
     """Of 48 elements on two ranks the one sends 24 to the owner, and the owner as many back. 16 bytes say who has gradients."""
     for found in run(2, wired):
         assert found == [(24 * 2, 16), (24 * 4, 16)]
+
+
+def allocated(at_least: int) -> tuple[int, int]:
+    """The most memory that a step of 24 matrices takes, and what is left of it, without a look for reference cycles."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))
+    cut(model, [])
+    optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
+    found = (0, 0)
+    gc.disable()
+    try:
+        for _ in range(2):  # the first makes state
+            for parameter in model.parameters():
+                assert isinstance(parameter, DTensor)
+                parameter.grad = in_parts(torch.ones(64, 64), parameter)
+            with patch.object(exchange, "AT_LEAST", at_least), counting() as counter:
+                optimizer.step()
+            found = counter.peak, counter.live
+    finally:
+        gc.enable()
+    return found
+
+
+def test_the_memory_of_a_step_is_that_of_three_buckets() -> None:
+    """Twelve buckets of two matrices, or one of 24. The communication's thread lets go of a bucket a moment later."""
+    for (few, left), (many, _) in zip(run(2, allocated, 1), run(2, allocated, 1 << 22), strict=True):
+        assert 3 * few < many
+        assert left <= 3 * 2 * 64 * 64 * 4
 
 
 FACTORIES: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {

@@ -355,6 +355,31 @@ def test_what_travels_is_counted() -> None:
         assert found == [(24 * 2, 16), (24 * 4, 16)]
 
 
+def shared(shape: tuple[int, ...] | None) -> int:
+    """How many of eight matrices this rank works on."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8)))
+    cut(model, [], shape)
+    optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        parameter.grad = in_parts(torch.ones(4, 4), parameter)
+    with patch.object(WholeWork, "run", autospec=True, side_effect=WholeWork.run) as worked:
+        optimizer.step()
+    return worked.call_count
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [
+        (2, None),
+        pytest.param(4, None, marks=pytest.mark.exhaustive),
+        pytest.param(4, (2, 2), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_share_the_work_and_so_do_replicas(size: int, shape: tuple[int, ...] | None) -> None:
+    assert run(size, shared, shape) == [8 // size] * size
+
+
 def allocated(at_least: int) -> tuple[int, int]:
     """The most memory that a step of 24 matrices takes, and what is left of it, without a look for reference cycles."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -22,15 +21,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import everybit as eb
-from everybit.matrix_views import MatrixView
 from everybit.policy_names import PolicyName
-from everybit.whole_work import WholeWork
-from everybit_torch import TorchOptimizer, create, enable_gradient_release, exchange, routing
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.exchange import distributed
+from everybit_torch import TorchOptimizer, enable_gradient_release, exchange
 from everybit_torch.sharded.checkpoint import load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
-from tests.support.allocations import counting
 from tests.support.matrix_model import small
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
@@ -321,92 +315,6 @@ def test_a_steppers_checkpoint_goes_on_here(tmp_path: Path) -> None:
         assert equal(found, expected)
 
 
-def noting(groups: list[Communicator]) -> Callable[..., None]:
-    made = Communicator.__init__
-
-    def note(self: Communicator, *arguments: Any, **named: Any) -> None:
-        made(self, *arguments, **named)
-        groups.append(self)
-
-    return note
-
-
-def wired() -> list[tuple[int, int]]:
-    """Bytes that this rank sends in a step, with 16 bits on the wire both ways and in float32."""
-    found = []
-    for arithmetic in ("bfloat16", "float32"):
-        model = nn.Linear(6, 8, bias=False)
-        cut(model, [])
-        optimizer = TorchOptimizer(
-            model.parameters(), eb.muon, lr=1e-2, others=None, compile=False, arithmetic=arithmetic
-        )
-        model.weight.grad = distribute_tensor(torch.ones(8, 6), model.weight.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
-        groups: list[Communicator] = []
-        with patch.object(Communicator, "__init__", noting(groups)):
-            optimizer.step()
-        (communicator,) = groups
-        found.append((communicator.sent["all_to_all"], communicator.sent["all_reduce"]))
-    return found
-
-
-def test_what_travels_is_counted() -> None:
-    """Of 48 elements on two ranks the one sends 24 to the owner, and the owner as many back. 16 bytes say who has gradients."""
-    for found in run(2, wired):
-        assert found == [(24 * 2, 16), (24 * 4, 16)]
-
-
-def shared(shape: tuple[int, ...] | None) -> int:
-    """How many of eight matrices this rank works on."""
-    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8)))
-    cut(model, [], shape)
-    optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        parameter.grad = in_parts(torch.ones(4, 4), parameter)
-    with patch.object(WholeWork, "run", autospec=True, side_effect=WholeWork.run) as worked:
-        optimizer.step()
-    return worked.call_count
-
-
-@pytest.mark.parametrize(
-    ("size", "shape"),
-    [
-        (2, None),
-        pytest.param(4, None, marks=pytest.mark.exhaustive),
-        pytest.param(4, (2, 2), marks=pytest.mark.exhaustive),
-    ],
-)
-def test_ranks_share_the_work_and_so_do_replicas(size: int, shape: tuple[int, ...] | None) -> None:
-    assert run(size, shared, shape) == [8 // size] * size
-
-
-def allocated(at_least: int) -> tuple[int, int]:
-    """The most memory that a step of 24 matrices takes, and what is left of it, without a look for reference cycles."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))
-    cut(model, [])
-    optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
-    found = (0, 0)
-    gc.disable()
-    try:
-        for _ in range(2):  # the first makes state
-            for parameter in model.parameters():
-                assert isinstance(parameter, DTensor)
-                parameter.grad = in_parts(torch.ones(64, 64), parameter)
-            with patch.object(exchange, "AT_LEAST", at_least), counting() as counter:
-                optimizer.step()
-            found = counter.peak, counter.live
-    finally:
-        gc.enable()
-    return found
-
-
-def test_the_memory_of_a_step_is_that_of_three_buckets() -> None:
-    """Twelve buckets of two matrices, or one of 24. The communication's thread lets go of a bucket a moment later."""
-    for (few, left), (many, _) in zip(run(2, allocated, 1), run(2, allocated, 1 << 22), strict=True):
-        assert 3 * few < many
-        assert left <= 3 * 2 * 64 * 64 * 4
-
-
 FACTORIES: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     "state": lambda lr: eb.normuon(lr, others=None),
     "weights": lambda lr: eb.chain(eb.clip_by_unit_norm(0.1), eb.sgd(lr)),
@@ -450,29 +358,6 @@ def test_what_cannot_be_stepped_in_rows_is_refused_before_anything_is_changed() 
         )
 
 
-def captured() -> str:
-    model = nn.Linear(6, 8, bias=False)
-    cut(model, [])
-    optimizer = create("muon", model, lr=1e-2, compile=False)
-    weight: Any = model.weight
-    weight.grad = in_parts(torch.ones(8, 6), weight)
-    before = whole(model)
-    with (
-        patch.object(exchange, "is_capturing", lambda: True),
-        pytest.raises(RuntimeError, match="a CUDA graph is being captured"),
-    ):
-        optimizer.step()
-    assert equal(whole(model), before)
-    optimizer.step()
-    assert not equal(whole(model), before)
-    return routing(optimizer)
-
-
-def test_a_capture_is_refused_and_the_optimizer_goes_on() -> None:
-    for found in run(2, captured):
-        assert found == "matrix: 1 parameter, 48 elements\n  weight (8, 6)"
-
-
 def different_gradients() -> tuple[str, bool]:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     cut(model, [])
@@ -492,43 +377,3 @@ def test_ranks_with_gradients_for_different_parameters_are_told() -> None:
     for number, (message, unchanged) in enumerate(run(2, different_gradients)):
         assert f"this one for param group 0, parameter {1 - number} of those" in message
         assert unchanged
-
-
-@pytest.mark.parametrize("view", [eb.matrix(), eb.heads(3), eb.row_blocks(1, 8, 3), eb.flattened()])
-@pytest.mark.parametrize("scale", ["original", "match_rms_adamw", 0.3, lambda rows, columns: rows + 0.1 * columns])
-def test_factors_of_rows_are_those_of_the_whole(view: MatrixView, scale: Any) -> None:
-    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    transform = eb.scale_by_shape(view, scale)
-    expected, _ = transform.update([x], transform.init([x]), [x])
-    for first in range(13):
-        for stop in range(first, 13):
-            assert torch.equal(transform.of_rows(x[first:stop], x.shape, first), expected[0][first:stop])
-
-
-@pytest.mark.parametrize("scale", ["original", "match_rms_adamw", 0.3])
-@pytest.mark.parametrize("arithmetic", ["bfloat16", "float32", "float64"])
-def test_the_wire_loses_no_bit(arithmetic: Any, scale: Any) -> None:
-    """Rounded before it is sent, and the result rounded before it is sent back; in 16 bits where the iteration is."""
-    x = 3 * torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    transform = eb.orthogonalize(arithmetic=arithmetic, scale=scale)
-    expected, _ = transform.update([x], transform.init([x]), [x])
-    work = WholeWork.of([transform])
-    out, back = work.sent_as(x.dtype), work.returned_as(x.dtype)
-    assert out is back is (torch.bfloat16 if arithmetic == "bfloat16" else torch.float32)
-    found = work.run(x.to(out).to(x.dtype), eb.Context()).to(back).to(x.dtype)
-    assert torch.equal(work.on_rows(found, x.shape, 0), expected[0])
-
-
-def test_a_wire_is_as_wide_as_what_is_not_rounded() -> None:
-    rows, orthogonal = eb.equalize(None, "rows", 1e-8), eb.orthogonalize()
-    before, after = WholeWork.of([rows, orthogonal]), WholeWork.of([orthogonal, rows])
-    assert (before.sent_as(torch.float32), before.returned_as(torch.float32)) == (torch.float32, torch.bfloat16)
-    assert (after.sent_as(torch.float32), after.returned_as(torch.float32)) == (torch.bfloat16, torch.float32)
-    assert WholeWork.of([eb.orthogonalize(arithmetic="float32")]).sent_as(torch.float64) is torch.float32
-
-
-def test_work_is_distributed_evenly_and_in_order() -> None:
-    loads = [3.0, 0.0]
-    # 4 to the second, which has nothing; 2 to the first, which has 3; the other 2 to the second, which has 4; and 1 to the first.
-    assert distributed([1.0, 4.0, 2.0, 2.0], loads) == [[0, 2], [1, 3]]
-    assert loads == [6.0, 6.0]

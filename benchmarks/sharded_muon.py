@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import everybit as eb
-from everybit_torch import FlatStepper, plan
+from everybit_torch import FlatStepper, TorchOptimizer, plan
 from machine import describe
 
 
@@ -87,8 +87,7 @@ def everybit(model: Blocks, strategy: Any) -> Callable[[Tensor], None]:
     return step
 
 
-def torch_muon(model: Blocks) -> Callable[[Tensor], None]:
-    """FSDP2, and torch's Muon, whose operations on DTensors gather what they need."""
+def fsdp2(model: Blocks, optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Tensor], None]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -96,7 +95,7 @@ def torch_muon(model: Blocks) -> Callable[[Tensor], None]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    optimizer: torch.optim.Optimizer = torch.optim.Muon(model.parameters(), lr=1e-3)
+    optimizer = optimizer_of(model.parameters())
 
     def step(x: Tensor) -> None:
         torch.autograd.backward(model(x))
@@ -106,11 +105,22 @@ def torch_muon(model: Blocks) -> Callable[[Tensor], None]:
     return step
 
 
+def torch_muon(model: Blocks) -> Callable[[Tensor], None]:
+    """Its operations on DTensors gather what they need."""
+    return fsdp2(model, lambda params: torch.optim.Muon(params, lr=1e-3))
+
+
+def everybit_muon(model: Blocks) -> Callable[[Tensor], None]:
+    """Rows of updates travel to an owner, and back."""
+    return fsdp2(model, lambda params: TorchOptimizer(params, eb.muon, lr=1e-3, others=None, compile=False))
+
+
 CONTESTANTS: dict[str, Callable[[Blocks], Callable[[Tensor], None]]] = {
     "everybit, optim": lambda model: everybit(model, "optim"),
     "everybit, optim_grads_params": lambda model: everybit(model, "optim_grads_params"),
     "everybit, no_shard: each rank iterates on everything": lambda model: everybit(model, "no_shard"),
     "FSDP2, torch.optim.Muon on DTensors": torch_muon,
+    "FSDP2, everybit.muon": everybit_muon,
 }
 
 

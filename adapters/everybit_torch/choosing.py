@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,11 @@ from torch import Tensor
 import everybit as eb
 from everybit.combinators.chain import chain
 from everybit.combinators.masked import Masked, Partition
-from everybit.context import ALONE
 from everybit.parts import map_parts, transforms_in
 from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
-from everybit.transform import any_draws, any_per_tensor
+from everybit_torch.parted import parted
+from everybit_torch.reductions_only import ReductionsOnly
 
-P = TypeVar("P")
 Tree = Mapping[Any, Tensor]
 """Parameters by their names, or by their numbers in a param group that has no names."""
 
@@ -64,50 +63,6 @@ def chosen(transform: eb.Transform[Any], decisions: tuple[Any, ...]) -> eb.Trans
         return map_parts(decide, node)
 
     return decide(transform)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class ReductionsOnly:
-    """Takes part in the reductions of a transform that other parameters have, contributes no elements, and changes nothing.
-
-    A reduction goes over all parameters, so that all of them have to take part in it, in the same order.
-    """
-
-    transform: eb.Transform[Any]
-
-    @property
-    def cut(self) -> eb.Cut:
-        """It may be cut anywhere, since it does nothing to elements."""
-        return "element"
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the transform asks for reductions."""
-        return self.transform.reduces
-
-    @property
-    def draws(self) -> bool:
-        """Whether the transform draws random bits, for which elements that are not contributed ask too."""
-        return any_draws([self.transform])
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether the transform asks for reductions over each parameter."""
-        return any_per_tensor([self.transform])
-
-    def init(self, params: P) -> Any:
-        """Return the empty state of ``identity``."""
-        return eb.identity().init(params)
-
-    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        """Return the updates unchanged, after taking part in the transform's reductions."""
-
-        def nothing(tree: P) -> P:
-            return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
-
-        none = nothing(params)
-        self.transform.update(nothing(updates), self.transform.init(none), none, ctx)
-        return updates, state
 
 
 def _reductions_only(transform: eb.Transform[Any]) -> eb.Transform[Any]:
@@ -184,10 +139,12 @@ class Decision:
     Attributes:
         choices: The result of each mask and each partition.
         label: The result of the policy's labels; None if it has none.
+        parted: Whether the process has parts of parameters whose transform must see whole ones.
     """
 
     choices: tuple[Any, ...]
     label: str | None
+    parted: bool = False
 
     def applied(self, optimizer: eb.Optimizer[Any]) -> eb.Optimizer[Any]:
         """The optimizer of these parameters.
@@ -202,7 +159,8 @@ class Decision:
                 " make a new optimizer."
             )
         policy = policy.policy_for(self.label) if isinstance(policy, ByLabel) else policy
-        return replace(optimizer, transform=chosen(transform, self.choices), policy=policy)
+        transform = chosen(transform, self.choices)
+        return replace(optimizer, transform=parted(transform) if self.parted else transform, policy=policy)
 
 
 def decide(optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor]) -> list[Decision | None]:

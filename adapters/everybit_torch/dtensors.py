@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
@@ -77,6 +78,64 @@ def first_element(parameter: Tensor) -> int:
                 " Replicate, or a policy without stochastic rounding."
             )
     return int(offset_of_local_part(parameter)[0]) * math.prod(parameter.shape[1:]) if parameter.ndim else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowShards:
+    """How the rows of a parameter lie on the ranks of a mesh.
+
+    Attributes:
+        mesh: The mesh.
+        shards: The dimension of the mesh along which ranks have other rows.
+        copies: The one along which ranks have the same rows; None: there is none.
+    """
+
+    mesh: DeviceMesh
+    shards: int
+    copies: int | None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks with other rows."""
+        return self.mesh.size(self.shards)
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks with the same rows."""
+        return 1 if self.copies is None else self.mesh.size(self.copies)
+
+    def edges(self, rows: int) -> list[int]:
+        """The first row of each rank, of a parameter of so many, and the number of rows: as ``torch.chunk`` cuts them."""
+        each = -(-rows // self.ranks)
+        return [min(each * rank, rows) for rank in range(self.ranks + 1)]
+
+
+def row_shards(parameter: Tensor) -> RowShards | None:
+    """Return how ranks hold a parameter's rows; None: this rank holds all.
+
+    Raises:
+        ValueError: Parts that are no such rows.
+    """
+    if not is_dtensor(parameter):
+        return None
+    from torch.distributed.tensor import Shard
+
+    cut = [number for number, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not cut:
+        return None
+    copies = [number for number in range(parameter.device_mesh.ndim) if number not in cut]
+    placement = parameter.placements[cut[0]]
+    # Of its relatives (_StridedShard) rows of one rank are not neighbours.
+    if len(cut) == 1 and len(copies) <= 1 and type(placement) is Shard and placement.dim == 0:
+        found = RowShards(parameter.device_mesh, cut[0], copies[0] if copies else None)
+        rank = parameter.device_mesh.get_local_rank(cut[0])
+        first, stop = found.edges(parameter.shape[0])[rank : rank + 2]
+        if local(parameter).shape == (stop - first, *parameter.shape[1:]):
+            return found
+    raise ValueError(
+        f"a parameter of shape {tuple(parameter.shape)} has the placements {tuple(parameter.placements)}, and ranks bring rows together;"
+        " accepted are Shard(0) along one dimension of the mesh, as fully_shard cuts by default, and Replicate along at most one other."
+    )
 
 
 class Over(NamedTuple):

@@ -19,7 +19,6 @@ from everybit_torch.groups import Optimizers
 from everybit_torch.memory import has_memory
 from everybit_torch.migration import shadow_state, skeleton
 from everybit_torch.placement import Placement
-from everybit_torch.places import is_sharded
 from everybit_torch.saved_structure import shown
 from everybit_torch.units import Member, Unit
 
@@ -57,7 +56,6 @@ class Kind:
 
 def expectations(
     engine: Engine,
-    parameters: Sequence[Tensor],
     optimizers: Sequence[Optimizers],
     placement: Placement | None,
     *,
@@ -67,7 +65,6 @@ def expectations(
 
     Args:
         engine: As it is.
-        parameters: All there are.
         optimizers: For each group, as they will be.
         placement: Of parameters that have no unit yet.
         full: In full precision: what the stored numbers stand for, and the weights.
@@ -79,9 +76,8 @@ def expectations(
         if skeleton(engine.optimizer_of(unit).transform) != skeleton(new.transform):
             state, (stored,) = shadow_state(unit.tensor, new, unit.first), new.formats([unit.tensor])
         units.append(Unit(unit.group, unit.tensor, unit.members, state, unit.first, unit.flat, stored=stored))
-    sharded = is_sharded(parameters)
     for run in placement.runs if placement is not None else []:
-        tensor = run.shadow(sharded=sharded)
+        tensor = run.shadow()
         state = run.optimizer.init([tensor], eb.Context(first_element=run.first))
         units.append(run.unit(tensor, state, run.first))
     return {id(member.parameter): _kinds(unit, member, full=full) for unit in units for member in unit.members}

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from everybit.metrics import Metrics
+from everybit.parts import needs_whole_tensors
 from everybit.scalars import require
 from everybit_torch import streams
+from everybit_torch.dtensors import is_dtensor
 from everybit_torch.engine import added
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.torch_internals import autograd
@@ -305,6 +307,13 @@ def enable_gradient_release(
         raise ValueError(
             "optimizer: its transform reduces over all gradients (as clip_by_global_norm does), which are never there at once; accepted are"
             " transforms that do not reduce. max_norm clips by the previous step's norm."
+        )
+    if any(map(is_dtensor, model.parameters())) and any(
+        needs_whole_tensors(one.transform) for group in optimizer.engine.groups for one in group.optimizers.values()
+    ):
+        raise ValueError(
+            "optimizer: its transform must see whole tensors, of which ranks hold parts that come together in a step of all parameters;"
+            " accepted for sharded parameters are transforms of the cut 'element'."
         )
     require_parameters_of(model, optimizer)
     if any(parameter.grad is not None for parameter in model.parameters()):

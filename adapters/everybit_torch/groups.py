@@ -262,6 +262,11 @@ class Group:
         """
         tensor = unit.tensor
         optimizer = self.optimizer_of(unit)
+        if not answers and unit.decision is not None and unit.decision.parted:
+            raise RuntimeError(
+                f"param group {self.number}: got a sharded parameter that is stepped by itself, and its transform must see whole tensors;"
+                " accepted is a step of all parameters, on all ranks."
+            )
         # Found on the device of the first unit of all.
         totals = [*(x if x.device == tensor.device else x.to(tensor.device) for x in totals), *answers]
 

@@ -16,6 +16,7 @@ import everybit as eb
 from everybit.joint_work import Asking, AtOnce, NeedsJointWorkError
 from everybit.parts import transforms_in
 from everybit.replay import ReplayAxis
+from everybit_torch.exchange import Exchange
 from everybit_torch.gradients import Gathered, Grads, have_gradients
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
@@ -23,9 +24,14 @@ from everybit_torch.units import Unit
 
 
 class JointSteps:
-    """Knows of which optimizers' transforms do work for several matrices at once."""
+    """Knows of which optimizers' transforms do work for several matrices at once.
+
+    Attributes:
+        exchange: Where work is done for matrices of which each rank has parts.
+    """
 
     def __init__(self) -> None:
+        self.exchange = Exchange()
         self._known: list[tuple[eb.Optimizer[Any], bool]] = []
 
     def ask(self, optimizer: eb.Optimizer[Any]) -> bool:
@@ -54,6 +60,30 @@ def arranged(
         known: Of a unit, the totals of its transform's reductions, and which periodic work is due.
         gathered: By id of the unit, gradients that were gathered already.
     """
+
+    def asked(unit: Unit, grads: Grads) -> NeedsJointWorkError | None:
+        grad = gathered.get(id(unit))
+        grad = unit.gathered(cast(list[Tensor], grads)) if grad is None else grad
+        return ask(optimizer_of(unit), unit, cast(Tensor, grad), *known(unit))
+
+    parted = [(unit, grads) for unit, grads in work if unit.decision is not None and unit.decision.parted]
+    if joint is None or not parted:
+        yield from _batched(work, joint, optimizer_of, asked)
+        return
+    travel = {id(unit) for unit, _ in parted}
+    others = _batched([one for one in work if id(one[0]) not in travel], joint, optimizer_of, asked)
+    present = [(unit, grads) for unit, grads in parted if have_gradients(grads)]
+    absent = [unit for unit, grads in parted if not have_gradients(grads)]
+    yield from joint.exchange.steps(present, absent, optimizer_of, asked, others)
+
+
+def _batched(
+    work: Sequence[tuple[Unit, Grads]],
+    joint: JointSteps | None,
+    optimizer_of: Callable[[Unit], eb.Optimizer[Any]],
+    asked: Callable[[Unit, Grads], NeedsJointWorkError | None],
+) -> Iterator[tuple[tuple[Unit, Grads], list[Tensor]]]:
+    """Units whose work is done here, those of one shape one after the other."""
     kinds: dict[object, list[tuple[Unit, Grads]]] = {}
     for number, (unit, grads) in enumerate(work):
         has_work = joint is not None and not unit.flat and have_gradients(grads) and joint.ask(optimizer_of(unit))
@@ -62,13 +92,8 @@ def arranged(
     for kind, alike in kinds.items():
         if isinstance(kind, int):
             yield alike[0], []
-            continue
-        asked = []
-        for unit, grads in alike:
-            grad = gathered.get(id(unit))
-            grad = unit.gathered(cast(list[Tensor], grads)) if grad is None else grad
-            asked.append(ask(optimizer_of(unit), unit, cast(Tensor, grad), *known(unit)))
-        yield from zip(alike, _answers(asked), strict=True)
+        else:
+            yield from zip(alike, _answers([asked(unit, grads) for unit, grads in alike]), strict=True)
 
 
 def ask(
@@ -88,7 +113,8 @@ def ask(
     try:
         optimizer.ask([unit.tensor], [grad], unit.state, replace(ctx, axis=ReplayAxis(here)) if here else ctx)
     except NeedsJointWorkError as question:
-        return question
+        # Its frames hold what the transform has computed, and those before them hold the question.
+        return question.with_traceback(None)
     return None
 
 

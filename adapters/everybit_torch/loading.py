@@ -175,7 +175,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
     wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(is_own_name, given)))
     placement = front.places.plan(front.param_groups, wanted, settings.optimizers)
     require_followable(front.engine.units, parameters)
-    expected = expectations(front.engine, parameters, settings.optimizers, placement, full=full)
+    expected = expectations(front.engine, settings.optimizers, placement, full=full)
     own: dict[int, dict[str, Tensor]] = {}
     kept: dict[int, dict[Any, Any]] = {}
     for position, given in saved.entries.items():

@@ -7,7 +7,7 @@ would make.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
 
@@ -21,9 +21,10 @@ from everybit.parts import needs_whole_tensors
 from everybit.policy import block_of, resolve_tree
 from everybit.routing import matrices_of
 from everybit_torch.choosing import Decision, Tree, applied, decide, require_labels_used, tree_of
-from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.dtensors import is_dtensor, local, row_shards
 from everybit_torch.gradients import UnitGradients
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
+from everybit_torch.parted import require_parted
 from everybit_torch.sharded_blocks import require_whole_blocks
 from everybit_torch.units import Unit, can_be_flat
 
@@ -65,18 +66,18 @@ class Run:
     flat: bool
     decision: Decision | None
 
-    def tensor(self, *, sharded: bool) -> Tensor:
+    def tensor(self) -> Tensor:
         """Return the tensor of a unit whose parameter keeps its own memory."""
         (whole,) = [local(p).detach() for p in self.parameters]
-        flatten = whole.is_contiguous() and (sharded or not needs_whole_tensors(self.optimizer.transform))
+        flatten = whole.is_contiguous() and not needs_whole_tensors(self.optimizer.transform)
         return whole.view(-1) if flatten else whole
 
-    def shadow(self, *, sharded: bool) -> Tensor:
+    def shadow(self) -> Tensor:
         """The tensor of the unit, without its memory."""
         if self.flat:
             size = sum(p.numel() for p in self.parameters)
             return torch.empty(size, dtype=self.parameters[0].dtype, device="meta")
-        return torch.empty_like(self.tensor(sharded=sharded), device="meta")
+        return torch.empty_like(self.tensor(), device="meta")
 
     def unit(
         self, tensor: Tensor, state: OptimizerState[Any], first: int, gradients: UnitGradients | None = None
@@ -146,12 +147,12 @@ def plan_placement(
 
     Raises:
         RuntimeError: Parameters were cast since the optimizer was made, or taken out of a param group since the first step.
-        ValueError: Parameters that cannot be stepped where they lie: sharded ones of a transform that must see whole tensors, elements that
-            are one place in memory, memory that parameters share and that a policy keeps residuals of.
+        ValueError: Parameters that cannot be stepped where they lie: sharded ones that are cut in another way than their
+            transform or format admits, elements that are one place in memory, memory that parameters share and that a policy keeps
+            residuals of.
     """
     plan = Placement([], dict(counted), [])
     params = [values["params"] for values in param_groups]
-    sharded = any(is_dtensor(p) for given in params for p in given)
     apart = _apart(params)
     for number, (group, own, values) in enumerate(zip(settled, optimizers, param_groups, strict=True)):
         given = values["params"]
@@ -180,7 +181,7 @@ def plan_placement(
                 left.append((parameter, first))
         for (dtype, _), parameters in buckets.items():
             tree = tree_of(values)
-            plan.runs.extend(_runs(number, own[dtype], parameters, apart, tree, sharded=sharded, allow_flat=allow_flat))
+            plan.runs.extend(_runs(number, own[dtype], parameters, apart, tree, allow_flat=allow_flat))
         plan.settled.append(Settled(list(given), left, lazy))
     _require_writable(plan.runs, params)
     if not any(group.known for group in settled):
@@ -219,31 +220,31 @@ def _runs(
     apart: set[int],
     tree: Tree,
     *,
-    sharded: bool,
     allow_flat: bool,
 ) -> Iterator[Run]:
     """Runs of neighbours that can share a buffer; what cannot is a run of its own.
 
     What a transform asks of everything that is stepped is asked of all runs, and of all ranks.
     """
-    if sharded and needs_whole_tensors(optimizer.transform):
-        raise ValueError(
-            f"param group {number}: {optimizer.transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them."
-            " Accepted for sharded parameters are transforms whose parts all have the cut 'element'. A FlatStepper steps this one, too."
-        )
     block = block_of(optimizer.policy)
     runs: list[tuple[list[Tensor], int, bool, Decision | None]] = []
     end = -1
     names = {id(p): f"param group {number}, parameter {index}" for index, p in enumerate(tree.values())}
     named = {id(p): name if isinstance(name, str) else names[id(p)] for name, p in tree.items()}
     decisions = decide(optimizer, tree, [parameter for parameter, _ in parameters])
-    for (parameter, first), decision in zip(parameters, decisions, strict=True):
-        own = applied(optimizer, decision)
+    for (parameter, first), decided in zip(parameters, decisions, strict=True):
+        own = applied(optimizer, decided)
         require_whole_blocks(named[id(parameter)], parameter, own.policy)
         transform = own.transform
         whole = needs_whole_tensors(transform)
         if whole and parameter.numel():
             matrices_of(transform, named[id(parameter)], parameter.shape)  # which refuses shapes that do not fit
+        decision = decided
+        if whole and is_dtensor(parameter):
+            try:
+                decision = _parted(optimizer, transform, decided, parameter)
+            except ValueError as error:
+                raise ValueError(f"{named[id(parameter)]}: {error}") from None
         flat = allow_flat and not whole and id(parameter) not in apart and can_be_flat(parameter)
         # Blocks are counted from each parameter's first element, so that a parameter in a run begins at a multiple of the block.
         # One that ends inside a block is a run of its own, because it is stepped uncompiled.
@@ -255,6 +256,21 @@ def _runs(
         end = first + parameter.numel()
     for run, first, flat, decision in runs:
         yield Run(number, applied(optimizer, decision), [names[id(p)] for p in run], run, first, flat, decision)
+
+
+def _parted(
+    optimizer: eb.Optimizer[Any], transform: eb.Transform[Any], decided: Decision | None, parameter: Tensor
+) -> Decision | None:
+    """What masks and labels said of a parameter of which ranks hold parts, though its transform must see whole ones.
+
+    Raises:
+        ValueError: It cannot be stepped so.
+    """
+    if row_shards(parameter) is None:
+        return decided
+    decision = Decision((), None, parted=True) if decided is None else replace(decided, parted=True)
+    require_parted(decision.applied(optimizer), transform, parameter.shape, parameter.dtype)
+    return decision
 
 
 def _apart(params: Sequence[list[Tensor]]) -> set[int]:

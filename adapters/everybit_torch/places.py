@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit.dtypes import torch_dtype
 from everybit.parts import needs_whole_tensors
 from everybit.policy import resolve_tree
-from everybit_torch.dtensors import first_element, is_dtensor, local
+from everybit_torch.dtensors import first_element, local
 from everybit_torch.engine import Engine
 from everybit_torch.gradients import GradientBuffer
 from everybit_torch.groups import Optimizers
@@ -120,16 +120,15 @@ class Places:
     def carry_out(self, plan: Placement) -> None:
         """Place parameters as planned."""
         self._counted, self._settled = plan.counted, plan.settled
-        sharded = is_sharded(parameter for group in plan.settled for parameter in group.known)
         for run in plan.runs:
-            self._place_run(run, sharded=sharded)
+            self._place_run(run)
         self._number_parameters()
 
     def _number_parameters(self) -> None:
         """Number all parameters, those that wait too: on every rank the same."""
         self._engine.table = ParameterTable.of(parameter for group in self._settled for parameter in group.known)
 
-    def _place_run(self, run: Run, *, sharded: bool) -> None:
+    def _place_run(self, run: Run) -> None:
         optimizer, first = run.optimizer, run.first
         gradients = None
         if run.flat:
@@ -138,7 +137,7 @@ class Places:
                 gradients = GradientBuffer(run.parameters, torch_dtype(one.grads_main))
             tensor = flatten(run.parameters)
         else:
-            tensor = run.tensor(sharded=sharded)
+            tensor = run.tensor()
             if optimizer.draws_bits:
                 first += first_element(run.parameters[0])
         state = self._engine.init_state(optimizer, tensor, first)
@@ -220,8 +219,3 @@ class Places:
 def parameters_of(param_groups: ParamGroups) -> list[Tensor]:
     """The parameters of all groups, in order."""
     return [parameter for values in param_groups for parameter in values["params"]]
-
-
-def is_sharded(parameters: Iterable[Tensor]) -> bool:
-    """Whether any parameter is a part of one, by FSDP2."""
-    return any(map(is_dtensor, parameters))

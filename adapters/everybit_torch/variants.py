@@ -76,6 +76,10 @@ class Inputs:
     choices: tuple[tuple[str, Any], ...] = ()
     returns: bool = True
 
+    def answers(self) -> list[Tensor]:
+        """Return the results of joint work, the last of the totals."""
+        return self.totals[len(self.totals) - dict(self.choices).get("answers", 0) :]
+
     def dtype(self) -> torch.dtype:
         """Return the dtype of the parameters."""
         return self.tensors[0].dtype
@@ -164,7 +168,7 @@ class Variants(Generic[R]):
         started = time.perf_counter() if not variant.ran else 0.0
         if not variant.ran and inputs.tensors[0].ndim == 1:
             # Units are cut, and stepped in pieces: code for any length is as fast, and it is made once.
-            let_length_vary(eb.tree.leaves((inputs.tensors, inputs.grads, inputs.state)))
+            let_length_vary(eb.tree.leaves((inputs.tensors, inputs.grads, inputs.state, inputs.answers())))
         given = {name: arguments[name] for name in variant.given}
         try:
             measured = variant.run(

@@ -184,6 +184,20 @@ class Communicator:
             exchange = partial(exchange, output_split_sizes=received, input_split_sizes=list(lengths))
         return self._start("all_to_all", exchange, into, whole, what, sent=(self.size - 1) * whole.nbytes // self.size)
 
+    def exchange(
+        self, into: Tensor, whole: Tensor, what: str, *, received: Sequence[int], given: Sequence[int]
+    ) -> Pending:
+        """``into`` becomes, rank after rank, every rank's part for this one, of the lengths ``received``.
+
+        ``given``: the lengths of the parts of ``whole`` for each rank.
+        """
+        if self.size == 1:
+            into.copy_(whole)
+            return Done()
+        exchange = partial(dist.all_to_all_single, output_split_sizes=list(received), input_split_sizes=list(given))
+        sent = (whole.numel() - given[self.rank]) * whole.itemsize
+        return self._start("all_to_all", exchange, into, whole, what, sent=sent)
+
     def parts(self, whole: Tensor, lengths: Sequence[int] = ()) -> list[Tensor]:
         """The ranks' parts of a 1-d tensor: of these lengths, or equally long."""
         return list(torch.split(whole, list(lengths))) if lengths else list(whole.view(self.size, -1))

@@ -59,6 +59,7 @@ class Centralize:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""

@@ -154,6 +154,8 @@ class Stateless(MatrixWise):
         TypeError: ``view`` is none.
     """
 
+    reads_weights: ClassVar[bool] = False
+
     def atoms(self, shape: Sequence[int]) -> int:
         """Return the number of equal parts of a parameter of this shape that no matrix lies across; see :mod:`everybit.atoms`.
 
@@ -195,6 +197,18 @@ class ScaleByShape(Stateless):
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the updates times their factors."""
         return self.of_batches(lambda batch: scaled(batch, self.scale, batch.shape), updates), state
+
+    def of_rows(self, rows: Tensor, shape: Sequence[int], first: int) -> Tensor:
+        """Return the rows ``first`` and on of an update of this shape times their factors."""
+        batches = self.matrices(shape)
+        # Where there are several batches they are blocks of rows.
+        sizes = [one[0] for one in batches] if len(batches) > 1 else [shape[0]]
+        found, stop = [], 0
+        for size, batch in zip(sizes, batches, strict=True):
+            start, stop = stop, stop + size
+            here = rows[max(start - first, 0) : max(stop - first, 0)]
+            found.append(scaled(here, self.scale, batch))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def alone(function: Callable[..., Tensor], *batches: Tensor) -> Tensor:

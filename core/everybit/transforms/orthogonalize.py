@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, get_args
 
+import torch
 from torch import Tensor
 
 from everybit import tree
 from everybit.context import ALONE, Context
 from everybit.orthogonalization import Arithmetic, Batching, Coefficients, Normalization, orthogonalized, triples
 from everybit.scalars import Hyperparameter, at
-from everybit.transforms.matrix_wise import MatrixWise, Scale, Stateless, require_above_zero, require_scale, scaled
+from everybit.transforms.matrix_wise import (
+    MatrixWise,
+    Scale,
+    ScaleByShape,
+    Stateless,
+    require_above_zero,
+    require_scale,
+    scaled,
+)
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -108,6 +117,16 @@ class Orthogonalize(Stateless):
             for leaf, own in zip(leaves, batches, strict=True)
         ]
         return tree.replace(updates, new), state
+
+    @property
+    def rounds_to(self) -> torch.dtype:
+        """The dtype of the iteration, to which updates are rounded first; see :mod:`everybit.whole_work`."""
+        found: torch.dtype = getattr(torch, self.arithmetic)
+        return found
+
+    def without_factor(self) -> tuple[Orthogonalize, ScaleByShape]:
+        """Return the iteration alone, and the transform that multiplies by the factor."""
+        return replace(self, scale=1.0), ScaleByShape(self.view, self.scale)
 
     def step_cost(self, shape: Sequence[int]) -> float:
         """Return the multiply-adds of the iterations on all matrices of a parameter of this shape; see :mod:`everybit.atoms`.

@@ -1,0 +1,143 @@
+"""Transforms for processes that have parts of parameters: what must see whole tensors becomes work that is done elsewhere.
+
+See :mod:`everybit.whole_work` for that work, and :mod:`everybit_torch.exchange` for how parts come together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.combinators.chain import Chain, NamedChain
+from everybit.joint_work import Work
+from everybit.parts import map_parts, needs_whole_tensors, transforms_in
+from everybit.transform import periods
+from everybit.whole_work import OnWholes, WholeWork, why_not_elsewhere
+from everybit_torch.reductions_only import ReductionsOnly
+
+Stand = Callable[[Sequence[Any]], Any]
+"""From transforms one after the other that must see whole tensors to what stands in for them."""
+
+
+def parted(transform: Any) -> Any:
+    """Return a transform that may be cut anywhere, and that asks for the work of what must see whole tensors.
+
+    Its state is that of the transform, entry by entry: only transforms without state are replaced.
+    """
+    return _replaced(transform, lambda run: OnWholes(WholeWork.of(run)))
+
+
+def work_in(transform: Any) -> WholeWork:
+    """The work that such a transform asks for."""
+    return next(node.work for node in transforms_in(transform) if isinstance(node, OnWholes))
+
+
+def require_parted(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse what cannot be stepped in parts.
+
+    Args:
+        optimizer: With what :func:`parted` returned.
+        whole: The transform that it was made of.
+        shape: Of a parameter.
+        dtype: Of the parameter.
+
+    Raises:
+        ValueError: The message names the part.
+    """
+    works = [node.work for node in transforms_in(optimizer.transform) if isinstance(node, OnWholes)]
+    for part in (part for work in works for part in work.parts):
+        if (why := why_not_elsewhere(part, shape)) is not None:
+            raise _refusal(part, why)
+    if needs_whole_tensors(optimizer.transform):
+        raise _refusal(whole, "it is no chain of transforms of which only those without state must see them")
+    none = torch.empty(0, dtype=dtype)
+    here = replace(optimizer, transform=_without_others(optimizer.transform))
+    every = periods(whole)
+    for due in dict.fromkeys([(), *(tuple((period, due) for period in every) for due in (True, False))]):
+        # A run on tensors without elements tells what it asks for.
+        asked = _Asked()
+        ctx = eb.Context(joint=asked, axis=_After(asked), due=due, members=_nobody() if here.per_tensor else None)
+        here.ask([none], [none], here.init([none]), ctx)
+        if asked.times != 1:
+            raise _refusal(whole, f"it asks for them {asked.times} times in a step")
+        if asked.reductions_after:
+            raise _refusal(whole, "it reduces over what it computes from them")
+
+
+def _refusal(transform: Any, why: str) -> ValueError:
+    return ValueError(
+        f"{transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them, and {why}. Accepted for sharded parameters are"
+        " transforms of the cut 'element', and in a chain with them one or several neighbours of the cut 'tensor' without state, such as"
+        " eb.orthogonalize in eb.muon. A FlatStepper steps this one, too."
+    )
+
+
+def _is_whole(node: Any) -> bool:
+    """Whether a transform itself must see whole tensors, and not one inside it."""
+    return node.cut == "tensor" and len(list(transforms_in(node))) == 1
+
+
+def _replaced(node: Any, stand: Stand) -> Any:
+    if isinstance(node, ReductionsOnly):
+        # Reductions come before the work.
+        return ReductionsOnly(_replaced(node.transform, lambda _run: eb.identity()))
+    if _is_whole(node):
+        return stand([node])
+    if not isinstance(node, (Chain, NamedChain)):
+        return map_parts(lambda part: _replaced(part, stand), node)
+    named = node.transforms if isinstance(node, NamedChain) else None
+    parts: list[Any] = []
+    run: list[Any] = []
+    for part in (*(node.transforms if named is None else named.values()), None):
+        if part is not None and _is_whole(part):
+            run.append(part)
+            continue
+        # Each has a place of its own, by which random bits are drawn and state is found.
+        parts += [stand(run), *[eb.identity()] * (len(run) - 1)] if run else []
+        parts += [] if part is None else [_replaced(part, stand)]
+        run = []
+    return Chain(tuple(parts)) if named is None else NamedChain(dict(zip(named, parts, strict=True)))
+
+
+def _without_others(node: Any) -> Any:
+    """A transform without the reductions to which its parameters contribute nothing."""
+    return eb.identity() if isinstance(node, ReductionsOnly) else map_parts(_without_others, node)
+
+
+class _Asked:
+    """Counts questions for work."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.reductions_after = False
+
+    def results(self, batches: Sequence[Tensor], work: Work) -> list[Tensor]:  # noqa: ARG002  # what it is asked for
+        self.times += 1
+        return list(batches)
+
+
+class _After:
+    """The axis of a single process, which takes note of reductions after a question for work."""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+
+    def sum(self, value: Tensor) -> Tensor:
+        self._asked.reductions_after |= bool(self._asked.times)
+        return value
+
+    def max(self, value: Tensor) -> Tensor:
+        return self.sum(value)
+
+    def owned(self, tree: Any) -> Any:
+        return tree
+
+
+def _nobody() -> tuple[eb.Members, ...]:
+    none = torch.empty(0, dtype=torch.int64)
+    return (eb.Members(none, torch.zeros(1, dtype=torch.int64), none.double()),)

@@ -1,0 +1,56 @@
+"""What stands in for a transform where it has no parameters: its reductions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import everybit as eb
+from everybit.context import ALONE
+from everybit.transform import any_draws, any_per_tensor
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionsOnly:
+    """Takes part in the reductions of a transform that other parameters have, contributes no elements, and changes nothing.
+
+    A reduction goes over all parameters, so that all of them have to take part in it, in the same order.
+    """
+
+    transform: eb.Transform[Any]
+
+    @property
+    def cut(self) -> eb.Cut:
+        """It may be cut anywhere, since it does nothing to elements."""
+        return "element"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the transform asks for reductions."""
+        return self.transform.reduces
+
+    @property
+    def draws(self) -> bool:
+        """Whether the transform draws random bits, for which elements that are not contributed ask too."""
+        return any_draws([self.transform])
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the transform asks for reductions over each parameter."""
+        return any_per_tensor([self.transform])
+
+    def init(self, params: P) -> Any:
+        """Return the empty state of ``identity``."""
+        return eb.identity().init(params)
+
+    def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
+        """Return the updates unchanged, after taking part in the transform's reductions."""
+
+        def nothing(tree: P) -> P:
+            return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
+
+        none = nothing(params)
+        self.transform.update(nothing(updates), self.transform.init(none), none, ctx)
+        return updates, state

@@ -1,0 +1,139 @@
+"""What the exchange of rows of updates takes: bytes on the wire, work, memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import everybit as eb
+from everybit.whole_work import WholeWork
+from everybit_torch import TorchOptimizer, create, exchange, routing
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.exchange import distributed
+from tests.sharded.test_matrices_in_rows import cut, in_parts, whole
+from tests.support.allocations import counting
+from tests.support.ranks import run
+from tests.support.weights import equal
+
+
+def noting(groups: list[Communicator]) -> Callable[..., None]:
+    made = Communicator.__init__
+
+    def note(self: Communicator, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        groups.append(self)
+
+    return note
+
+
+def wired() -> list[tuple[int, int]]:
+    """Bytes that this rank sends in a step, with 16 bits on the wire both ways and in float32."""
+    found = []
+    for arithmetic in ("bfloat16", "float32"):
+        model = nn.Linear(6, 8, bias=False)
+        cut(model, [])
+        optimizer = TorchOptimizer(
+            model.parameters(), eb.muon, lr=1e-2, others=None, compile=False, arithmetic=arithmetic
+        )
+        model.weight.grad = distribute_tensor(torch.ones(8, 6), model.weight.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
+        groups: list[Communicator] = []
+        with patch.object(Communicator, "__init__", noting(groups)):
+            optimizer.step()
+        (communicator,) = groups
+        found.append((communicator.sent["all_to_all"], communicator.sent["all_reduce"]))
+    return found
+
+
+def test_what_travels_is_counted() -> None:
+    """Of 48 elements on two ranks the one sends 24 to the owner, and the owner as many back. 16 bytes say who has gradients."""
+    for found in run(2, wired):
+        assert found == [(24 * 2, 16), (24 * 4, 16)]
+
+
+def shared(shape: tuple[int, ...] | None) -> int:
+    """How many of eight matrices this rank works on."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8)))
+    cut(model, [], shape)
+    optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        parameter.grad = in_parts(torch.ones(4, 4), parameter)
+    with patch.object(WholeWork, "run", autospec=True, side_effect=WholeWork.run) as worked:
+        optimizer.step()
+    return worked.call_count
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [
+        (2, None),
+        pytest.param(4, None, marks=pytest.mark.exhaustive),
+        pytest.param(4, (2, 2), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_share_the_work_and_so_do_replicas(size: int, shape: tuple[int, ...] | None) -> None:
+    assert run(size, shared, shape) == [8 // size] * size
+
+
+def allocated(at_least: int) -> tuple[int, int]:
+    """The most memory that a step of 24 matrices takes, and what is left of it, without a look for reference cycles."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))
+    cut(model, [])
+    optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
+    found = (0, 0)
+    gc.disable()
+    try:
+        for _ in range(2):  # the first makes state
+            for parameter in model.parameters():
+                assert isinstance(parameter, DTensor)
+                parameter.grad = in_parts(torch.ones(64, 64), parameter)
+            with patch.object(exchange, "AT_LEAST", at_least), counting() as counter:
+                optimizer.step()
+            found = counter.peak, counter.live
+    finally:
+        gc.enable()
+    return found
+
+
+def test_the_memory_of_a_step_is_that_of_three_buckets() -> None:
+    """Twelve buckets of two matrices, or one of 24. The communication's thread lets go of a bucket a moment later."""
+    for (few, left), (many, _) in zip(run(2, allocated, 1), run(2, allocated, 1 << 22), strict=True):
+        assert 3 * few < many
+        assert left <= 3 * 2 * 64 * 64 * 4
+
+
+def captured() -> str:
+    model = nn.Linear(6, 8, bias=False)
+    cut(model, [])
+    optimizer = create("muon", model, lr=1e-2, compile=False)
+    weight: Any = model.weight
+    weight.grad = in_parts(torch.ones(8, 6), weight)
+    before = whole(model)
+    with (
+        patch.object(exchange, "is_capturing", lambda: True),
+        pytest.raises(RuntimeError, match="a CUDA graph is being captured"),
+    ):
+        optimizer.step()
+    assert equal(whole(model), before)
+    optimizer.step()
+    assert not equal(whole(model), before)
+    return routing(optimizer)
+
+
+def test_a_capture_is_refused_and_the_optimizer_goes_on() -> None:
+    for found in run(2, captured):
+        assert found == "matrix: 1 parameter, 48 elements\n  weight (8, 6)"
+
+
+def test_work_is_distributed_evenly_and_in_order() -> None:
+    loads = [3.0, 0.0]
+    # 4 to the second, which has nothing; 2 to the first, which has 3; the other 2 to the second, which has 4; and 1 to the first.
+    assert distributed([1.0, 4.0, 2.0, 2.0], loads) == [[0, 2], [1, 3]]
+    assert loads == [6.0, 6.0]

@@ -214,3 +214,28 @@ def test_shards_that_begin_inside_a_block_are_refused_by_name_and_infinities_are
         assert "shard 1 begins at row 5, which is element 5 and lies inside a block of 32" in said["vector"]
         assert said["wide"] == "accepted"
         assert told[0][:2] == ("values.1", "param")
+
+
+MATRICES: Shapes = ((8, 64), (7, 32), (192,))
+MUON = eb.Policy(
+    params=eb.Split(8, rounding="stochastic"),
+    momentum=eb.Blockwise("linear", block=32),
+    variance=eb.Blockwise("float", block=32),
+)
+
+
+def muon(module: Model, *, steps: int) -> list[dict[str, Tensor]]:
+    optimizer = TorchOptimizer(module.named_parameters(), eb.muon, lr=0.01, policy=MUON, compile=False)
+    train(module, optimizer, range(steps))
+    return stored(module, optimizer)
+
+
+def sharded_muon() -> list[dict[str, Tensor]]:
+    return muon(sharded(MATRICES), steps=3)
+
+
+def test_momentum_of_muon_is_stored_in_blocks_where_its_rows_are() -> None:
+    expected = muon(Model(MATRICES), steps=3)
+    assert expected[0]["momentum"].dtype == torch.int8
+    for found in run(2, sharded_muon):
+        assert same(found, expected)

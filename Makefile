@@ -52,6 +52,7 @@ conformance: $(STAMP)  ## run in other programs: Trainer, accelerate, Lightning,
 gpu-codegen: $(STAMP)  ## compile every step for GPUs that are not there, check the code, write docs/gpu.md (CASES="'adamw under *'" for some)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[gpu-codegen]'
 	$(BIN)/python -W ignore -m gpu_codegen $(CASES) $(if $(CASES),,--out gpu_codegen/results.json --page docs/gpu.md)
+	$(if $(CASES),,$(BIN)/python -W ignore -m gpu_codegen.blocks)
 	$(if $(CASES),,$(BIN)/python -m pytest tests/gpu_codegen)
 
 matrix: $(STAMP)  ## run the tests on every torch from the oldest to the newest, write docs/versions.md (MATRIX="--rows newest --areas core" for some)

@@ -88,7 +88,7 @@ SHARDED: Sequence[tuple[str, str, eb.Policy | MixedPrecision, torch.dtype]] = (
 
 
 def without_blocks() -> dict[str, Policy]:
-    """The presets that store one number for each element: the units here have any length, and no unit ends inside a block."""
+    """The presets that store one number for each element; those with blocks, whose kernels go through rows, are in ``blocks.py``."""
     return {name: policy for name, policy in PRESETS.items() if policy.block == 1}
 
 

@@ -92,12 +92,16 @@ def different_bits(name: str, compiled: Compiled) -> list[str]:
 
     The interpreter changes Triton for the rest of the process, in which no kernel can be compiled after that.
     """
-    case = by_name(name)
-    prepared = prepare(case, ELEMENTS)
+    return different_bits_of(by_name(name), compiled, ELEMENTS)
+
+
+def different_bits_of(case: Case, compiled: Compiled, elements: int) -> list[str]:
+    """As :func:`different_bits`, for a unit of so many elements."""
+    prepared = prepare(case, elements)
     expected, got = prepared.clone(), prepared.clone()
     take(case, expected)
     tensors = got.tensors()
-    interpreting.run(compiled.wrapper, [ELEMENTS if place < 0 else tensors[place] for place in compiled.inputs])
+    interpreting.run(compiled.wrapper, [elements if place < 0 else tensors[place] for place in compiled.inputs])
     try:
         assert_same_bits(tensors, expected.tensors(), "interpreted, against eager")
     except AssertionError as error:

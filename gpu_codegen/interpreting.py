@@ -28,6 +28,9 @@ from gpu_codegen.fake_gpu import fake_gpu
 BLOCK = 512
 """Elements of one program."""
 
+ROWS = 4
+"""Of one program that finds something of each row."""
+
 _NUMBER = itertools.count()
 
 
@@ -54,10 +57,11 @@ class _Launcher:
 
     def __init__(self, load: Callable[[str], ModuleType], name: str, source: str) -> None:
         self._function: Any = getattr(load(source), name)
+        self._in_rows = name.startswith("triton_per_")
 
     def run(self, *arguments: Any, stream: int) -> None:  # noqa: ARG002  # called by name
-        elements = arguments[-1]
-        block = BLOCK if elements > 1 else 1
+        elements = arguments[-2] if self._in_rows else arguments[-1]
+        block = ROWS if self._in_rows else BLOCK if elements > 1 else 1
         self._function[(math.ceil(elements / block),)](*arguments, XBLOCK=block)
 
 
@@ -89,8 +93,9 @@ def _interpreter(folder: Path) -> Iterator[Any]:
                     stack.enter_context(mock.patch.object(language, name, InterpretedFunction(function.fn)))
         # The compiler's own helpers again, interpreted as well.
         helpers = _imported(Path(str(triton_helpers.__file__)), package=f"{triton_helpers.__package__}.")
-        with mock.patch.object(triton_heuristics, "pointwise", undecorated):
-            yield load
+        for kind in ("pointwise", "persistent_reduction"):
+            stack.enter_context(mock.patch.object(triton_heuristics, kind, undecorated))
+        yield load
 
 
 def _imported(path: Path, package: str = "") -> ModuleType:

@@ -54,7 +54,9 @@ class Step:
         """The same for a unit of another length on another device, without values."""
 
         def one(x: Tensor) -> Tensor:
-            shape = (length,) if x.ndim and x is not self.numbers else tuple(x.shape)
+            # A number for each element, or for each block of elements.
+            numel = x.numel() * length // self.tensor.numel()
+            shape = (numel,) if x.ndim and x is not self.numbers else tuple(x.shape)
             return torch.empty(shape, dtype=x.dtype, device=device)
 
         state = eb.tree.map(one, self.state)

@@ -114,3 +114,10 @@ def test_an_exact_sum_is_one_kernel_without_scratch_that_reads_each_part_once() 
     found: SAID = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 5
     assert {name: said for name, said in found.items() if said} == {}
+
+
+def test_steps_in_blocks_are_three_launches_without_tensors_of_the_units_length() -> None:
+    """One preset; ``make gpu-codegen`` takes all of them with ``python -m gpu_codegen.blocks``."""
+    done = run("gpu_codegen.blocks", "LEAN_8BIT")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"LEAN_8BIT": [3, []]}

@@ -57,6 +57,7 @@ USED = [
     ("torch._inductor.config", "eager_numerics.disable_ftz", "device_options"),
     ("torch._inductor.config", "aggressive_fusion", "device_options"),
     ("torch._inductor.config", "score_fusion_memory_threshold", "device_options"),
+    ("torch._inductor.config", "loop_ordering_after_fusion", "device_options"),
     ("torch._inductor.virtualized", "V", "cpp_vectors"),
     ("torch._inductor.codegen.cpp", "CppVecOverrides.to_dtype_bitcast", "cpp_vectors"),
     ("torch._inductor.codegen.cpp", "CppVecOverrides.to_dtype", "cpp_vectors"),

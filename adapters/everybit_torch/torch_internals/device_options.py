@@ -28,6 +28,8 @@ _FEW_KERNELS = {
     # Kernels of one element read nothing in common, and are else not made one: a launch takes as long as a step of a million elements.
     "aggressive_fusion": True,
     "score_fusion_memory_threshold": 0,
+    # A step over elements and the maxima of their blocks are else taken for loops over different memory, and not made one.
+    "loop_ordering_after_fusion": False,
 }
 
 

@@ -94,17 +94,18 @@ def level(name: MapName, bits: Bits, kind: SlotKind, index: Tensor) -> Tensor:
     """
     if is_table(name):
         return look_up(index.new_tensor(table(bits, kind), dtype=torch.float32), index)
+    # Products with reciprocals, rounded to float32: what a GPU makes of a division by a number, and a CPU does not.
     top = greatest_index(name, bits, kind)
     if name in _FLOATING:
         _, fraction, offset, quantum, greatest = _FLOATS[bits, kind]
         normal = ((index + offset) << (23 - fraction)).view(torch.float32)
-        return torch.where(index < 1 << fraction, index.float() * quantum, normal) / greatest
+        return torch.where(index < 1 << fraction, index.float() * quantum, normal) * (1.0 / greatest)
     number = index.float()
     if name == "root":
-        return number * number / float(top * top)
+        return number * number * (1.0 / (top * top))
     if name == "softsign":
         return number / (2.0 * top - number)
-    return number / top if has_zero(name, bits, kind) else (number + 1.0) / (top + 1.0)
+    return number * (1.0 / top) if has_zero(name, bits, kind) else (number + 1.0) * (1.0 / (top + 1.0))
 
 
 def index_near(name: MapName, bits: Bits, kind: SlotKind, x: Tensor) -> Tensor:

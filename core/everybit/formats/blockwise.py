@@ -130,10 +130,19 @@ class Blockwise(StateFormat):
         rows = _rows(exact, self.block)
         scale, divisor = self._scales(rows)
         power = self._powers(rows, divisor) if block_maps.is_expanded(self.map) else None
-        each = None if power is None else spread(power, self.block, exact.shape)
-        index = self._rounded(exact, spread(divisor, self.block, exact.shape), each, key)
+        on_host = exact.device.type == "cpu" and torch.compiler.is_compiling()
+        if exact.numel() % self.block or on_host:
+            # C++ code goes through a row once for its maximum and once more for its codes, and faster in one loop of all elements.
+            values, unit = exact, spread(divisor, self.block, exact.shape)
+            each = None if power is None else spread(power, self.block, exact.shape)
+        else:
+            # In rows, as the maxima are found: Triton code is then one kernel, which keeps a row in registers.
+            values, unit = rows, divisor[:, None]
+            each = None if power is None else power[:, None]
+        index = self._rounded(values, unit, each, key)
         if self._has_signs:
-            index = torch.where(exact < 0, -index, index)
+            index = torch.where(values < 0, -index, index)
+        index = index.view(exact.shape)
         if self.bits == 4:
             codes = _packed(index + self._greatest if self._has_signs else index)
         else:
@@ -232,7 +241,7 @@ class Blockwise(StateFormat):
         if self.kind == "signed" and not self._has_signs:
             # The map has no -1. A block whose greatest number is negative would lose a little of it at every step.
             is_negative = -rows.amin(1) >= greatest
-            greatest = torch.where(is_negative, greatest / -block_maps.table(self.bits, self.kind)[0], greatest)
+            greatest = torch.where(is_negative, greatest * (-1.0 / block_maps.table(self.bits, self.kind)[0]), greatest)
         if self.kind == "non-negative":
             # So that the least level above zero is above zero in float32, too.
             greatest = torch.where(greatest > 0, greatest.clamp(min=_SMALLEST_NORMAL), greatest)

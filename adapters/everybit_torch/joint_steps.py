@@ -22,6 +22,11 @@ from everybit_torch.members import members_of
 from everybit_torch.units import Unit
 
 
+def does_joint_work(transform: object) -> bool:
+    """Whether a transform, or one inside it, does work for several matrices at once."""
+    return any(getattr(node, "batching", None) == "together" for node in transforms_in(transform))
+
+
 class JointSteps:
     """Knows of which optimizers' transforms do work for several matrices at once."""
 
@@ -33,7 +38,7 @@ class JointSteps:
         for known, asks in self._known:
             if known is optimizer:
                 return asks
-        asks = any(getattr(node, "batching", None) == "together" for node in transforms_in(optimizer.transform))
+        asks = does_joint_work(optimizer.transform)
         self._known = [*self._known[-63:], (optimizer, asks)]
         return asks
 
@@ -63,12 +68,10 @@ def arranged(
         if isinstance(kind, int):
             yield alike[0], []
             continue
-        asked = []
-        for unit, grads in alike:
-            grad = gathered.get(id(unit))
-            grad = unit.gathered(cast(list[Tensor], grads)) if grad is None else grad
-            asked.append(ask(optimizer_of(unit), unit, cast(Tensor, grad), *known(unit)))
-        yield from zip(alike, _answers(asked), strict=True)
+        for one, answers in zip(alike, _answers(alike, optimizer_of, known, gathered), strict=True):
+            yield one, answers
+            # Whoever steps holds on to the list until the next one comes.
+            answers.clear()
 
 
 def ask(
@@ -92,9 +95,24 @@ def ask(
     return None
 
 
-def _answers(asked: Sequence[NeedsJointWorkError | None]) -> list[list[Tensor]]:
-    batches = [batch for one in asked if one is not None for batch in one.batches]
-    if not batches:
-        return [[] for _ in asked]
-    found = iter(AtOnce.results(batches, next(one for one in asked if one is not None).work))
-    return [[] if one is None else [next(found) for _ in one.batches] for one in asked]
+def _answers(
+    alike: Sequence[tuple[Unit, Grads]],
+    optimizer_of: Callable[[Unit], eb.Optimizer[Any]],
+    known: Callable[[Unit], tuple[Sequence[Tensor], Due]],
+    gathered: Mapping[int, Gathered],
+) -> Iterator[list[Tensor]]:
+    """Of units of one shape the results of their work. What it was done for is given up before the first is stepped."""
+    asked = []
+    for unit, grads in alike:
+        grad = gathered.get(id(unit))
+        grad = unit.gathered(cast(list[Tensor], grads)) if grad is None else grad
+        asked.append(ask(optimizer_of(unit), unit, cast(Tensor, grad), *known(unit)))
+    counts = [0 if one is None else len(one.batches) for one in asked]
+    found = iter(_results([one for one in asked if one is not None]))
+    del asked
+    for count in counts:
+        yield [next(found) for _ in range(count)]
+
+
+def _results(asked: Sequence[NeedsJointWorkError]) -> list[Tensor]:
+    return AtOnce.results([batch for one in asked for batch in one.batches], asked[0].work) if asked else []

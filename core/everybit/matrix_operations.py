@@ -7,7 +7,8 @@ and contiguous, inside an operator that compilers do not look into.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -153,6 +154,18 @@ def _qrs(x: Tensor) -> Tensor:
 @torch.library.custom_op("everybit::over_triangle", mutates_args=())
 def _solutions(x: Tensor, upper: Tensor) -> Tensor:
     return _solved(x, upper).contiguous()
+
+
+INSIDE: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "everybit::matrix_products": _product,
+        "everybit::eigenvectors": _eigen,
+        "everybit::inverse_roots": _root,
+        "everybit::orthonormal": _qr,
+        "everybit::over_triangle": _solved,
+    }
+)
+"""What the operators do, in operators of torch: for who counts what they allocate."""
 
 
 def _register(operator: Any, shapes: Callable[..., Any]) -> None:

@@ -9,7 +9,8 @@ derivative's two terms over a bound of their norm, so that no inverse is kept an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -117,6 +118,10 @@ def _balanced(factors: list[Tensor]) -> list[Tensor]:
 @torch.library.custom_op("everybit::whitening_step", mutates_args=())
 def _fitted(x: Tensor, probe: Tensor, factors: Sequence[Tensor], rate: Tensor) -> list[Tensor]:
     return [one.contiguous().clone() for one in _stepped(x, probe, list(factors), rate)]
+
+
+INSIDE: Mapping[str, Callable[..., Any]] = MappingProxyType({"everybit::whitening_step": _stepped})
+"""What the operator does, in operators of torch: for who counts what it allocates."""
 
 
 def _of_members(info: Any, in_dims: Any, x: Tensor, probe: Tensor, factors: Any, rate: Tensor) -> Any:

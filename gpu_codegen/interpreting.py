@@ -127,6 +127,8 @@ class _Library:
 
 _OF_TORCH: dict[str, Callable[..., Tensor]] = {
     "pow": torch.pow,
+    "exp": torch.exp,
+    "log2": torch.log2,
     "cos": torch.cos,
     "sqrt": torch.sqrt,
     "round": torch.round,

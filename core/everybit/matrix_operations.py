@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from everybit.scalars import Scalar
+from everybit.scalars import Scalar, beside
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def inverse_roots(x: Tensor, exponent: Scalar, ridge: Scalar) -> Tensor:
         exponent: :math:`e`.
         ridge: :math:`\epsilon`, at least zero.
     """
-    numbers = [torch.as_tensor(one, dtype=torch.float64, device=x.device) for one in (exponent, ridge)]
+    numbers = [beside(one, x) for one in (exponent, ridge)]
     if _is_differentiated(x):
         return _root(x, *numbers)
     found: Tensor = _roots(x, *numbers)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from everybit.scalars import Scalar
+from everybit.scalars import Scalar, beside
 
 TINY = torch.finfo(torch.bfloat16).tiny
 """Added to what is divided by."""
@@ -34,7 +34,7 @@ def fitted(x: Tensor, probe: Tensor, factors: Sequence[Tensor], rate: Scalar) ->
         factors: For each size n of shape (batch, n, n), upper triangular, or (batch, n), a diagonal.
         rate: Of the step, in [0, 1].
     """
-    number = torch.as_tensor(rate, dtype=torch.float64, device=x.device)
+    number = beside(rate, x)
     if any(map(_is_differentiated, (x, *factors))):
         return _stepped(x, probe, list(factors), number)
     found: list[Tensor] = _fitted(x, probe, list(factors), number)

@@ -725,6 +725,48 @@ DISAGREEMENTS = (
         ),
         MATRICES,
     ),
+    Disagreement(
+        "APOLLO",
+        "What is scaled?",
+        "none",
+        (
+            Answer("the gradient", "authors", eb.apollo(RATE, rank=2)),
+            Answer("its projection, which is then projected back", "pytorch_optimizer"),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "APOLLO",
+        "By how much may the norm of a step grow after a gradient of zero?",
+        "none",
+        (
+            Answer("by any factor", "everybit", eb.apollo(RATE, rank=2)),
+            Answer("to about 1e-8, and by a hundredth in each step from there", "authors, pytorch_optimizer"),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "APOLLO",
+        "By which factor are steps scaled?",
+        "`scale`",
+        (
+            Answer(
+                "the root of `scale`, 128 for the Mini variant", "authors' code", eb.apollo(RATE, rank=2, scale=4.0)
+            ),
+            Answer("the factor itself", "paper", eb.apollo(RATE, rank=2, scale=16.0)),
+        ),
+        MATRICES,
+    ),
+    Disagreement(
+        "APOLLO",
+        "By which vectors are gradients projected?",
+        "`basis`",
+        (
+            Answer("random ones", "authors", eb.apollo(RATE, rank=2, period=50)),
+            Answer("singular ones", "authors' option", eb.apollo(RATE, rank=2, period=50, basis="singular")),
+        ),
+        MATRICES,
+    ),
 )
 
 

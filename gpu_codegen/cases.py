@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 import everybit as eb
+from everybit.parts import needs_whole_tensors
 from everybit.policies import PRESETS
 from everybit.policy import Policy
 from everybit.testing.registry import REGISTRY
+from everybit.transform import any_per_tensor
 from everybit_torch import FlatStepper, MixedPrecision
 from everybit_torch.choosing import Decision, choices
 
@@ -42,6 +44,16 @@ class Case:
     def name(self) -> str:
         """The case in one line."""
         return f"{self.optimizer} under {self.policy_name}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether what is stepped is a matrix, which the transform must see whole, and not elements of a flat unit."""
+        return needs_whole_tensors(self.factory(**self.arguments))
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether a step adds up elements of a tensor between its kernels: a whole tensor's, or for numbers of each parameter."""
+        return self.whole or any_per_tensor([self.factory(**self.arguments)])
 
     @property
     def decision(self) -> Decision | None:

@@ -26,7 +26,12 @@ class Traffic:
 
 
 def traffic(case: Case) -> Traffic:
-    """Parts of the parameter and of each slot, in and out, and the gradient in; a step that changes nothing moves nothing."""
+    """Parts of the parameter and of each slot, in and out, and the gradient in; a step that changes nothing moves nothing.
+
+    Nothing is said of steps with sums between their kernels, which read what they add up once more.
+    """
+    if case.has_sums:
+        return Traffic(0.0, 0.0)
     optimizer = case.built
     parameter = torch.empty(1, dtype=case.dtype, device="meta")
     (resolved,) = optimizer.formats([parameter])

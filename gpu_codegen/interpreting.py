@@ -132,6 +132,10 @@ class _Library:
 
 _OF_TORCH: dict[str, Callable[..., Tensor]] = {
     "pow": torch.pow,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log2": torch.log2,
+    "floor": torch.floor,
     "cos": torch.cos,
     "sqrt": torch.sqrt,
     "round": torch.round,

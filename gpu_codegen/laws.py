@@ -15,6 +15,12 @@ LAUNCHES = 2
 ONE_REGISTER = 8
 """Bytes of memory of a thread that saves one register, around a call for the rare cases of a division."""
 
+COSINE = 48
+"""Bytes of memory of a thread in which a cosine reduces arguments that are too large for a product: six words of 64 bits."""
+
+MOVES = ("aten.sort.stable",)
+"""Operators of torch that move numbers and round none."""
+
 NARROWEST = 8
 """Bytes of the widest access of a kernel that moves memory."""
 
@@ -34,6 +40,25 @@ def broken(wrapper: Wrapper, found: Found, expected: Traffic) -> Iterator[str]:
     for name in _architectures(found):
         yield from (f"{name}: {said}" for said in accesses([of_kernel[name] for of_kernel in found.values()]))
     yield from bytes_moved(found, expected)
+
+
+def broken_between_sums(wrapper: Wrapper, found: Found) -> Iterator[str]:
+    """The laws of a step that has sums, or products of matrices, between its kernels."""
+    yield from opaque(wrapper)
+    yield from read_backs(wrapper)
+    for kernel, of_kernel in found.items():
+        # Random numbers are made where they are used, and not in a thread of their own.
+        spilled = COSINE if "cos(" in kernel.source else ONE_REGISTER
+        for architecture, counts in of_kernel.items():
+            for said in arithmetic(counts, spilled):
+                yield f"{architecture}, {kernel.name}: {said}"
+
+
+def opaque(wrapper: Wrapper) -> Iterator[str]:
+    """Operators that run beside the kernels are everybit's own, in which eager code's library functions are called one by one."""
+    others = [name for name in wrapper.eager if not name.startswith("everybit.") and name not in MOVES]
+    if others:
+        yield f"eager operators: got {', '.join(others)}; accepted are everybit's own, and {', '.join(MOVES)}."
 
 
 def launches(wrapper: Wrapper) -> Iterator[str]:
@@ -57,7 +82,7 @@ def intermediates(wrapper: Wrapper) -> Iterator[str]:
         yield f"intermediates: got {len(large)} of the shapes ({'), ('.join(large)}); accepted are single elements."
 
 
-def arithmetic(counts: Counts) -> Iterator[str]:
+def arithmetic(counts: Counts, spilled: int = ONE_REGISTER) -> Iterator[str]:
     """Every operation is rounded as eager code rounds it, and registers suffice."""
     if counts.contracted:
         yield f"products and sums in one operation: got {counts.contracted}; accepted are none."
@@ -65,13 +90,13 @@ def arithmetic(counts: Counts) -> Iterator[str]:
         yield f"approximate divisions and roots: got {counts.approximate}; accepted are none."
     if counts.flushing:
         yield f"operations that flush subnormal numbers to zero: got {counts.flushing}; accepted are none."
-    yield from spills(counts)
+    yield from spills(counts, spilled)
 
 
-def spills(counts: Counts) -> Iterator[str]:
+def spills(counts: Counts, accepted: int = ONE_REGISTER) -> Iterator[str]:
     """Registers suffice where memory is moved; in the one thread that makes coefficients a cosine has an array."""
-    if counts.spills > ONE_REGISTER and counts.loaded:
-        yield f"spilled registers: got {counts.spills} bytes; accepted are {ONE_REGISTER}."
+    if counts.spills > accepted and counts.loaded:
+        yield f"spilled registers: got {counts.spills} bytes; accepted are {accepted}."
 
 
 def bytes_moved(found: Found, expected: Traffic) -> Iterator[str]:

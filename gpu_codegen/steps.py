@@ -22,6 +22,12 @@ from gpu_codegen.cases import Case
 LENGTH = 1 << 22
 """Elements of the unit that code is made for; by it the compiler chooses how large a block is."""
 
+MATRIX = (2048, 1024)
+"""Of the whole tensor that code is made for."""
+
+SMALL_MATRIX = (24, 20)
+"""Of the one that is stepped before, for its state and its totals."""
+
 FIRST = (1 << 32) - 1000
 """Number of the first element, so that indices carry into their upper word."""
 
@@ -63,6 +69,18 @@ class Step:
         totals = [one(x) for x in self.totals]
         return Step(one(self.tensor), one(self.grad), state, one(self.numbers), one(self.first), totals)
 
+    def of_matrix(self, case: Case, device: str) -> Step:
+        """The same for a matrix on another device, without values."""
+
+        def one(x: Tensor) -> Tensor:
+            return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+        tensor = torch.empty(MATRIX, dtype=case.dtype, device="meta")
+        state = eb.tree.map(one, case.built.init([tensor]))
+        grad = torch.empty(MATRIX, dtype=case.gradient, device=device)
+        totals = [one(x) for x in self.totals]
+        return Step(one(tensor), grad, state, one(self.numbers), one(self.first), totals)
+
     def clone(self) -> Step:
         """A copy with its own memory."""
         state = eb.tree.map(torch.clone, self.state)
@@ -70,11 +88,13 @@ class Step:
 
 
 def prepare(case: Case, length: int, *, steps: int = 2) -> Step:
-    """The inputs of a step with values, on the CPU, after a few steps."""
+    """The inputs of a step with values, on the CPU, after a few steps: of so many elements, or of a small matrix."""
     generator = torch.Generator().manual_seed(5)
 
+    shape = SMALL_MATRIX if case.whole else (length,)
+
     def normal(dtype: torch.dtype = case.gradient) -> Tensor:
-        return torch.randn(length, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     optimizer, tensor = case.built, normal(case.dtype)
     held = [float(value) for value in case.arguments.values() if is_number(value)]
@@ -147,7 +167,7 @@ def compile_step(case: Case, example: Step, length: int = LENGTH) -> Compiled:
         FakeTensorMode(allow_non_fake_inputs=True),
         captured() as found,
     ):
-        step = example.like(length, "cuda")
+        step = example.of_matrix(case, "cuda") if case.whole else example.like(length, "cuda")
         inputs = Inputs(
             [step.tensor],
             [step.grad],

@@ -23,6 +23,11 @@ from everybit_torch.members import members_of
 from everybit_torch.units import Unit
 
 
+def does_joint_work(transform: object) -> bool:
+    """Whether a transform, or one inside it, does work for several matrices at once."""
+    return any(getattr(node, "batching", None) == "together" for node in transforms_in(transform))
+
+
 class JointSteps:
     """Knows of which optimizers' transforms do work for several matrices at once.
 
@@ -39,7 +44,7 @@ class JointSteps:
         for known, asks in self._known:
             if known is optimizer:
                 return asks
-        asks = any(getattr(node, "batching", None) == "together" for node in transforms_in(optimizer.transform))
+        asks = does_joint_work(optimizer.transform)
         self._known = [*self._known[-63:], (optimizer, asks)]
         return asks
 
@@ -92,8 +97,11 @@ def _batched(
     for kind, alike in kinds.items():
         if isinstance(kind, int):
             yield alike[0], []
-        else:
-            yield from zip(alike, _answers([asked(unit, grads) for unit, grads in alike]), strict=True)
+            continue
+        for one, answers in zip(alike, _answers(alike, asked), strict=True):
+            yield one, answers
+            # Whoever steps holds on to the list until the next one comes.
+            answers.clear()
 
 
 def ask(
@@ -118,9 +126,17 @@ def ask(
     return None
 
 
-def _answers(asked: Sequence[NeedsJointWorkError | None]) -> list[list[Tensor]]:
-    batches = [batch for one in asked if one is not None for batch in one.batches]
-    if not batches:
-        return [[] for _ in asked]
-    found = iter(AtOnce.results(batches, next(one for one in asked if one is not None).work))
-    return [[] if one is None else [next(found) for _ in one.batches] for one in asked]
+def _answers(
+    alike: Sequence[tuple[Unit, Grads]], asked: Callable[[Unit, Grads], NeedsJointWorkError | None]
+) -> Iterator[list[Tensor]]:
+    """Of units of one shape the results of their work. What it was done for is given up before the first is stepped."""
+    questions = [asked(unit, grads) for unit, grads in alike]
+    counts = [0 if one is None else len(one.batches) for one in questions]
+    found = iter(_results([one for one in questions if one is not None]))
+    del questions
+    for count in counts:
+        yield [next(found) for _ in range(count)]
+
+
+def _results(asked: Sequence[NeedsJointWorkError]) -> list[Tensor]:
+    return AtOnce.results([batch for one in asked for batch in one.batches], asked[0].work) if asked else []

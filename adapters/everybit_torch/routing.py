@@ -77,7 +77,7 @@ def _of_stepper(stepper: LaidOut) -> str:
         for spec in own:
             shape = tuple(spec.whole_shape)
             # One that may be cut between matrices is stepped as a batch of them.
-            stepped = shape if spec.atoms == 1 else (spec.atoms, shape[0] // spec.atoms, *shape[1:])
+            stepped = shape if spec.parts == 1 else spec.stepped_as(0, spec.numel)
             lines.append(
                 f"  {spec.name} {shape}{shown_matrices(matrices_of(one.transform, spec.name, stepped), shape)}"
             )

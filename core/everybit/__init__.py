@@ -21,6 +21,7 @@ from everybit.combinators.ema_nesterov import ema_nesterov
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
+from everybit.combinators.low_rank import low_rank
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.context import Context
@@ -85,7 +86,8 @@ from everybit.piecewise_schedules import (
 )
 from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
 from everybit.policy_names import PolicyName
-from everybit.preconditioned_aliases import dion, galore, kron, shampoo, soap
+from everybit.preconditioned_aliases import apollo, dion, galore, kron, shampoo, soap
+from everybit.projections import Projection
 from everybit.random_bits import Key
 from everybit.routing import routing
 from everybit.scalars import Hyperparameter, Schedule, at, bias_correction, require_step
@@ -111,6 +113,7 @@ from everybit.transforms.adan import proximal_decay, scale_by_adan
 from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
 from everybit.transforms.ademamix import scale_by_ademamix
 from everybit.transforms.adopt import begin_after, scale_by_adopt
+from everybit.transforms.apollo import scale_by_apollo
 from everybit.transforms.asgd import averaged_descent
 from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
 from everybit.transforms.belief import scale_by_belief
@@ -120,7 +123,6 @@ from everybit.transforms.d_adaptation import dadapt_adam
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay, subtract_decay_of_moved
 from everybit.transforms.dion import scale_by_dion
 from everybit.transforms.equalize import equalize
-from everybit.transforms.galore import scale_by_galore
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.kron import scale_by_kron
 from everybit.transforms.lion import scale_by_lion
@@ -163,29 +165,28 @@ from everybit.wide_parameters import keep_wide
 __all__ = [
     "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
     "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest",
-    "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Schedule", "Slot", "SlotDecay",
-    "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam",
-    "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise",
-    "ademamix", "adopt", "amplify_slow_gradients", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent",
-    "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip",
-    "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule",
-    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "dion", "ema_nesterov", "equalize",
-    "exponential_decay_schedule", "flattened", "freezable", "freeze", "galore", "heads", "identity", "inject_hyperparameters",
-    "inverse_sqrt_schedule", "join_schedules", "keep_wide", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
-    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "mars", "masked", "matrix", "mean_weights",
-    "muon", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "normuon", "not_norm_or_bias", "novograd",
-    "one_cycle_schedule", "optimizers", "orthogonalize", "outer_gradient", "partition", "piecewise_constant_schedule",
+    "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Projection", "Schedule", "Slot",
+    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor",
+    "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay",
+    "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients", "apollo", "apply_if_finite", "apply_updates", "asgd",
+    "at", "average_weights", "averaged_descent", "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came",
+    "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score",
+    "conditionally", "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam",
+    "dion", "ema_nesterov", "equalize", "exponential_decay_schedule", "flattened", "freezable", "freeze", "galore", "heads", "identity",
+    "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "keep_wide", "kron", "label_table", "lamb", "laprop", "lars",
+    "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "low_rank", "mars", "masked",
+    "matrix", "mean_weights", "muon", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "normuon", "not_norm_or_bias",
+    "novograd", "one_cycle_schedule", "optimizers", "orthogonalize", "outer_gradient", "partition", "piecewise_constant_schedule",
     "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy",
     "proximal_decay", "radam", "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "routing", "row_blocks", "rprop",
     "running_mean", "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2",
-    "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_belief", "scale_by_came",
-    "scale_by_dion", "scale_by_factored_rms", "scale_by_galore", "scale_by_kron", "scale_by_lars", "scale_by_learning_rate",
-    "scale_by_lion", "scale_by_nadam", "scale_by_normuon", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms",
-    "scale_by_rprop", "scale_by_running_square", "scale_by_shampoo", "scale_by_shape", "scale_by_sign", "scale_by_sm3", "scale_by_soap",
+    "scale_by_adam_mini", "scale_by_adamax", "scale_by_adan", "scale_by_ademamix", "scale_by_adopt", "scale_by_apollo", "scale_by_belief",
+    "scale_by_came", "scale_by_dion", "scale_by_factored_rms", "scale_by_kron", "scale_by_lars", "scale_by_learning_rate", "scale_by_lion",
+    "scale_by_nadam", "scale_by_normuon", "scale_by_novograd", "scale_by_parameter_rms", "scale_by_radam", "scale_by_rms", "scale_by_rprop",
+    "scale_by_running_square", "scale_by_shampoo", "scale_by_shape", "scale_by_sign", "scale_by_sm3", "scale_by_soap",
     "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw",
     "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "sm3",
-    "soap", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights",
-    "subtract_relative_decay", "tiger", "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule",
-    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
-    "yogi", "zero_nans",
+    "soap", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay",
+    "tiger", "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
+    "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

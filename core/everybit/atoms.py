@@ -41,6 +41,25 @@ class HasAtoms(Protocol):
         ...
 
 
+@runtime_checkable
+class HasRowBlocks(Protocol):
+    """A transform that needs no whole matrix, but whole blocks of its rows of different sizes: queries, keys and values in one.
+
+    It has no state, or one number for each element.
+    """
+
+    def row_blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the rows of the blocks, one after the other, between which a parameter of this shape may be cut; empty: it may not be."""
+        ...
+
+    def of_row_blocks(self) -> Any:
+        """Return the transform that does to a tensor of some neighbouring blocks what this one does to them in the parameter.
+
+        Such a tensor has the shape ``(*ones, rows, *others)``, with a 1 for each block before them.
+        """
+        ...
+
+
 def step_cost(transform: object, shape: Sequence[int]) -> float:
     """Return what a step on a parameter of this shape costs: one for each element, and the multiply-adds that transforms inside declare."""
     declared = [part for part in transforms_in(transform) if isinstance(part, HasStepCost)]
@@ -58,6 +77,29 @@ def atoms(transform: object, shape: Sequence[int]) -> int:
         return 1
     # Cuts that all of them allow.
     return math.gcd(*(part.atoms(shape) for part in parts))
+
+
+def row_blocks(transform: object, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the rows of the blocks between which a parameter of this shape may be cut, for a transform and all inside it.
+
+    Returns:
+        They may differ, and add up to the parameter's rows; empty if it may not be cut so.
+
+    Raises:
+        ValueError: A transform cannot see a parameter of this shape as it is told to.
+    """
+    parts = _parts_with_a_cut(transform)
+    if not parts or not shape or any_per_tensor([transform]) or not all(isinstance(one, HasRowBlocks) for one in parts):
+        return ()
+    blocks: set[tuple[int, ...]] = {part.row_blocks(shape) for part in parts}
+    # Blocks are told by their number: all have to mean the same.
+    return blocks.pop() if len(blocks) == 1 else ()
+
+
+def of_row_blocks(transform: Any) -> Any:
+    """Return the transform that does to some neighbouring blocks of rows what this one does to them in the parameter."""
+    changed = map_parts(of_row_blocks, transform)
+    return changed.of_row_blocks() if isinstance(changed, HasRowBlocks) else changed
 
 
 def of_atoms(transform: Any) -> Any:

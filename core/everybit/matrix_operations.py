@@ -7,14 +7,15 @@ and contiguous, inside an operator that compilers do not look into.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from everybit.scalars import Scalar
+from everybit.scalars import Scalar, beside
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def inverse_roots(x: Tensor, exponent: Scalar, ridge: Scalar) -> Tensor:
         exponent: :math:`e`.
         ridge: :math:`\epsilon`, at least zero.
     """
-    numbers = [torch.as_tensor(one, dtype=torch.float64, device=x.device) for one in (exponent, ridge)]
+    numbers = [beside(one, x) for one in (exponent, ridge)]
     if _is_differentiated(x):
         return _root(x, *numbers)
     found: Tensor = _roots(x, *numbers)
@@ -153,6 +154,18 @@ def _qrs(x: Tensor) -> Tensor:
 @torch.library.custom_op("everybit::over_triangle", mutates_args=())
 def _solutions(x: Tensor, upper: Tensor) -> Tensor:
     return _solved(x, upper).contiguous()
+
+
+INSIDE: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "everybit::matrix_products": _product,
+        "everybit::eigenvectors": _eigen,
+        "everybit::inverse_roots": _root,
+        "everybit::orthonormal": _qr,
+        "everybit::over_triangle": _solved,
+    }
+)
+"""What the operators do, in operators of torch: for who counts what they allocate."""
 
 
 def _register(operator: Any, shapes: Callable[..., Any]) -> None:

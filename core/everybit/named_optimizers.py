@@ -39,7 +39,7 @@ from everybit.more_aliases import (
 from everybit.optimizer import with_policy
 from everybit.policy import Policy
 from everybit.policy_names import PolicyName, with_name_resolved
-from everybit.preconditioned_aliases import galore, kron, shampoo, soap
+from everybit.preconditioned_aliases import apollo, galore, kron, shampoo, soap
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
 from everybit.transform import Cut, Transform, eval_params
 from everybit.transforms.d_adaptation import dadapt_adam
@@ -49,7 +49,7 @@ OptimizerName = Literal[
     "sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adagrad", "adamax", "adadelta", "torch_adafactor", "rprop", "asgd",
     "ademamix", "adopt", "schedule_free_sgd", "schedule_free_adamw", "prodigy", "lamb", "lars", "adan", "adabelief", "yogi", "laprop",
     "signum", "tiger", "stable_adamw", "mars", "novograd", "schedule_free_radam", "dadapt_adam", "adam_atan2", "adafactor", "came",
-    "adam_mini", "sm3", "muon", "normuon", "soap", "shampoo", "kron", "galore",
+    "adam_mini", "sm3", "muon", "normuon", "soap", "shampoo", "kron", "galore", "apollo",
 ]  # fmt: skip
 
 Reductions = Literal["none", "per tensor", "over everything"]
@@ -219,6 +219,7 @@ _OPTIMIZERS: tuple[NamedOptimizer, ...] = (
     NamedOptimizer("shampoo", shampoo, "Shampoo", "Gupta et al. 2018", "https://arxiv.org/abs/1802.09568"),
     NamedOptimizer("kron", kron, "PSGD with a Kronecker preconditioner", "Li 2015, 2024", "https://arxiv.org/abs/2402.11858"),
     NamedOptimizer("galore", galore, "GaLore", "Zhao et al. 2024", "https://arxiv.org/abs/2403.03507"),
+    NamedOptimizer("apollo", apollo, "APOLLO", "Zhu et al. 2024", "https://arxiv.org/abs/2412.05270"),
 )  # fmt: skip
 
 _BY_NAME: Mapping[OptimizerName, NamedOptimizer] = MappingProxyType({one.name: one for one in _OPTIMIZERS})

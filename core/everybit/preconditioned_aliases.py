@@ -8,15 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from everybit.combinators.chain import Chain, chain
+from everybit.combinators.low_rank import low_rank
 from everybit.combinators.masked import Partition
 from everybit.kronecker import Kronecker, Sides
 from everybit.matrix_aliases import routed
 from everybit.matrix_views import MatrixView
+from everybit.projections import Basis, ProjectedSide, Projection
 from everybit.scalars import Hyperparameter, Scalar
 from everybit.transform import Transform
+from everybit.transforms.adam import scale_by_adam
+from everybit.transforms.apollo import ScaledBy, scale_by_apollo
 from everybit.transforms.decay_variants import subtract_decay_of_moved
 from everybit.transforms.dion import scale_by_dion
-from everybit.transforms.galore import scale_by_galore
 from everybit.transforms.kron import scale_by_kron
 from everybit.transforms.matrix_wise import Scale
 from everybit.transforms.shampoo import Damping, Graft, scale_by_shampoo
@@ -271,6 +274,8 @@ def galore(
     b2: Hyperparameter = 0.999,
     eps: Hyperparameter = 1e-6,
     weight_decay: Hyperparameter = 0.0,
+    basis: Basis = "singular",
+    side: ProjectedSide = "smaller",
     view: MatrixView | None = None,
     views: Mapping[str, MatrixView] | None = None,
     others: Callable[[Hyperparameter], Transform[Any]] | None = None,
@@ -278,15 +283,19 @@ def galore(
 ) -> Chain | Partition:
     """GaLore (Zhao et al. 2024, https://arxiv.org/abs/2403.03507): Adam in a subspace of low rank, with state of that size.
 
+    :func:`everybit.low_rank` has other transforms in the place of Adam.
+
     Args:
         learning_rate: At least zero.
-        rank: Of the subspace of each matrix; for this to ``eps`` see :class:`~everybit.transforms.galore.ScaleByGalore`.
+        rank: Of the subspace of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.projections.Projection`.
         period: Updates between two choices of a subspace.
         scale: Factor of projected updates.
         b1: Decay rate of the mean gradient, in [0, 1).
         b2: Decay rate of its squares, in [0, 1).
-        eps: Added to the root.
+        eps: Added to the root, before the bias is corrected.
         weight_decay: At least zero; of weights that have moved, times the learning rate, as the authors do.
+        basis: ``"singular"``: of singular vectors; ``"random"``: of random ones.
+        side: The dimension that is projected.
         view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
         views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
         others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: GaLore does.
@@ -297,7 +306,63 @@ def galore(
     """
 
     def of(seen: MatrixView | None) -> Chain:
-        direction = scale_by_galore(rank, period, scale, b1, b2, eps, seen)
+        adam = scale_by_adam(b1, b2, eps, eps_before_correction=True)
+        direction = low_rank(adam, rank=rank, period=period, scale=scale, basis=basis, side=side, view=seen)
+        decay = subtract_decay_of_moved(weight_decay, learning_rate)
+        return chain(direction, scale_by_learning_rate(learning_rate), decay)
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def apollo(
+    learning_rate: Hyperparameter = 1e-2,
+    *,
+    rank: int = 256,
+    scale: Hyperparameter = 1.0,
+    scale_type: ScaledBy = "channel",
+    limit: Hyperparameter | None = 1.01,
+    period: int = 200,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-6,
+    weight_decay: Hyperparameter = 0.0,
+    basis: Basis = "random",
+    side: ProjectedSide = "smaller",
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """APOLLO (Zhu et al. 2024, https://arxiv.org/abs/2412.05270): gradients, scaled as Adam scales a random projection of them.
+
+    APOLLO-Mini is ``apollo(lr, rank=1, scale_type="tensor", scale=128)``.
+
+    Args:
+        learning_rate: At least zero.
+        rank: Of the projection of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.projections.Projection`.
+        scale: Factor of the steps of projected matrices, of which the root is taken; for this to ``limit`` see
+            :class:`~everybit.transforms.apollo.ScaleByApollo`.
+        scale_type: Whether each channel has a factor of its own, or each matrix (``"tensor"``).
+        limit: By which factor the norm of a matrix's step may grow from one update to the next; None: by any.
+        period: Updates between two choices of a projection.
+        b1: Decay rate of the mean of projections, in [0, 1).
+        b2: Decay rate of their squares, in [0, 1).
+        eps: Added to the root, before the bias is corrected.
+        weight_decay: At least zero; of weights that have moved, times the learning rate, as the authors do.
+        basis: ``"random"``: of random vectors, which are not stored; ``"singular"``: of singular vectors, as GaLore's.
+        side: The dimension that is projected.
+        view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: APOLLO does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        projection = Projection(rank, period, basis, side, seen)
+        direction = scale_by_apollo(scale, scale_type, limit, b1, b2, eps, projection)
         decay = subtract_decay_of_moved(weight_decay, learning_rate)
         return chain(direction, scale_by_learning_rate(learning_rate), decay)
 

@@ -83,6 +83,13 @@ def square_root(x: Scalar) -> Scalar:
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
+def beside(value: Scalar, like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A number as a 0-d tensor where another tensor is, made there: a number that is copied there would make a compiled step wait."""
+    if isinstance(value, Tensor):
+        return value.to(device=like.device, dtype=dtype)
+    return torch.full((), value, dtype=dtype, device=like.device)
+
+
 def is_zero(value: object) -> bool:
     """Whether a value is the number zero. A tensor is not looked at: its value may be on a device."""
     return isinstance(value, (int, float)) and value == 0

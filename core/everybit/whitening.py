@@ -9,14 +9,15 @@ derivative's two terms over a bound of their norm, so that no inverse is kept an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from everybit.scalars import Scalar
+from everybit.scalars import Scalar, beside
 
 TINY = torch.finfo(torch.bfloat16).tiny
 """Added to what is divided by."""
@@ -33,7 +34,7 @@ def fitted(x: Tensor, probe: Tensor, factors: Sequence[Tensor], rate: Scalar) ->
         factors: For each size n of shape (batch, n, n), upper triangular, or (batch, n), a diagonal.
         rate: Of the step, in [0, 1].
     """
-    number = torch.as_tensor(rate, dtype=torch.float64, device=x.device)
+    number = beside(rate, x)
     if any(map(_is_differentiated, (x, *factors))):
         return _stepped(x, probe, list(factors), number)
     found: list[Tensor] = _fitted(x, probe, list(factors), number)
@@ -117,6 +118,10 @@ def _balanced(factors: list[Tensor]) -> list[Tensor]:
 @torch.library.custom_op("everybit::whitening_step", mutates_args=())
 def _fitted(x: Tensor, probe: Tensor, factors: Sequence[Tensor], rate: Tensor) -> list[Tensor]:
     return [one.contiguous().clone() for one in _stepped(x, probe, list(factors), rate)]
+
+
+INSIDE: Mapping[str, Callable[..., Any]] = MappingProxyType({"everybit::whitening_step": _stepped})
+"""What the operator does, in operators of torch: for who counts what it allocates."""
 
 
 def _of_members(info: Any, in_dims: Any, x: Tensor, probe: Tensor, factors: Any, rate: Tensor) -> Any:

@@ -47,6 +47,7 @@ TWINS = (
     "adam", "sgd dampening", "rmsprop eps inside", "adamw fully decoupled", "adopt unclipped", "prodigy limited", "lambc", "lars joint",
     "adan as optax", "tiger", "mars lion", "adafactor momentum", "adafactor directions", "sm3 averaged", "dadapt adam limited",
     "schedule-free radam sgd", "adam amsgrad corrected", "muon equalized", "soap corrected", "shampoo of sums", "kron of gradients",
+    "low rank factored", "apollo mini",
 )  # fmt: skip
 """Entries that are another one with an argument more; the other one is checked by default."""
 

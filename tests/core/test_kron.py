@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit import random_normal
 from everybit.transforms import kron as module
 from everybit.whitening import fitted
+from tests.support.draws import Drawn
 from tests.support.following import PEAK, STEPS, Tensors, deviation, formula, ours, schedule
 
 UNTYPED: Any = eb.kron
@@ -26,24 +26,12 @@ SHAPES = {"tall": (5, 3), "kernel": (3, 2, 2), "row": (1, 4), "vector": (4,), "n
 ROUNDING = STEPS * PEAK * 100 * 1000 * 2.0**-53
 
 
-class Drawn:
-    """Notes the probes that the transform draws, in the order of updates and parameters."""
-
-    def __init__(self) -> None:
-        self.probes: list[Tensor] = []
-        self.draw = random_normal.normal
-
-    def __call__(self, like: Tensor, radius: eb.Key, angle: eb.Key) -> Tensor:
-        self.probes.append(self.draw(like, radius, angle))
-        return self.probes[-1]
-
-
 def noted(options: dict[str, Any]) -> tuple[list[Tensors], dict[str, list[Tensor]]]:
     drawn = Drawn()
     with patch.object(module, "normal", drawn):
         found = ours(UNTYPED(schedule, weight_decay=0.1, **options), shapes=SHAPES)
     names = list(SHAPES)
-    return found, {name: drawn.probes[index :: len(names)] for index, name in enumerate(names)}
+    return found, {name: drawn.numbers[index :: len(names)] for index, name in enumerate(names)}
 
 
 def bound(x: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from gpu_codegen.__main__ import chosen, main
+from gpu_codegen.capture import Wrapper
 from gpu_codegen.cases import cases
 from gpu_codegen.expected import Traffic, traffic
+from gpu_codegen.laws import broken_between_sums
 from gpu_codegen.report import BEGIN, END, table, write_into
 
 
@@ -72,6 +74,9 @@ def test_a_pattern_stands_for_all_cases_that_it_fits() -> None:
         ("stepper: lion under EXACT_BF16", 2 + 2 + 4 + 4, 2 + 2 + 4),
         ("stepper: adamw under MixedPrecision", 2 + 4 + 4 + 4 + 4, 2 + 4 + 4 + 4),
         ("stepper: adamw under MixedPrecision, float32", 16, 12),
+        # Steps with sums between their kernels, of whole tensors and for numbers of each parameter.
+        ("registry: soap under LEAN_BF16", 0, 0),
+        ("registry: lamb under LEAN_BF16", 0, 0),
     ],
 )
 def test_bytes_that_a_policy_needs_are_its_parts_and_the_gradient(name: str, loaded: float, stored: float) -> None:
@@ -103,3 +108,17 @@ def test_a_row_says_what_a_step_moves_and_lists_what_differs_between_architectur
     assert table([result]).splitlines()[-1] == (
         "| adamw, `LEAN_BF16` | 2 | 0 | 10 | 8 | 10 + 8 | 0 / 1 | 0 | 0 | 0 | 16 | 56 / 33 |"
     )
+
+
+def test_between_kernels_with_sums_only_operators_of_everybit_run() -> None:
+    def code(*lines: str) -> Wrapper:
+        return Wrapper("\n    ".join(["def call(args):", *lines]))
+
+    own, others = "torch.ops.everybit.matrix_products.default(a, b)", "extern_kernels.mm(a, b, out=c)"
+    assert list(broken_between_sums(code(own), {})) == []
+    assert list(broken_between_sums(code(own, others), {})) == [
+        "eager operators: got mm; accepted are everybit's own, and aten.sort.stable."
+    ]
+    assert list(broken_between_sums(code("x = a.item()"), {})) == [
+        "values read by the host: got .item(); accepted are none."
+    ]

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
+from everybit.matrix_operations import eigenvectors
 from everybit_torch import TorchOptimizer
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.model_layout import describe
+from everybit_torch.sharded.packing import Piece
 from everybit_torch.sharded.plan import plan
+from everybit_torch.sharded.row_blocks import RowBlocks
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from tests.support.ranks import run
@@ -27,6 +30,8 @@ from tests.support.weights import Weights, equal
 
 STEPS = 3
 EXPERTS = 5
+QKV = eb.row_blocks(4, 2, 2)
+"""As many rows of queries as of keys and values together, so that the rows alone do not tell which blocks a part has."""
 
 
 class Weight(nn.Module):
@@ -42,17 +47,18 @@ class Weight(nn.Module):
 
 
 class Block(nn.Module):
-    """Heads, a batch of experts, and experts that are modules of their own, of which some ranks use some."""
+    """Heads, a batch of experts, queries with keys and values, and experts that are modules of their own, of which some ranks use some."""
 
     def __init__(self) -> None:
         super().__init__()
         self.heads = Weight(6, 5)
         self.batch = Weight(EXPERTS, 6, 4)
+        self.qkv = Weight(8, 7)
         self.experts = nn.ModuleList(Weight(4, 3) for _ in range(3))
         self.bias = Weight(3)
 
     def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
-        total: Tensor = self.heads(x) + self.batch(x) + self.bias(x)
+        total: Tensor = self.heads(x) + self.batch(x) + self.qkv(x) + self.bias(x)
         for number in used:
             total = total + self.experts[number](x)
         return total
@@ -79,7 +85,7 @@ def muon(policy: str) -> eb.Transform[Any]:
 
 def muon_at(learning_rate: eb.Hyperparameter, policy: str) -> eb.Transform[Any]:
     arithmetic: Any = "bfloat16" if policy == "LEAN_BF16" else "float32"
-    views = {r"heads": eb.heads(3), r"batch": eb.batched()}
+    views = {r"heads": eb.heads(3), r"batch": eb.batched(), r"qkv": QKV}
     return eb.muon(learning_rate, views=views, others=eb.adamw, arithmetic=arithmetic)
 
 
@@ -163,6 +169,10 @@ def test_shares_that_are_cut_between_atoms_give_the_bits_of_the_whole_model(size
     batches = [shape for _, shapes in found for shape in shapes["optim_grads"] if shape[1:] == (1, 6, 4)]
     assert sum(shape[0] for shape in batches) == 2 * EXPERTS  # each expert of both blocks once
     assert (max(shape[0] for shape in batches) < EXPERTS) is (size > 1)
+    # Queries with keys and values are cut between these, and have a dimension of 1 for each block before a part.
+    parts = [shape for _, shapes in found for shape in shapes["optim_grads"] if shape[-1] == 7]
+    assert sum(shape[-2] for shape in parts) == 2 * 8
+    assert any(len(shape) > 2 for shape in parts) is (size > 1)
 
 
 def in_two_dimensions(outer: OuterStrategy, policy: str, comm: str) -> Weights:
@@ -255,6 +265,62 @@ def test_a_batch_of_atoms_is_made_orthogonal_as_the_whole(
         assert torch.equal(some.reshape(-1), whole.reshape(-1)[x.numel() // atoms :])
 
 
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
+def test_neighbouring_row_blocks_are_made_orthogonal_as_in_the_whole(low: int, high: int) -> None:
+    sizes, transform = (4, 2, 2), eb.orthogonalize(eb.row_blocks(4, 2, 2))
+    assert transform.row_blocks((8, 5)) == sizes
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    whole, state = transform.update(x, transform.init(x), x)
+    first, last = sum(sizes[:low]), sum(sizes[:high])
+    part = x[first:last].reshape((1,) * low + (last - first, 5))
+    some, _ = transform.of_row_blocks().update(part, state, part)
+    assert torch.equal(some.reshape(-1, 5), whole[first:last])
+
+
+def test_what_are_no_neighbouring_row_blocks_is_refused() -> None:
+    for shape in ((5, 5), (1, 3, 5), (1, 1, 1, 2, 5), (2, 2, 5)):
+        with pytest.raises(ValueError, match=r"^row_blocks\(4, 2, 2\): got a part of shape .* neighbouring blocks"):
+            eb.row_blocks(4, 2, 2).of_row_blocks().shapes(shape)
+
+
+def test_row_blocks_are_joined_where_a_share_cannot_end() -> None:
+    blocks = RowBlocks((12, 4, 4), (5.0, 2.0, 1.0))
+    assert blocks.pieces(4) == [Piece(12, 5.0), Piece(4, 2.0), Piece(4, 1.0)]
+    assert blocks.pieces(8) == [Piece(16, 7.0), Piece(4, 1.0)]
+    assert blocks.pieces(32) == [Piece(20, 8.0)]
+
+
+def test_the_plan_knows_that_queries_with_keys_and_values_are_three_pieces_of_work() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(8, 10, bias=False)
+    tx = eb.muon(1e-3, view=eb.row_blocks(4, 4, 2), others=None)
+    found = plan(model, tx, strategy="optim", ranks=3, most_elements=4.0).whole_tensors
+    assert found is not None
+    assert (found.tensors, found.parts, found.idle) == (1, 3, 0)
+    alone = [eb.orthogonalize().step_cost((rows, 8)) for rows in (4, 4, 2)]
+    # And an element's other operations.
+    assert found.most_work == pytest.approx(max(alone) + 4 * 8)
+    assert found.mean_work == pytest.approx((sum(alone) + 10 * 8) / 3)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        eb.chain(eb.clip_by_unit_norm(0.1), eb.orthogonalize(QKV)),
+        eb.orthogonalize(QKV, batching="together"),
+        eb.chain(eb.orthogonalize(QKV), eb.orthogonalize(eb.row_blocks(2, 2, 4))),
+        eb.chain(eb.orthogonalize(QKV), eb.scale_by_shape()),
+    ],
+)
+def test_row_blocks_are_cut_if_every_transform_allows_it(transform: eb.Transform[Any]) -> None:
+    model = nn.Module()
+    model.qkv = Weight(8, 3)
+    (allowed,), (refused,) = (describe(model, one, None).specs for one in (eb.orthogonalize(QKV), transform))
+    assert allowed.row_blocks is not None
+    assert allowed.row_blocks.sizes == (12, 6, 6)
+    assert refused.row_blocks is None
+
+
 def test_the_cost_of_a_step_is_that_of_the_products() -> None:
     quintic, cubic = eb.orthogonalize(steps=5), eb.orthogonalize(coefficients="cubic", steps=2)
     assert quintic.step_cost((8, 3)) == quintic.step_cost((3, 8)) == 5 * (3 * 8 * 3 + 3 * 3 * 3 + 3 * 3 * 8)
@@ -278,6 +344,14 @@ def test_what_an_iteration_allocates_is_counted() -> None:
         eb.orthogonalize().update(x, eb.orthogonalize().init(x), x)
     # In 16 bits: the matrix before and after a product, and the two products with its transpose; the result is not there yet.
     assert counter.peak >= 2 * (2 * 64 * 128 + 2 * 64 * 64)
+
+
+def test_what_a_decomposition_allocates_is_counted() -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    with AllocationCounter() as counter:
+        eigenvectors(x @ x.T)
+    # In 64 bits: the matrix, what is decomposed, and the vectors in two orders.
+    assert counter.peak >= 8 * 4 * 64 * 64
 
 
 def test_elements_or_work_may_be_even() -> None:

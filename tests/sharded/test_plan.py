@@ -173,6 +173,8 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
         2,
         eb.muon(1e-3, views={"inner": eb.heads(9)}, others=eb.adamw, steps=1),
     ),
+    # Matrices of one shape, whose iterations are done together.
+    (None, False, 1, eb.muon(1e-3, batching="together", others=eb.adamw)),
 ]
 
 

@@ -35,6 +35,10 @@ TRANSFORMS: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
     "normuon": lambda lr: eb.normuon(lr, views={r"layers\.1\.weight": eb.batched()}, before="rows", others_rate=0.5),
     "soap": lambda lr: eb.soap(lr, period=2),
     "kron": lambda lr: eb.kron(lr, period=2),
+    "apollo": lambda lr: eb.apollo(lr, rank=1, period=2),
+    "lion of low rank": lambda lr: eb.chain(
+        eb.low_rank(eb.scale_by_lion(), rank=1, period=2), eb.scale_by_learning_rate(lr)
+    ),
 }
 STEPS = 3
 

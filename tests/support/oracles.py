@@ -48,16 +48,25 @@ def from_timm(name: str, module: str | None = None, **options: Any) -> Callable[
     timm is not among the packages of `make conformance`: the torchvision that it needs is one for CUDA. Its optimizers do not need that,
     but ``timm`` and ``timm.optim`` import it; so only the module that is asked for is imported, from packages that are empty.
     """
-    found = importlib.util.find_spec("timm")
+    loaded = module_alone(f"timm.optim.{module or name.lower()}")
+    return lambda params: getattr(loaded, name)(params, **options)
+
+
+def module_alone(name: str) -> Any:
+    """Import a module of a package without what the packages around it import; where it is not installed the test is skipped."""
+    outermost, *inner = name.split(".")[:-1]
+    found = importlib.util.find_spec(outermost)
     if found is None or found.submodule_search_locations is None:
-        pytest.skip("timm is not installed")
+        pytest.skip(f"{outermost} is not installed")
     (folder,) = found.submodule_search_locations
-    for package, path in (("timm", folder), ("timm.optim", f"{folder}/optim")):
+    paths = {outermost: folder}
+    for one in inner:
+        paths[f"{outermost}.{one}"] = folder = f"{folder}/{one}"
+    for package, path in paths.items():
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = [path]
     try:
-        loaded: Any = importlib.import_module(f"timm.optim.{module or name.lower()}")
+        return importlib.import_module(name)
     finally:
-        for package in ("timm", "timm.optim"):
+        for package in paths:
             del sys.modules[package]
-    return lambda params: getattr(loaded, name)(params, **options)

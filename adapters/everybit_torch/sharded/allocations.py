@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from everybit import matrix_operations, whitening
 from everybit.orthogonalization import iterated
 from everybit_torch.torch_internals.tensors import storage_identity
 
-INSIDE: dict[str, Callable[..., Any]] = {"everybit::orthogonalized": iterated}
+INSIDE: Mapping[str, Callable[..., Any]] = {
+    "everybit::orthogonalized": iterated,
+    **matrix_operations.INSIDE,
+    **whitening.INSIDE,
+}
 """What everybit's own operators do, which allocate several times what they return."""
 
 

@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from everybit_torch.sharded.packing import MOST, Cut, Loads, Piece, cut, pack
+from everybit_torch.sharded.packing import MOST, Loads, Piece, cut, pack
+from everybit_torch.sharded.row_blocks import RowBlocks
 
 
 class Box(NamedTuple):
@@ -126,6 +127,7 @@ class ParameterSpec:
         whole: Whether it lies in one rank's share as a whole, because its optimizer must see whole tensors.
         atoms: Of such a one, into how many equal parts it may be cut all the same.
         cost: What a step on it costs, next to others; 0: its number of elements.
+        row_blocks: Of such a one, the parts of different sizes between which it may be cut; None: it may not be cut so.
     """
 
     names: tuple[str, ...]
@@ -141,15 +143,40 @@ class ParameterSpec:
     whole: bool = False
     atoms: int = 1
     cost: float = 0.0
+    row_blocks: RowBlocks | None = None
 
     def stepped_as(self, low: int, high: int) -> tuple[int, ...]:
-        """The shape in which elements ``low`` to ``high`` are stepped: a whole tensor's, or that of a batch of its parts."""
+        """The shape in which elements ``low`` to ``high`` are stepped: a whole tensor's, or that of a batch of its parts.
+
+        Neighbouring row blocks have a dimension of 1 for each block before them.
+        """
         if not self.whole:
             return (high - low,)
+        if self.row_blocks:
+            return (*(1,) * self.row_blocks.before(low), (high - low) // math.prod(self.shape[1:]), *self.shape[1:])
         if self.atoms == 1:
             return self.shape
         rows = self.shape[0] // self.atoms
         return ((high - low) * self.atoms // self.numel, rows, *self.shape[1:])
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts that stay whole it may be cut."""
+        return self.atoms if self.row_blocks is None else len(self.row_blocks.sizes)
+
+    def cost_of(self, low: int, high: int) -> float:
+        """What a step on elements ``low`` to ``high`` costs, which are whole parts."""
+        if self.row_blocks:
+            return self.row_blocks.cost_of(low, high)
+        return (self.cost or float(self.numel)) * (high - low) / self.numel
+
+    def pieces(self, multiple: int) -> list[Piece]:
+        """What may lie in shares of its own, one after the other, where a share's length is a multiple of so many elements."""
+        if self.row_blocks:
+            return self.row_blocks.pieces(multiple)
+        together = multiple // math.gcd(multiple, max(self.numel, 1) // self.atoms)
+        parts = self.atoms // together if self.numel and self.atoms % together == 0 else 1
+        return [Piece(self.numel, self.cost or float(self.numel), parts)]
 
     @property
     def name(self) -> str:
@@ -347,10 +374,15 @@ def build(
     count = shards if shares is None else shares
     members: dict[_Key, list[ParameterSpec]] = {}
     for spec in specs:
-        apart = spec.whole and count > 1 and _cuttable(spec, shards // count) > 1
+        pieces = spec.pieces(shards // count * spec.block) if spec.whole and count > 1 else []
+        apart = len(pieces) > 1 or any(piece.parts > 1 for piece in pieces)
         members.setdefault(_Key(spec.unit, spec.dtype, spec.requires_grad, spec.label, apart), []).append(spec)
     keys = sorted(members, key=lambda key: key.unit)
-    shared = {key: _shared(members[key], shards // count) for key in keys if any(spec.whole for spec in members[key])}
+    shared = {
+        key: _shared(members[key], shards // count, key.apart)
+        for key in keys
+        if any(spec.whole for spec in members[key])
+    }
     loads = Loads.of(count, list(shared.values()), most)
     packed = [key for key in keys if key in shared and not key.apart]
     places = dict(zip(packed, pack([shared[key] for key in packed], loads, within), strict=True))
@@ -361,7 +393,7 @@ def build(
         multiple = shards // count * block
         lengths: list[int] = []
         if key.apart:
-            placements, lengths = _in_line(own, cut(shared[key], loads), shared[key], multiple)
+            placements, lengths = _in_line(own, loads, shards // count, multiple)
         elif key in places:
             parts = [[own[number] for number in numbers] for numbers in places[key]]
             lengths = _evened([_up(_one_after_another(part, 0)[1], multiple) for part in parts])
@@ -389,17 +421,10 @@ class _Key(NamedTuple):
     apart: bool  # cut between parts, which has a buffer of its own
 
 
-def _cuttable(spec: ParameterSpec, copies: int) -> int:
-    """Into how many parts a whole tensor may be cut, each a multiple of what a share's length has to be a multiple of."""
-    if spec.atoms == 1 or not spec.numel:
-        return 1
-    multiple = copies * spec.block
-    together = multiple // math.gcd(multiple, spec.numel // spec.atoms)
-    return spec.atoms // together if spec.atoms % together == 0 else 1
-
-
-def _shared(specs: Sequence[ParameterSpec], copies: int) -> list[Piece]:
-    return [Piece(spec.numel, spec.cost or float(spec.numel), _cuttable(spec, copies)) for spec in specs]
+def _shared(specs: Sequence[ParameterSpec], copies: int, are_cut: bool) -> list[Piece]:
+    if are_cut:
+        return [piece for spec in specs for piece in spec.pieces(copies * spec.block)]
+    return [Piece(spec.numel, spec.cost or float(spec.numel)) for spec in specs]
 
 
 def _evened(lengths: list[int]) -> list[int]:
@@ -409,21 +434,25 @@ def _evened(lengths: list[int]) -> list[int]:
 
 
 def _in_line(
-    specs: Sequence[ParameterSpec], shares: Sequence[Sequence[Cut]], pieces: Sequence[Piece], multiple: int
+    specs: Sequence[ParameterSpec], loads: Loads, copies: int, multiple: int
 ) -> tuple[list[Placement], list[int]]:
-    """The places of parameters that lie one after the other, and the lengths of the shares that they are cut into."""
+    """The places of parameters that lie one after the other and are cut into shares, and the lengths of these."""
     placements: list[Placement] = []
+    pieces: list[Piece] = []
+    starts: list[int] = []
     end = 0
     for spec in specs:
         end = _up(end, multiple)
         placements.append(Placement(spec, end, end + spec.numel))
-        end += spec.numel
+        for piece in spec.pieces(copies * spec.block):
+            starts.append(end)
+            end += piece.elements
+            pieces.append(piece)
     ends = []
-    for cuts in shares:
+    for cuts in cut(pieces, loads):
         if cuts:
             number, _, high = cuts[-1]
-            last = placements[number].start + placements[number].spec.numel * high // pieces[number].parts
-            ends.append(_up(last, multiple))
+            ends.append(_up(starts[number] + pieces[number].elements * high // pieces[number].parts, multiple))
         else:
             ends.append(ends[-1] if ends else 0)
     return placements, [high - low for low, high in zip([0, *ends], ends, strict=False)]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 import everybit as eb
-from everybit.atoms import atoms, of_atoms, step_cost
+from everybit.atoms import atoms, of_atoms, of_row_blocks, row_blocks, step_cost
 from everybit.dtypes import dtype_name
 from everybit.parts import needs_whole_tensors
 from everybit.policies import native
@@ -22,6 +23,7 @@ from everybit_torch.dtensors import local, mesh_of
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
+from everybit_torch.sharded.row_blocks import RowBlocks
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.tensor_parallel import (
     first_element_of_part,
@@ -149,7 +151,7 @@ def describe(
                 part,
                 name not in copies and (part is None or part.counted),
                 whole,
-                *parts_of.get(name, (1, 0.0)),
+                *parts_of.get(name, _Parts()),
             )
         )
         if name not in copies:  # whose places are those of another part's parameter
@@ -277,32 +279,52 @@ def _label(
     return label_of, labelled
 
 
+class _Parts(NamedTuple):
+    """Into what a whole parameter may be cut, and what a step on it costs."""
+
+    atoms: int = 1
+    cost: float = 0.0
+    row_blocks: RowBlocks | None = None
+
+
 def _cut_into_atoms(
     trained: Mapping[str, nn.Parameter], label_of: Mapping[str, str], labelled: Mapping[str, LabelledTransform]
-) -> tuple[dict[str, tuple[int, float]], dict[str, LabelledTransform]]:
-    """Into how many parts each whole parameter may be cut and what a step on it costs, by name; and the labels' transforms.
-
-    Some of these then step batches of such parts.
-    """
-    found: dict[str, dict[str, tuple[int, float]]] = {}
+) -> tuple[dict[str, _Parts], dict[str, LabelledTransform]]:
+    """Into what each whole parameter may be cut, by name; and the labels' transforms, some of which then step such parts."""
+    found: dict[str, dict[str, _Parts]] = {}
     for name, parameter in trained.items():
         one = labelled[label_of[name]]
         if local(parameter).numel() and needs_whole_tensors(one.transform):
-            shape = tuple(local(parameter).shape)
             try:
-                parts = atoms(one.transform, shape), step_cost(one.transform, shape)
+                parts = _parts(one.transform, tuple(local(parameter).shape))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             found.setdefault(label_of[name], {})[name] = parts
-    parts_of: dict[str, tuple[int, float]] = {}
+    parts_of: dict[str, _Parts] = {}
     changed = dict(labelled)
     for label, members in found.items():
-        # All of a label are stepped as batches of parts, or none is.
-        cuttable = min(count for count, _ in members.values()) > 1
-        parts_of |= {name: (count if cuttable else 1, cost) for name, (count, cost) in members.items()}
-        if cuttable:
-            changed[label] = replace(labelled[label], transform=of_atoms(labelled[label].transform))
+        # All of a label are stepped as batches of parts, or all as blocks of rows, or none is.
+        in_atoms = all(one.atoms > 1 for one in members.values())
+        in_blocks = not in_atoms and all(one.row_blocks is not None for one in members.values())
+        for name, own in members.items():
+            parts_of[name] = _Parts(own.atoms if in_atoms else 1, own.cost, own.row_blocks if in_blocks else None)
+        transform = labelled[label].transform
+        if in_atoms or in_blocks:
+            changed[label] = replace(
+                labelled[label], transform=of_atoms(transform) if in_atoms else of_row_blocks(transform)
+            )
     return parts_of, changed
+
+
+def _parts(transform: Any, shape: tuple[int, ...]) -> _Parts:
+    count, rows = atoms(transform, shape), row_blocks(transform, shape)
+    blocks = None
+    if count == 1 and len(rows) > 1:
+        of_blocks = of_row_blocks(transform)
+        shapes = [(*(1,) * number, size, *shape[1:]) for number, size in enumerate(rows)]
+        sizes = tuple(math.prod(one) for one in shapes)
+        blocks = RowBlocks(sizes, tuple(step_cost(of_blocks, one) for one in shapes))
+    return _Parts(count, step_cost(transform, shape), blocks)
 
 
 def _policy_labels(trained: Mapping[str, nn.Parameter], policy: AnyPrecision) -> dict[str, tuple[str, Policy]]:

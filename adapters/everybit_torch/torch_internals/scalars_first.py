@@ -66,7 +66,9 @@ class ScalarsFirst(CustomGraphPass):
         for node in graph.nodes:
             if node.op == "call_function" and node.target in _ON_ELEMENTS and _value(node).ndim > 0:
                 operands = node.args[1:] if node.target is aten.where.self else node.args
-                dtypes = {_value(x).dtype for x in operands if isinstance(x, fx.Node) and _value(x).ndim > 0}
+                values = [_value(x) for x in operands if isinstance(x, fx.Node)]
+                # A number may be that of rows, which the compiler has a symbol for.
+                dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.ndim > 0}
                 dtypes = dtypes or {_value(node).dtype}  # a choice between two scalars
                 for operand in operands:
                     if (

@@ -20,6 +20,7 @@ from everybit.combinators.ema_nesterov import ema_nesterov
 from everybit.combinators.finite import apply_if_finite
 from everybit.combinators.injected import inject_hyperparameters
 from everybit.combinators.lookahead import lookahead
+from everybit.combinators.low_rank import low_rank
 from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.context import Context
@@ -44,10 +45,11 @@ from everybit.more_aliases import (
     yogi,
 )
 from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
-from everybit.preconditioned_aliases import dion, galore, kron, shampoo, soap
+from everybit.preconditioned_aliases import apollo, dion, galore, kron, shampoo, soap
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
+from everybit.transforms.adafactor import scale_by_factored_rms
 from everybit.transforms.adam import scale_by_adam
 from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
 from everybit.transforms.averages import average_weights, power_average_weights
@@ -55,6 +57,7 @@ from everybit.transforms.cleaning import add_noise, centralize, normalize_by_glo
 from everybit.transforms.d_adaptation import dadapt_adam
 from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
 from everybit.transforms.grokfast import amplify_slow_gradients
+from everybit.transforms.lion import scale_by_lion
 from everybit.transforms.prodigy import prodigy
 from everybit.transforms.rms import scale_by_rms
 from everybit.transforms.stateless import (
@@ -232,6 +235,12 @@ _BUILDS: dict[str, Build] = {
     "kron of gradients": lambda lr: kron(lr, of_momentum=False, normalize=True, max_rms=None, vectors=True, merge=True),
     "dion": lambda lr: dion(lr, rank_divisor=2, others=adamw),
     "galore": lambda lr: galore(lr, rank=2, period=2, weight_decay=0.1),
+    "low rank lion": lambda lr: chain(
+        low_rank(scale_by_lion(), rank=2, period=2, basis="random", side="larger"), scale_by_learning_rate(lr)
+    ),
+    "low rank factored": lambda lr: chain(low_rank(scale_by_factored_rms(), rank=2), scale_by_learning_rate(lr)),
+    "apollo": lambda lr: apollo(lr, rank=2, period=2, weight_decay=0.1),
+    "apollo mini": lambda lr: apollo(lr, rank=1, scale_type="tensor", scale=128.0, basis="singular", limit=None),
     "adam atan2": lambda lr: adam_atan2(lr, weight_decay=0.1),
     "dadapt adam": lambda lr: dadapt_adam(lr, d0=1e-2, weight_decay=0.1),
     "dadapt adam limited": lambda lr: dadapt_adam(lr, d0=1e-2, growth_rate=1.5, bias_correction=True),

@@ -57,9 +57,11 @@ class ScaleByAdam(Elementwise):
         amsgrad: Divide by the root of the greatest running square so far (Reddi et al. 2018, https://openreview.net/forum?id=ryQu7f-RZ).
             True: of :math:`\max_{s \le t} v_s` in the place of :math:`v_t`, whose bias is corrected afterwards, as in torch.
             ``"corrected"``: of :math:`\max_{s \le t} v_s / (1-\beta_2^s)`, as in optax.
+        eps_before_correction: Add ``eps`` to :math:`\sqrt{v_t}`, whose bias is corrected afterwards: the paper's :math:`\hat\epsilon`, as
+            in Keras and in GaLore.
 
     Raises:
-        ValueError: A hyperparameter out of range, or not finite.
+        ValueError: A hyperparameter out of range, or not finite; ``eps_before_correction`` with ``amsgrad="corrected"``.
 
     Reference:
         Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 1.
@@ -70,6 +72,7 @@ class ScaleByAdam(Elementwise):
     eps: Hyperparameter = 1e-8
     eps_root: Hyperparameter = 0.0
     amsgrad: Amsgrad = False
+    eps_before_correction: bool = False
 
     def __post_init__(self) -> None:
         require("b1", self.b1, 0.0, 1.0, open_high=True)
@@ -78,6 +81,8 @@ class ScaleByAdam(Elementwise):
         require("eps_root", self.eps_root, 0.0)
         if not isinstance(self.amsgrad, bool) and self.amsgrad != "corrected":
             raise ValueError(f"amsgrad: got {self.amsgrad!r}; accepted are True, False and 'corrected'.")
+        if self.eps_before_correction and self.amsgrad == "corrected":
+            raise ValueError("eps_before_correction: got True with amsgrad='corrected'; accepted with it is False.")
 
     def decays(self) -> tuple[SlotDecay, ...]:
         """``momentum`` decays with ``b1``, ``variance`` with ``b2``; ``max_variance``, if there is one, is replaced by greater numbers."""
@@ -101,6 +106,8 @@ class ScaleByAdam(Elementwise):
             materialize(1 / bias_correction(b1, step)),
             materialize(1 / bias_correction(b2, step)),
         )
+        if self.eps_before_correction:
+            unbias_both = materialize(sqrt(bias_correction(b2, step)) / bias_correction(b1, step))
 
         momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
         variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
@@ -109,6 +116,8 @@ class ScaleByAdam(Elementwise):
             return (m * unbias_mean) / (sqrt(square if is_zero(eps_root) else square + eps_root) + eps)
 
         def corrected(m: Tensor, v: Tensor) -> Tensor:
+            if self.eps_before_correction:
+                return m / (sqrt(v if is_zero(eps_root) else v + eps_root) + eps) * unbias_both
             return direction(m, v * unbias_square)
 
         if not isinstance(state, AmsgradState):

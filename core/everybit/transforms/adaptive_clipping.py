@@ -12,7 +12,7 @@ from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
-from everybit.scalars import Hyperparameter, at, require, require_count, require_step
+from everybit.scalars import Hyperparameter, at, beside, require, require_count, require_step
 from everybit.transform import Cut, Elementwise
 from everybit.transforms.stateless import Empty
 
@@ -206,7 +206,7 @@ class ClipByZScore(Elementwise):
 
 
 def _at_least(x: Tensor, low: float | Tensor) -> Tensor:
-    return torch.maximum(x, torch.as_tensor(low, dtype=x.dtype, device=x.device))
+    return torch.maximum(x, beside(low, x, x.dtype))
 
 
 clip_by_unit_norm = ClipByUnitNorm

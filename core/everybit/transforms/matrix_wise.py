@@ -168,6 +168,18 @@ class Stateless(MatrixWise):
         """Return the transform for a batch of such parts."""
         return self if self.view is None else replace(self, view=batched())
 
+    def row_blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the rows of the parts of different sizes that no matrix lies across; see :mod:`everybit.atoms`.
+
+        Raises:
+            ValueError: A parameter cannot be seen so.
+        """
+        return () if self.view is None else self.view.row_blocks(shape)
+
+    def of_row_blocks(self) -> Self:
+        """Return the transform for some neighbouring parts."""
+        return self if self.view is None else replace(self, view=self.view.of_row_blocks())
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleByShape(Stateless):

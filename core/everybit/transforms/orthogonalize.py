@@ -151,5 +151,13 @@ class Orthogonalize(Stateless):
         """
         return Stateless.atoms(self, shape) if self.batching == "alone" else 1
 
+    def row_blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the rows of parts of different sizes that no matrix lies across; none where a matrix' bits depend on the others.
+
+        Raises:
+            ValueError: A parameter cannot be seen so.
+        """
+        return Stateless.row_blocks(self, shape) if self.batching == "alone" else ()
+
 
 orthogonalize = Orthogonalize

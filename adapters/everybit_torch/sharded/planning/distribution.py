@@ -76,7 +76,7 @@ def distribution(layout: Layout, shares: int, share: int, rank_of: tuple[int, in
     for group in layout.groups:
         for place in group.placements:
             if place.spec.whole and place.spec.numel and group.requires_grad:
-                tensors, parts = tensors + 1, parts + place.spec.atoms
+                tensors, parts = tensors + 1, parts + place.spec.parts
         for one, numel, cost in _pieces(group, shares):
             costs[one] += cost
             elements[one] += numel
@@ -119,6 +119,5 @@ def _pieces(group: Group, shares: int) -> Iterator[tuple[int, int, float]]:
         while start < place.stop:
             stop = min(ends[share], place.stop)
             if start < stop:
-                cost = place.spec.cost or float(place.spec.numel)
-                yield share, stop - start, cost * (stop - start) / place.spec.numel
+                yield share, stop - start, place.spec.cost_of(start - place.start, stop - place.start)
             share, start = share + 1, stop

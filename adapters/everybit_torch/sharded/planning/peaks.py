@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,9 @@ import everybit as eb
 from everybit.transform import any_per_tensor
 from everybit_torch import reductions
 from everybit_torch.asking import Reads
+from everybit_torch.gradients import Grads
 from everybit_torch.host_counts import Due
+from everybit_torch.joint_steps import JointSteps, arranged, does_joint_work
 from everybit_torch.sharded import offload as offloading
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import ParameterSpec
@@ -26,9 +29,13 @@ from everybit_torch.sharded.planning.runs import Shape, state_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.stepping import PIECE, step_in_place
+from everybit_torch.units import Unit
 
 SMALLEST = 64
 """Transient tensors of fewer bytes are not counted."""
+
+MANY = 8
+"""Tensors of one shape of which a step is measured; what one more takes is the same for any number."""
 
 SMALL = 16
 """Rows or columns of a matrix that is not made smaller for a measurement."""
@@ -41,14 +48,22 @@ Numbers = Mapping[ParameterSpec, int]
 def step_peak(
     groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], numbers: Numbers, compile: bool, piece: int
 ) -> int:
-    """Return the peak temporary bytes of stepping one piece, over all runs and all answers to which periodic work is due."""
+    """Return the peak temporary bytes of stepping one piece, over all runs and all answers to which periodic work is due.
+
+    Work that is done for all matrices of one shape together is counted with what is held for it. Compiled code has no temporaries where
+    parameters are cut; of whole tensors it is planned with those of uncompiled code, which are no fewer.
+    """
     if compile:
+        groups = [one for one in groups if one.whole]
+    if not groups:
         return 0
     # All totals are there while one piece is stepped.
     counts = reduced_numbers(labelled, len(numbers), alone=groups[0].alone)
     sizes = [count * torch.float64.itemsize for count in counts]
     totals = sum(size for size in sizes if size >= SMALLEST)
-    return totals + _peak_of_pieces(groups, labelled, numbers, piece, PIECE, _step_one)
+    apart = [one for one in groups if not _works_together(one, labelled)]
+    pieces = _peak_of_pieces(apart, labelled, numbers, piece, PIECE, _step_one)
+    return totals + max(pieces, _peak_together([one for one in groups if one not in apart], labelled, numbers))
 
 
 def bucket_peak(
@@ -180,6 +195,33 @@ def _tensor_bytes(one: GroupPlan, label: LabelledTransform, members: eb.Members,
     return measured * math.prod(shape) // math.prod(smaller)
 
 
+def _works_together(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> bool:
+    """Whether whole tensors of one shape are stepped with work that is done for all of them."""
+    label = labelled.get(one.group.label)
+    return one.resolved is not None and one.whole and label is not None and does_joint_work(label.transform)
+
+
+def _peak_together(groups: list[GroupPlan], labelled: Mapping[str, LabelledTransform], numbers: Numbers) -> int:
+    """Return the peak temporary bytes of stepping tensors of one shape with work that is done for all of them, over all shapes."""
+    counts: Counter[tuple[str, torch.dtype, Shape]] = Counter()
+    of_kind: dict[tuple[str, torch.dtype, Shape], GroupPlan] = {}
+    for one in groups:
+        for shape in filter(math.prod, one.runs(labelled)):
+            kind = one.group.label, one.group.dtype, shape
+            counts[kind] += 1
+            of_kind[kind] = one
+    nobody = no_members(torch.zeros(len(numbers), dtype=torch.float64))
+    peak = 0
+    for (label, dtype, shape), count in counts.items():
+        found = [
+            _tensor_bytes(of_kind[label, dtype, shape], labelled[label], nobody, shape, partial(_step_together, number))
+            for number in sorted({min(count, MANY), min(count, MANY - 1)})
+        ]
+        # Of more tensors each takes what the last of many took.
+        peak = max(peak, found[-1] + (count - MANY) * (found[-1] - found[0]) if count > MANY else found[-1])
+    return peak
+
+
 def _piece_bytes(
     one: GroupPlan, label: LabelledTransform, members: eb.Members, size: int, largest: int, run: Run
 ) -> int:
@@ -200,6 +242,33 @@ def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, me
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         here = (members.cut(0, tensor.numel()) if tensor.numel() < members.edges[-1] else members,)
         step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False, totals=totals, members=here, due=due)
+    peak: int = counter.peak
+    return peak
+
+
+def _step_together(
+    count: int, optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members, due: Due
+) -> int:
+    """As :func:`_step_one`, for so many tensors of one shape."""
+    totals = totals_of(optimizer, members.sizes, due)
+    tensors = [tensor, *(torch.zeros_like(tensor) for _ in range(count - 1))]
+    work: list[tuple[Unit, Grads]] = [
+        (replace(unit_of(optimizer, one, members), flat=False), [gradient]) for one in tensors
+    ]
+    with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
+        for (unit, _), answers in arranged(work, JointSteps(), lambda _: optimizer, lambda _: (totals, due), {}):
+            step_in_place(
+                optimizer,
+                [unit.tensor],
+                [gradient],
+                unit.state,
+                0,
+                metrics=False,
+                totals=[*totals, *answers],
+                members=(members,),
+                due=due,
+                answers=len(answers),
+            )
     peak: int = counter.peak
     return peak
 

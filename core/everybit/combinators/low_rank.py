@@ -1,0 +1,222 @@
+"""A transform in a subspace of low rank, as GaLore has Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from everybit import tree
+from everybit.combinators.masked import Masked, Partition
+from everybit.combinators.wrapping import Wrapping
+from everybit.context import ALONE, Context
+from everybit.contracts import updated
+from everybit.matrix_views import MatrixView
+from everybit.parts import transforms_in
+from everybit.projections import Basis, ProjectedSide, Projection
+from everybit.random_bits import Numbering
+from everybit.scalars import Hyperparameter, at, require
+from everybit.transform import Cut, SlotDecay, Transform, decays, eval_params, periods, require_transform
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class LowRankState(Generic[P]):
+    """The inner transform's state of projected gradients, and the bases: (size of the projected dimension, rank) for each matrix.
+
+    A slot of the inner state holds for a projected parameter factors, ``{"projected": ...}``. What the inner transform itself keeps as
+    factors has both names: ``"projected_rows"``. What is not projected has a basis without elements.
+    """
+
+    inner: Any
+    basis: Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank(Wrapping):
+    r"""Project gradients, let the inner transform make updates of them, and project these back, for each matrix on one of its sides.
+
+    .. math::
+        g_t = U^\top G_t \qquad u_t = s\, U\, \operatorname{inner}(g_t)
+
+    The inner transform's state has the size of what is projected. It is kept when the basis U changes. Vectors, and matrices with a side
+    of at most the rank, go through the inner transform as they are, without :math:`s`. Weights that the inner transform asks for are
+    projected, too: what decays them decays their projection only, so weight decay belongs behind this one.
+
+    Args:
+        transform: The inner transform. It may need whole matrices, and reduces over nothing more.
+        scale: :math:`s`, at least zero.
+        projection: The bases, and which parameters are projected.
+
+    Raises:
+        TypeError: The inner transform is none.
+        ValueError: ``scale`` is out of range; an inner transform with reductions, masks, labels, or with weights for evaluation, which have
+            no meaning here (the last from ``init``); from ``init``, a parameter of two dimensions or more that the view does not fit.
+
+    Reference:
+        Zhao et al. 2024, https://arxiv.org/abs/2403.03507.
+    """
+
+    transform: Transform[Any]
+    scale: Hyperparameter = 0.25
+    projection: Projection = field(default_factory=Projection)
+
+    def __post_init__(self) -> None:
+        require_transform(self.transform, who="low_rank")
+        require("scale", self.scale, 0.0)
+        if self.transform.reduces:
+            raise ValueError(
+                f"low_rank: got {self.transform!r}, which reduces over parameters; accepted are transforms that do not. What clips by a"
+                " norm stands before low_rank or behind it."
+            )
+        if any(isinstance(one, (Masked, Partition)) for one in transforms_in(self.transform)):
+            raise ValueError(
+                f"low_rank: got {self.transform!r} with a mask or labels inside; accepted is low_rank inside of them, which are asked by"
+                " the parameters' own names and shapes."
+            )
+
+    @property
+    def cut(self) -> Cut:
+        """``"tensor"``: an element's projection is made of its matrix."""
+        return "tensor"
+
+    @property
+    def draws(self) -> bool:
+        """Whether bases are random, or the inner transform draws."""
+        return self.projection.draws or getattr(self.transform, "draws", False)
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """Those of the inner transform; ``basis`` is replaced."""
+        return (*decays(self.transform), SlotDecay("basis", 0.0))
+
+    def periods(self) -> tuple[int, ...]:
+        """Those of the inner transform, and that of the bases."""
+        return tuple(sorted({*periods(self.transform), *self.projection.periods}))
+
+    def step_cost(self, shape: Sequence[int]) -> float:
+        """Return the multiply-adds of projections on a parameter of this shape."""
+        return self.projection.step_cost(shape)
+
+    def eval_params(self, params: P, state: LowRankState[P]) -> P:  # noqa: ARG002  # as the protocol has it
+        """The weights that are trained: ``init`` refuses inner transforms that have others."""
+        return params
+
+    def init(self, params: P) -> LowRankState[P]:
+        """Return the inner state of zeros, and the first unit vectors as bases."""
+        self.projection.require(params)
+        low: Any = tree.map(self.projection.zeros, params)
+        inner = self.transform.init(low)
+        if any(a is not b for a, b in zip(_evaluated(self.transform, low, inner), tree.leaves(low), strict=True)):
+            raise ValueError(
+                f"low_rank: got {self.transform!r}, which has weights for evaluation; accepted are transforms without. Put an average of"
+                " weights behind low_rank."
+            )
+        packed = _map_values(inner, params, lambda value, p: _packed(value, self._names(p)))
+        return LowRankState(packed, tree.map(self.projection.first_bases, params))
+
+    def update(
+        self, updates: P, state: LowRankState[Any], params: P, ctx: Context = ALONE
+    ) -> tuple[P, LowRankState[P]]:
+        """Choose a basis if that is due, and update in it."""
+        scale = at(self.scale, ctx.step, name="scale")
+        bases, stored = self.projection.bases(ctx, updates, state.basis)
+        low: Any = tree.map(self.projection.down, updates, bases)
+        low_params: Any = tree.map(self.projection.down, params, bases)
+        inner = _map_values(state.inner, params, lambda value, p: _unpacked(value, self._names(p)))
+        moves, inner = updated(self.transform, low, inner, low_params, self._inside(ctx, params))
+
+        def back(g: Tensor, move: Any, basis: dict[str, Tensor]) -> Tensor:
+            whole = self.projection.up(move, basis, g)
+            return whole * scale if isinstance(move, dict) else whole
+
+        packed = _map_values(inner, params, lambda value, p: _packed(value, self._names(p)))
+        return tree.map(back, updates, moves, bases), LowRankState(packed, stored)
+
+    def _names(self, p: Tensor) -> list[str]:
+        return [part.name for part in self.projection.parts(p.shape)]
+
+    def _inside(self, ctx: Context, params: Any) -> Context:
+        """The inner transform's context: random bits of what is projected are those of the first elements of its matrices."""
+        if not getattr(self.transform, "draws", False):
+            return replace(ctx, members=None, numbering=None)
+        leaves = tree.leaves(params)
+        known = Numbering.through(leaves, ctx.first_element) if ctx.numbering is None else ctx.numbering
+        numbering: list[Numbering] = []
+        for (first, kind), leaf in zip(known, leaves, strict=True):
+            parts = self.projection.parts(leaf.shape)
+            numbering += [Numbering(first + part.start, kind) for part in parts] or [Numbering(first, kind)]
+        return replace(ctx, members=None, numbering=tuple(numbering))
+
+
+def _evaluated(transform: Transform[Any], low: Any, inner: Any) -> list[Tensor]:
+    return tree.leaves(eval_params(transform, low, inner))
+
+
+def _map_values(inner: Any, params: Any, function: Callable[[Any, Tensor], Any]) -> Any:
+    """A state with ``function`` of what each slot holds for each parameter."""
+
+    def slot(_name: str, value: Any) -> Any:
+        values = tree.flatten_up_to(params, value)
+        return tree.replace(params, [function(one, p) for one, p in zip(values, tree.leaves(params), strict=True)])
+
+    return tree.map_slots(slot, inner)
+
+
+def _packed(value: Any, names: list[str]) -> Any:
+    """What a slot holds for one parameter, as factors: those of each part are named after both."""
+    if not names:
+        return value
+    found: dict[str, Any] = {}
+    for name in names:
+        own = value[name]
+        found |= {f"{name}_{factor}": x for factor, x in own.items()} if isinstance(own, dict) else {name: own}
+    return found
+
+
+def _unpacked(value: Any, names: list[str]) -> Any:
+    """The contrary of :func:`_packed`."""
+    if not names:
+        return value
+    return {name: value[name] if name in value else _of_part(value, f"{name}_") for name in names}
+
+
+def _of_part(value: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {factor.removeprefix(prefix): x for factor, x in value.items() if factor.startswith(prefix)}
+
+
+def low_rank(
+    transform: Transform[Any],
+    *,
+    rank: int = 128,
+    period: int = 200,
+    scale: Hyperparameter = 0.25,
+    basis: Basis = "singular",
+    side: ProjectedSide = "smaller",
+    view: MatrixView | None = None,
+) -> LowRank:
+    """Apply ``transform`` to projected gradients, with state of their size, and project its updates back.
+
+    Args:
+        transform: What to apply, without its learning rate: ``scale_by_adam()``, ``scale_by_lion()``, ``trace(0.9)``.
+        rank: Of the subspace of each matrix; for this to ``view`` see :class:`~everybit.projections.Projection`, but for the scale.
+        period: Updates between two choices of a subspace.
+        scale: Factor of projected updates, at least zero.
+        basis: ``"singular"``: of singular vectors; ``"random"``: of random ones, which are not stored.
+        side: The dimension that is projected.
+        view: How parameters become matrices; see :func:`everybit.heads`.
+
+    Raises:
+        TypeError: A transform that is none.
+        ValueError: A hyperparameter out of range; a transform that reduces over parameters.
+
+    Examples:
+        >>> import everybit as eb
+        >>> lion = eb.chain(eb.low_rank(eb.scale_by_lion(), rank=4), eb.scale_by_learning_rate(1e-4))
+        >>> with_8_bits = eb.with_policy(lion, "LEAN_8BIT")
+    """
+    return LowRank(transform, scale, Projection(rank, period, basis, side, view))

@@ -1,0 +1,211 @@
+"""APOLLO's direction: the gradient, scaled as Adam scales its projection to a few random dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from everybit import tree
+from everybit.barriers import materialize, sqrt
+from everybit.context import ALONE, Context
+from everybit.dimensions import mean
+from everybit.kronecker import moved, root_mean_square
+from everybit.projections import Projection, nothing
+from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_step, square_root
+from everybit.transform import Cut, SlotDecay
+from everybit.tree import Slot
+
+P = TypeVar("P")
+
+ScaledBy = Literal["channel", "tensor"]
+"""What has a factor of its own: each index of the dimension that is not projected, or each matrix."""
+
+TINY = 1e-8
+"""Added to norms that are divided by."""
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class ApolloState(Generic[P]):
+    """Adam's means of projected gradients, (rank, other side) for each matrix, the norm of its last step, and the stored bases.
+
+    What is not projected has means of its own shape, and neither norm nor basis.
+    """
+
+    momentum: Slot[P]
+    variance: Slot[P]
+    norm: Slot[P]
+    basis: Slot[P]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleByApollo:
+    r"""Scale each channel of a matrix, or the matrix, by the factor by which Adam scales its projection.
+
+    .. math::
+        R_t = U^\top G_t \qquad m_t = \beta_1 m_{t-1} + (1-\beta_1) R_t \qquad v_t = \beta_2 v_{t-1} + (1-\beta_2) R_t^2 \qquad
+        S_j = \frac{\lVert (m_t / (\sqrt{v_t} + \epsilon))_{:,j} \rVert}{\lVert R_{t,:,j} \rVert + 10^{-8}}
+    .. math::
+        D_t = G_t S \qquad D_t \leftarrow D_t \min\!\left(1, \gamma \frac{\lVert D_{t-1} \rVert}{\lVert D_t \rVert}\right) \qquad
+        u_t = \sqrt{s}\, \frac{\sqrt{1-\beta_2^t}}{1-\beta_1^t} D_t
+
+    U has normal numbers of variance 1/rank. The norm of :math:`D_t` grows by no more than :math:`\gamma` from one update to the next;
+    after one of zero it is not limited, whereas the authors' code limits it to about 1e-8 then, from which it grows back by a hundredth in
+    each step. Vectors, and matrices with a side of at most the rank, are Adam's, without :math:`s` and limit. APOLLO-Mini is
+    ``scale_type="tensor"`` with a rank of 1 and an s of 128.
+
+    Args:
+        scale: :math:`s`, at least zero. As in the authors' code its root is taken; the paper's factor is that root.
+        scale_type: ``"channel"``: a factor for each index j of the dimension that is not projected; ``"tensor"``: one for each matrix.
+        limit: :math:`\gamma`, at least 1; None: steps may grow as they like.
+        b1: :math:`\beta_1`, in [0, 1).
+        b2: :math:`\beta_2`, in [0, 1).
+        eps: :math:`\epsilon`, added before the bias is corrected; unit of the gradient.
+        projection: The bases U, and which parameters are projected.
+
+    Raises:
+        TypeError: A view that is none.
+        ValueError: A hyperparameter out of range, or not finite; from ``init``, a parameter of two dimensions or more that the view does
+            not fit.
+
+    Reference:
+        Zhu et al. 2024, https://arxiv.org/abs/2412.05270; https://github.com/zhuhanqing/APOLLO. The limit is that of Chen et al. 2024,
+        https://arxiv.org/abs/2410.01623.
+    """
+
+    cut: ClassVar[Cut] = "tensor"
+    reduces: ClassVar[bool] = False
+    scale: Hyperparameter = 1.0
+    scale_type: ScaledBy = "channel"
+    limit: Hyperparameter | None = 1.01
+    b1: Hyperparameter = 0.9
+    b2: Hyperparameter = 0.999
+    eps: Hyperparameter = 1e-6
+    projection: Projection = field(default_factory=lambda: Projection(256, basis="random"))
+
+    def __post_init__(self) -> None:
+        for name in ("b1", "b2"):
+            require(name, getattr(self, name), 0.0, 1.0, open_high=True)
+        for name in ("scale", "eps"):
+            require(name, getattr(self, name), 0.0)
+        if self.limit is not None:
+            require("limit", self.limit, 1.0)
+        if self.scale_type not in get_args(ScaledBy):
+            raise ValueError(
+                f"scale_type: got {self.scale_type!r}; accepted are {', '.join(map(repr, get_args(ScaledBy)))}."
+            )
+
+    @property
+    def draws(self) -> bool:
+        """Whether bases are random."""
+        return self.projection.draws
+
+    def decays(self) -> tuple[SlotDecay, ...]:
+        """``momentum`` and ``variance`` by their rates; ``norm`` by its least step, which the limit makes; ``basis`` is replaced."""
+        grows = 0.0 if self.limit is None else 1 / self.limit if isinstance(self.limit, (int, float)) else 1.0
+        return (
+            SlotDecay("momentum", self.b1),
+            SlotDecay("variance", self.b2, squares=True),
+            SlotDecay("norm", grows),
+            SlotDecay("basis", 0.0),
+        )
+
+    def periods(self) -> tuple[int, ...]:
+        """The period of the bases, if they are computed from gradients."""
+        return self.projection.periods
+
+    def step_cost(self, shape: Sequence[int]) -> float:
+        """Return the multiply-adds of the projection of a parameter of this shape."""
+        return self.projection.step_cost(shape)
+
+    def init(self, params: P) -> ApolloState[P]:
+        """Return means and norms of zero, and the first unit vectors as bases where these are stored."""
+        self.projection.require(params)
+
+        def means(p: Tensor) -> Any:
+            low = self.projection.zeros(p)
+            return low if isinstance(low, dict) else torch.zeros_like(p)
+
+        def norms(p: Tensor) -> dict[str, Tensor]:
+            parts = () if self.limit is None else self.projection.parts(p.shape)
+            return {part.name: p.new_zeros((*part.batch, 1, 1)) for part in parts} or nothing(p)
+
+        bases = tree.map(self.projection.first_bases, params)
+        return ApolloState(tree.map(means, params), tree.map(means, params), tree.map(norms, params), bases)
+
+    def update(self, updates: P, state: ApolloState[Any], params: P, ctx: Context = ALONE) -> tuple[P, ApolloState[P]]:
+        """Update the means of projections, and scale gradients by them."""
+        step = require_step(ctx.step, "scale_by_apollo")
+        b1, b2, eps, scale = (at(getattr(self, name), step, name=name) for name in ("b1", "b2", "eps", "scale"))
+        limit = None if self.limit is None else at(self.limit, step, name="limit")
+        unbias = materialize(sqrt(bias_correction(b2, step)) / bias_correction(b1, step))
+        factor = materialize(unbias * square_root(scale))
+
+        bases, stored = self.projection.bases(ctx, updates, state.basis)
+        low: Any = tree.map(self.projection.down, updates, bases)
+        momentum = tree.map(
+            lambda _, x, m: _both(lambda new, old: moved(old, new, 1 - b1), x, m), updates, low, state.momentum
+        )
+        variance = tree.map(
+            lambda _, x, v: _both(lambda new, old: moved(old, new * new, 1 - b2), x, v), updates, low, state.variance
+        )
+
+        def preconditioned(m: Tensor, v: Tensor) -> Tensor:
+            return (m.reshape(-1) / (sqrt(v.reshape(-1)) + eps)).reshape(m.shape)
+
+        def step_of(g: Tensor, x: Any, m: Any, v: Any, norms: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            moves = _both(preconditioned, m, v)
+            if isinstance(moves, Tensor):
+                return (moves.reshape(-1) * unbias).reshape(g.shape), nothing(g)
+            found, sizes = [], {}
+            for one, (name, move) in zip(self.projection.split(g), moves.items(), strict=True):
+                scaled = one * self._ratio(move, x[name])
+                if limit is not None:
+                    scaled, sizes[name] = _limited(scaled, norms[name], limit)
+                found.append(scaled * factor)
+            return self.projection.joined(found, g.shape), sizes or nothing(g)
+
+        steps = tree.flatten_up_to(updates, tree.map(step_of, updates, low, momentum, variance, state.norm))
+        directions, norms = (tree.replace(updates, [one[index] for one in steps]) for index in range(2))
+        return directions, ApolloState(momentum, variance, norms, stored)
+
+    def _ratio(self, move: Tensor, low: Tensor) -> Tensor:
+        """The norm of what Adam makes of a projection over that of the projection, to multiply with."""
+        if self.scale_type == "tensor":
+            return _norm(move) / (_norm(low) + TINY)
+        lengths = [_root(mean(x * x, -2).unsqueeze(-2) * x.shape[-2]) for x in (move, low)]
+        return lengths[0] / (lengths[1] + TINY)
+
+
+def _limited(x: Tensor, before: Tensor, limit: Scalar) -> tuple[Tensor, Tensor]:
+    """Matrices whose norms are at most ``limit`` times those before, if there were any, and their norms."""
+    size = _norm(x)
+    # A sum of tensors: a number over a tensor would be the number times an inverse, rounded twice.
+    most = (before + TINY) * (torch.zeros_like(before) + limit)
+    is_over = (before > 0) & (size > most)
+    share = torch.where(is_over, most / torch.where(is_over, size, 1.0), 1.0)
+    return x * share, torch.where(is_over, most, size)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Of each matrix."""
+    return root_mean_square(x, x.ndim - 2) * math.sqrt(math.prod(x.shape[-2:]))
+
+
+def _root(square: Tensor) -> Tensor:
+    # No root of zero, which has no derivative.
+    known = square > 0
+    return torch.where(known, sqrt(torch.where(known, square, 1.0)), 0.0)
+
+
+def _both(function: Any, x: Any, old: Any) -> Any:
+    """``function`` of a tensor and what belongs to it, or of each projected matrix and what belongs to that."""
+    return {name: function(one, old[name]) for name, one in x.items()} if isinstance(x, dict) else function(x, old)
+
+
+scale_by_apollo = ScaleByApollo

@@ -73,8 +73,8 @@ def test_of_many_matrices_together_each_takes_what_the_last_of_some_took() -> No
 
     seven, eight, twenty = step_of(7), step_of(8), step_of(20)
     assert twenty == eight + 12 * (eight - seven)
-    # In 32 bits the direction, its place among all, and the result; in 16 bits the iteration's matrices of rows and columns.
-    assert eight - seven >= 40 * 30 * (3 * 4 + 2 * 2)
+    # In 32 bits the direction, its place among all, and what is computed of it; in 16 bits the iteration's matrix and its product with itself.
+    assert eight - seven >= 4 * 3 * 40 * 30 + 2 * (40 * 30 + 30 * 30)
 
 
 def test_a_compiled_step_of_cut_parameters_takes_nothing_and_one_of_whole_tensors_what_it_takes_uncompiled() -> None:

@@ -1,8 +1,8 @@
 """Powers by which numbers in [0, 1] are expanded over the levels of a floating-point map, and roots that bring the levels back.
 
-A power is 1, 2, 4 or 8, and goes by its logarithm. Powers are squarings and roots are square roots, which IEEE 754 rounds correctly: no bit
-depends on a library's logarithm. The levels of a block are roots of the map's levels, so that all codes lie in the range that the block
-has.
+A power is 1, 2, 4 or 8, and goes by its logarithm. Powers are squarings and roots are square roots, which IEEE 754 rounds correctly, and
+:func:`everybit.barriers.sqrt` does: no bit depends on a library. The levels of a block are roots of the map's levels, so that all codes
+lie in the range that the block has.
 
 Reference:
     Xi et al. 2024, https://arxiv.org/abs/2410.19313 (COAT), section 4, whose powers are real numbers.
@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from everybit.barriers import sqrt
+
 POWERS = 4
 """How many powers there are; the greatest is ``2**(POWERS - 1)``."""
 
@@ -20,7 +22,7 @@ POWERS = 4
 def root(level: Tensor, power: Tensor | int) -> Tensor:
     """The root of a number in [0, 1]: a square root as often as the logarithm of the power says."""
     for count in range(1, POWERS):
-        level = _where(power, count, level.sqrt(), level)
+        level = _where(power, count, sqrt(level), level)
     return level
 
 

@@ -73,7 +73,8 @@ def test_of_many_matrices_together_each_takes_what_the_last_of_some_took() -> No
 
     seven, eight, twenty = step_of(7), step_of(8), step_of(20)
     assert twenty == eight + 12 * (eight - seven)
-    # In 32 bits the direction, its place among all, and what is computed of it; in 16 bits the iteration's matrix and its product with itself.
+    # In 32 bits the direction, its place among all, and what is computed of it; in 16 bits the iteration's matrix, and its product with
+    # itself.
     assert eight - seven >= 4 * 3 * 40 * 30 + 2 * (40 * 30 + 30 * 30)
 
 

@@ -364,5 +364,8 @@ def test_transforms_print_compare_hash_and_tell_their_hyperparameters() -> None:
     assert transform == eb.adamw(3e-4, b2=0.95)
     assert transform != eb.adamw(3e-4)
     assert hash(transform) == hash(eb.adamw(3e-4, b2=0.95))
-    assert repr(transform.transforms[0]) == "ScaleByAdam(b1=0.9, b2=0.95, eps=1e-08, eps_root=0.0, amsgrad=False)"
+    assert (
+        repr(transform.transforms[0])
+        == "ScaleByAdam(b1=0.9, b2=0.95, eps=1e-08, eps_root=0.0, amsgrad=False, eps_before_correction=False)"
+    )
     assert transform.transforms[-1] == eb.scale_by_learning_rate(3e-4)

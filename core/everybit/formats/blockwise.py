@@ -49,7 +49,9 @@ class Blockwise(StateFormat):
         block: Elements with a common scale: a power of two, 32 to 2048.
         rounding: ``"stochastic"``: to one of the two neighbouring levels, at random so that the expectation is right; ``"nearest"``: to the
             nearer one, which stops slow averages and is refused for them.
-        scale: dtype of the scales. A bfloat16 is rounded up, so that no number is above its block's scale.
+        scale: dtype of the scales. A bfloat16 is rounded up, so that no number is above its block's scale. The block's greatest number may
+            then be stored as a level below 1, so that numbers that are decoded and encoded again are not always what they were; with
+            float32 scales they are.
         kind: Of the slot; filled in by the policy.
 
     Raises:

@@ -6,11 +6,13 @@ import gc
 import itertools
 import json
 import re
+import time
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from everybit_torch import (
     load_sharded,
     save_sharded,
 )
+from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.plan import plan
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
 from tests.support.allocations import counting
@@ -383,6 +386,15 @@ BYTES: list[tuple[str, eb.Policy | None, torch.dtype, Any]] = [
 ]
 
 
+_broadcast = Communicator.broadcast
+
+
+def patient_broadcast(communicator: Communicator, x: Tensor, what: str, source: int = 0) -> None:
+    """As the method, and some time for gloo's thread, which may hold what was sent for a moment after all ranks have it."""
+    _broadcast(communicator, x, what, source)
+    time.sleep(0.005)
+
+
 def constructed(
     folder: Path,
     strategies: tuple[Strategy, ...],
@@ -415,7 +427,7 @@ def constructed(
             "first rank": FromStateDict(state),
         }[source]
         model = Stack(dtype, "meta")  # whose tensors have no memory, and are not to be counted
-        with counting(everything=True) as counter:
+        with counting(everything=True) as counter, mock.patch.object(Communicator, "broadcast", patient_broadcast):
             if values is None:
                 model = Stack(dtype, "cpu")
             counter.peak = counter.live

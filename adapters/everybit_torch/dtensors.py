@@ -106,8 +106,24 @@ class RowShards:
 
     def edges(self, rows: int) -> list[int]:
         """The first row of each rank, of a parameter of so many, and the number of rows: as ``torch.chunk`` cuts them."""
-        each = -(-rows // self.ranks)
-        return [min(each * rank, rows) for rank in range(self.ranks + 1)]
+        return row_edges(rows, self.ranks)
+
+
+def row_edges(rows: int, ranks: int) -> list[int]:
+    """The first row of each rank, and the number of rows: as ``torch.chunk`` cuts them, and with it FSDP2."""
+    each = -(-rows // ranks)
+    return [min(each * rank, rows) for rank in range(ranks + 1)]
+
+
+def dimensions_of_rows(parameter: DTensor) -> list[int] | None:
+    """The dimensions of the mesh along which ranks have other rows, of which there is one at most; None: parts are no runs of rows."""
+    from torch.distributed.tensor import Shard
+
+    cut = [number for number, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    placements = [parameter.placements[number] for number in cut]
+    # Of the relatives of Shard (_StridedShard) rows of one rank are not neighbours.
+    are_rows = all(type(one) is Shard and one.dim == 0 for one in placements)
+    return cut if are_rows and len(cut) <= 1 else None
 
 
 def row_shards(parameter: Tensor) -> RowShards | None:
@@ -118,15 +134,11 @@ def row_shards(parameter: Tensor) -> RowShards | None:
     """
     if not is_dtensor(parameter):
         return None
-    from torch.distributed.tensor import Shard
-
-    cut = [number for number, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if not cut:
+    cut = dimensions_of_rows(parameter)
+    if cut == []:
         return None
-    copies = [number for number in range(parameter.device_mesh.ndim) if number not in cut]
-    placement = parameter.placements[cut[0]]
-    # Of its relatives (_StridedShard) rows of one rank are not neighbours.
-    if len(cut) == 1 and len(copies) <= 1 and type(placement) is Shard and placement.dim == 0:
+    copies = [number for number in range(parameter.device_mesh.ndim) if number not in (cut or ())]
+    if cut is not None and len(copies) <= 1:
         found = RowShards(parameter.device_mesh, cut[0], copies[0] if copies else None)
         rank = parameter.device_mesh.get_local_rank(cut[0])
         first, stop = found.edges(parameter.shape[0])[rank : rank + 2]

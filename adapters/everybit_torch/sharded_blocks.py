@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everybit.formats.blockwise import BLOCKS
 from everybit.policy import AnyPolicy, policies_of
-from everybit_torch.dtensors import is_dtensor
+from everybit_torch.dtensors import dimensions_of_rows, is_dtensor, row_edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,7 @@ class _Rows:
     @property
     def starts(self) -> list[int]:
         """The first row of each rank; the number of rows for ranks without any."""
-        each = -(-self.count // self.ranks)
-        return [min(rank * each, self.count) for rank in range(self.ranks)]
+        return row_edges(self.count, self.ranks)[:-1]
 
     def inside(self, block: int) -> int | None:
         """The first rank whose rows begin inside a block."""
@@ -46,7 +45,7 @@ class _Rows:
     def disagreeing(self, block: int) -> int | None:
         """The first rank that has other blocks than torch gives it of a vector with a number for each block."""
         blocks = -(-self.count * self.length // block)
-        theirs = [min(rank * -(-blocks // self.ranks), blocks) for rank in range(self.ranks)]
+        theirs = row_edges(blocks, self.ranks)[:-1]
         ours = [-(-start * self.length // block) for start in self.starts]
         return next((rank for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other), None)
 
@@ -102,16 +101,10 @@ def _ranks(name: str, parameter: Tensor) -> int:
         ValueError: A part is no run of rows.
     """
     assert is_dtensor(parameter)
-    from torch.distributed.tensor import Shard
-
-    cutting = [
-        (place, size)
-        for place, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-        if not place.is_replicate()
-    ]
-    if any(type(place) is not Shard or place.dim for place, _ in cutting) or len(cutting) > 1:
+    cut = dimensions_of_rows(parameter)
+    if cut is None:
         raise ValueError(
             f"{name}: got a parameter placed as {parameter.placements} under a policy with blocks of elements; accepted are Shard(0) along"
             " one dimension of the mesh, Replicate along the others, and formats without blocks."
         )
-    return cutting[0][1] if cutting else 1
+    return parameter.device_mesh.size(cut[0]) if cut else 1

@@ -14,10 +14,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from everybit import tree
 from everybit.barriers import sqrt
 from everybit.dimensions import mean
-from everybit.labels import plain_name
+from everybit.labels import require_each
 from everybit.matrix_operations import product
 from everybit.matrix_views import MatrixView
 from everybit.scalars import Scalar, require_count
@@ -185,11 +184,7 @@ class Kronecker:
         Raises:
             ValueError: The message names the parameter.
         """
-        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
-            try:
-                self.blocks(leaf.shape)
-            except ValueError as error:
-                raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
+        require_each(params, lambda p: self.blocks(p.shape))
 
     def _block(self, shape: tuple[int, ...], batch: int, prefix: str) -> Block:
         sizes = shape[batch:]

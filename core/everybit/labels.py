@@ -23,6 +23,19 @@ def plain_name(path: str) -> str:
     return _STEP.sub(lambda found: "." + next(one for one in found.groups() if one is not None), path).lstrip(".")
 
 
+def require_each(params: object, check: Callable[[Tensor], object]) -> None:
+    """Call ``check`` with every parameter of a tree.
+
+    Raises:
+        ValueError: It refuses one; the message begins with the parameter's name.
+    """
+    for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
+        try:
+            check(leaf)
+        except ValueError as error:
+            raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ByName:
     """Labels by the first of several regular expressions that is found in a parameter's name; made by :func:`by_name`."""

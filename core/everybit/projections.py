@@ -13,7 +13,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.context import Context
 from everybit.dimensions import mean
-from everybit.labels import plain_name
+from everybit.labels import require_each
 from everybit.matrix_operations import eigenvectors, product
 from everybit.matrix_views import MatrixView, view_for
 from everybit.random_bits import Key
@@ -110,11 +110,7 @@ class Projection:
         Raises:
             ValueError: The message names the parameter.
         """
-        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
-            try:
-                self.parts(leaf.shape)
-            except ValueError as error:
-                raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
+        require_each(params, lambda p: self.parts(p.shape))
 
     def parts(self, shape: Sequence[int]) -> list[Part]:
         """The batches of matrices of a parameter of this shape; none if it is not projected.

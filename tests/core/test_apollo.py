@@ -14,6 +14,7 @@ from torch import Tensor
 import everybit as eb
 from tests.support.draws import Drawn
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
+from tests.support.steps import drawn, steps
 
 UNTYPED: Any = eb.apollo
 
@@ -85,18 +86,6 @@ def test_the_formula_is_followed(case: str) -> None:
     names = [name for name, shape in SHAPES.items() if len(shape) > 1 and min(shape[:2]) > options["rank"]]
     by_shape = {SHAPES[name]: drawn.numbers[index :: len(names)] for index, name in enumerate(names)}
     assert deviation(found, formula(followed(by_shape, **options), SHAPES)) <= ROUNDING
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def steps(tx: Any, params: Any, gradients: list[Any], seed: int = 0) -> tuple[Any, Any]:
-    optimizer = eb.with_policy(tx, eb.policies.FP32, seed=seed)
-    state = optimizer.init(params)
-    for gradient in gradients:
-        params, state = optimizer.step(params, gradient, state)
-    return params, state
 
 
 def test_nothing_is_kept_of_random_vectors() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ import everybit as eb
 from everybit import random_normal
 from everybit.transforms import dion as module
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
+from tests.support.steps import drawn as normal
+from tests.support.steps import steps
 
 UNTYPED: Any = eb.dion
 
@@ -85,16 +88,7 @@ def test_the_formula_is_followed(case: str) -> None:
     assert deviation(found, formula(followed(begun, **its), SHAPES)) <= ROUNDING
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def steps(tx: Any, params: Any, gradients: list[Any], policy: eb.Policy = eb.policies.FP32) -> tuple[Any, Any]:
-    optimizer = eb.with_policy(tx, policy)
-    state = optimizer.init(params)
-    for gradient in gradients:
-        params, state = optimizer.step(params, gradient, state)
-    return params, state
+drawn = partial(normal, dtype=torch.float64)
 
 
 def test_of_one_gradient_it_comes_to_the_nearest_orthogonal_matrix() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import everybit as eb
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
+from tests.support.steps import drawn, steps
 
 UNTYPED: Any = eb.galore
 
@@ -53,18 +54,6 @@ def followed(
 def test_the_formula_is_followed() -> None:
     found = ours(UNTYPED(schedule, rank=2, period=7, scale=0.5, weight_decay=0.1), shapes=SHAPES)
     assert deviation(found, formula(followed(2, 7, 0.5), SHAPES)) <= ROUNDING
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def steps(tx: Any, params: Any, gradients: list[Any]) -> tuple[Any, Any]:
-    optimizer = eb.with_policy(tx, eb.policies.FP32)
-    state = optimizer.init(params)
-    for gradient in gradients:
-        params, state = optimizer.step(params, gradient, state)
-    return params, state
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (1, 5), (5, 1), (0, 3), (3,), ()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,8 @@ from everybit.transforms import kron as module
 from everybit.whitening import fitted
 from tests.support.draws import Drawn
 from tests.support.following import PEAK, STEPS, Tensors, deviation, formula, ours, schedule
+from tests.support.steps import drawn as normal
+from tests.support.steps import steps
 
 UNTYPED: Any = eb.kron
 
@@ -116,8 +118,7 @@ def test_the_formula_is_followed(case: str) -> None:
     assert deviation(found, formula(followed(probes, **its), SHAPES)) <= ROUNDING
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+drawn = partial(normal, dtype=torch.float64)
 
 
 def test_it_whitens() -> None:
@@ -140,14 +141,6 @@ def test_it_whitens() -> None:
 
 
 # -- gradients that make trouble ----------------------------------------------------------------------------------------------
-
-
-def steps(tx: Any, params: Any, gradients: list[Any], policy: eb.Policy = eb.policies.FP32) -> tuple[Any, Any]:
-    optimizer = eb.with_policy(tx, policy)
-    state = optimizer.init(params)
-    for gradient in gradients:
-        params, state = optimizer.step(params, gradient, state)
-    return params, state
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (1, 5), (3, 2, 2), (0, 3), (3,), ()])

@@ -11,20 +11,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from tests.support.steps import drawn, steps
 
 UNTYPED: Any = eb.low_rank
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def steps(tx: Any, params: Any, gradients: list[Any], policy: Any = "FP32") -> tuple[Any, Any]:
-    optimizer = eb.with_policy(tx, policy)
-    state = optimizer.init(params)
-    for gradient in gradients:
-        params, state = optimizer.step(params, gradient, state)
-    return params, state
 
 
 def test_galore_is_adam_in_a_subspace() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.matrix_operations import inverse_roots
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
+from tests.support.steps import drawn, steps
 
 UNTYPED: Any = eb.shampoo
 
@@ -159,18 +160,6 @@ def test_what_is_not_finite_has_a_root_that_is_not() -> None:
 
 
 # -- matrices that make trouble -----------------------------------------------------------------------------------------------
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def steps(tx: Any, params: Any, gradients: list[Any], policy: eb.Policy = eb.policies.FP32) -> tuple[Any, Any]:
-    optimizer = eb.with_policy(tx, policy)
-    state = optimizer.init(params)
-    for gradient in gradients:
-        params, state = optimizer.step(params, gradient, state)
-    return params, state
 
 
 @pytest.mark.parametrize("graft", ["none", "sgd", "adagrad", "rmsprop", "adam"])

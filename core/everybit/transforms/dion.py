@@ -14,7 +14,7 @@ from everybit import tree
 from everybit.barriers import sqrt
 from everybit.context import ALONE, ONCE, Context
 from everybit.dimensions import mean
-from everybit.labels import plain_name
+from everybit.labels import require_each
 from everybit.matrix_operations import orthonormal, product
 from everybit.matrix_views import MatrixView, view_for
 from everybit.random_bits import Key
@@ -91,11 +91,7 @@ class ScaleByDion:
 
     def init(self, params: P) -> DionState[P]:
         """Return momentum of zero, and bases of zero until the first update draws them."""
-        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
-            try:
-                self._view(leaf)
-            except ValueError as error:
-                raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
+        require_each(params, self._view)
 
         def zeros(p: Tensor) -> dict[str, Tensor]:
             return {name: p.new_zeros(shape) for name, shape in self._shapes(p)} or {"right": p.new_zeros(0)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.barriers import materialize
 from everybit.context import ALONE, Context
-from everybit.labels import plain_name
+from everybit.labels import require_each
 from everybit.matrix_views import MatrixView, batched, view_for
 from everybit.scalars import Hyperparameter, Scalar, is_zero, require
 from everybit.transform import Cut
@@ -124,12 +124,7 @@ class MatrixWise:
         Raises:
             ValueError: One cannot; the message has its name.
         """
-        for path, leaf in zip(tree.paths(params), tree.leaves(params), strict=True):
-            if leaf.numel():
-                try:
-                    self.matrices(leaf.shape)
-                except ValueError as error:
-                    raise ValueError(f"{plain_name(path) or 'a parameter'}: {error}") from None
+        require_each(params, lambda p: self.matrices(p.shape) if p.numel() else ())
 
     def of_batches(self, function: Callable[[Tensor], Tensor], updates: P) -> P:
         """Apply a function to each batch (..., rows, columns) of each parameter."""

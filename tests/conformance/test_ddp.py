@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ from torch import nn
 
 import everybit as eb
 from everybit_torch import AdamW
+from tests.support.ports import free_port
 
 # One rank: its half of every batch. Everything is done under the same seed, so that the processes differ by their data alone.
 RANK = textwrap.dedent(
@@ -48,12 +48,6 @@ RANK = textwrap.dedent(
     dist.destroy_process_group()
     """
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run(tmp_path: Path, *arguments: object) -> list[dict[str, list[torch.Tensor]]]:

@@ -19,15 +19,13 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +37,7 @@ import torch.distributed as dist
 
 from everybit_torch import cli
 from everybit_torch.cli.command_line import parse
+from tests.support.ports import free_port
 from tests.support.ranks import run
 
 ROOT = Path(__file__).parents[2]
@@ -111,16 +110,7 @@ def pages_with_blocks() -> list[str]:
 def launch_in_pool(words: Sequence[str], folder: Path) -> None:
     """Do what ``torchrun`` does with these arguments, in processes that have imported torch already."""
     size, script, arguments = _launched(words)
-    run(size, _as_main, str(folder), script, arguments, _free_port())
-
-
-def _free_port() -> int:
-    """A port to which nothing is bound, below those that Linux gives to connections, which other tests open all the time."""
-    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("none of 100 ports is free")
+    run(size, _as_main, str(folder), script, arguments, free_port())
 
 
 def launch_by_torchrun(words: Sequence[str], folder: Path) -> None:

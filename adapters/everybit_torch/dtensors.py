@@ -38,7 +38,8 @@ def local(x: Tensor) -> Tensor:
 def like(parameter: Tensor, part: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """``part``, with a number for each element of this rank's part of ``parameter``, as a tensor of the whole's shape, sharded as it is.
 
-    With another ``shape``, of one dimension: with a number for each block of elements, as a tensor of this shape, sharded in the same way.
+    With another ``shape``: with a number for each block of elements, or with this rank's rows of a factor, as a tensor of this shape, which
+    is sharded in the same way.
     """
     if not is_dtensor(parameter):
         return part
@@ -51,8 +52,13 @@ def like(parameter: Tensor, part: Tensor, shape: Sequence[int] | None = None) ->
         parameter.placements,
         run_check=False,
         shape=torch.Size(shape),
-        stride=parameter.stride() if shape == parameter.shape else (1,),
+        stride=parameter.stride() if shape == parameter.shape else _dense(shape),
     )
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor in the usual order."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def is_cut_evenly(x: Tensor) -> bool:

@@ -33,6 +33,7 @@ from everybit_torch.reductions import Part, find_totals
 from everybit_torch.stepping import StateCopies, step_in_pieces
 from everybit_torch.streams import is_capturing
 from everybit_torch.units import CHUNK, Unit, init_state, write
+from everybit_torch.work_rows import WorkRows
 
 Given = Mapping[int, Mapping[str, Tensor]]
 """Entries of state, by id of the parameter."""
@@ -110,11 +111,17 @@ class Engine:
             yield unit, self.optimizer_of(unit)
 
     def init_state(
-        self, optimizer: eb.Optimizer[Any], tensor: Tensor, first: int, *, chunk: int = CHUNK
+        self,
+        optimizer: eb.Optimizer[Any],
+        tensor: Tensor,
+        first: int,
+        *,
+        chunk: int = CHUNK,
+        parameters: Sequence[Tensor] = (),
     ) -> OptimizerState[Any]:
         """The state of a unit before its first step, in memory where it belongs; computed ``chunk`` elements at a time."""
         if self._copies is None:
-            return init_state(optimizer, tensor, first, chunk=chunk)
+            return init_state(optimizer, tensor, first, chunk=chunk, parameters=parameters)
         return init_state(optimizer, tensor, first, allocate=self._copies.allocate, chunk=chunk)
 
     def add(self, unit: Unit) -> None:
@@ -195,7 +202,9 @@ class Engine:
         if plans:
             self._joining.forget()
         for unit, plan in plans:
-            unit.state, (unit.stored,) = plan.state, self.optimizer_of(unit).formats([unit.tensor])
+            optimizer = self.optimizer_of(unit)
+            unit.state, (unit.stored,) = plan.state, optimizer.formats([unit.tensor])
+            unit.work = WorkRows.of(optimizer, unit.parameters, unit.state)
             self.states.migrate(unit, plan.begun, plan.ended)
 
     def require_cuts(self, optimizers: Sequence[Optimizers]) -> None:
@@ -216,7 +225,8 @@ class Engine:
         for unit in self.units:
             if unit.tensor.dtype in changed[unit.group]:
                 optimizer = self.optimizer_of(unit)
-                unit.state = self.init_state(optimizer, unit.tensor, unit.first)
+                unit.state = self.init_state(optimizer, unit.tensor, unit.first, parameters=unit.parameters)
+                unit.work = WorkRows.of(optimizer, unit.parameters, unit.state)
                 (unit.stored,) = optimizer.formats([unit.tensor])
                 self.states.show(unit)
 
@@ -445,7 +455,8 @@ class Engine:
         self._cut_by_shared_state(given)
         for unit in self.units:
             if any(id(parameter) not in given for parameter in unit.parameters):
-                write(unit.state, self.init_state(self.optimizer_of(unit), unit.tensor, unit.first))
+                optimizer = self.optimizer_of(unit)
+                write(unit.state, self.init_state(optimizer, unit.tensor, unit.first, parameters=unit.parameters))
             for member in unit.members:
                 own = unit.named_state(member)
                 for name, value in given.get(id(member.parameter), {}).items():

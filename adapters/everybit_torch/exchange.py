@@ -6,6 +6,9 @@ owners, and the results of another to their rows, while a rank works on a third.
 replicas hold the same rows, they share the work, and give each other their rows of the results.
 
 No bit is lost on the way: in fewer bits go only numbers that the work rounds so before it does anything else, and results that it rounded.
+
+What the work keeps for whole parameters lies on ranks by rows, too (see :mod:`everybit_torch.work_rows`), and travels as it is stored:
+with the update to the owner, and as the owner has stored it anew with the result. Weights go to the owner if the work looks at them.
 """
 
 from __future__ import annotations
@@ -26,19 +29,22 @@ import everybit as eb
 from everybit.atoms import step_cost
 from everybit.dtypes import torch_dtype
 from everybit.joint_work import NeedsJointWorkError
+from everybit.stored_work import tensors_of
 from everybit.whole_work import Errand, WholeWork
-from everybit_torch.collectives.communicator import CPU, Communicator, Done, Pending
+from everybit_torch.collectives.communicator import CPU, Communicator
 from everybit_torch.dtensors import RowShards, row_shards
 from everybit_torch.gradients import Grads
 from everybit_torch.parted import work_in
+from everybit_torch.round_trip import RoundTrip, taker
 from everybit_torch.streams import is_capturing
 from everybit_torch.units import Unit
+from everybit_torch.work_rows import stored_work
 
 AT_LEAST = 1 << 22
 """Elements for each owner from which on a bucket is full, if it has a parameter for each."""
 
 Step = tuple[tuple[Unit, Grads], list[Tensor]]
-"""A unit with its gradients, and the results of its work."""
+"""A unit with its gradients, and the results of its work: of updates, and the rows of the work's new state."""
 
 Ask = Callable[[Unit, Grads], NeedsJointWorkError | None]
 """Runs a unit's transform up to its question."""
@@ -49,21 +55,25 @@ class Traveller(NamedTuple):
 
     Attributes:
         unit: With this rank's rows of it.
+        optimizer: What steps the unit.
         work: What its owner does.
         shape: Of the parameter.
         rows: How its rows lie on ranks.
         wide: The dtype of updates.
         edges: The first row of each rank, and the number of rows.
         width: Elements of a row.
+        state: The tensors of the work's state, without memory, with the first element of each rank's rows, and the number of elements.
     """
 
     unit: Unit
+    optimizer: eb.Optimizer[Any]
     work: WholeWork
     shape: torch.Size
     rows: RowShards
     wide: torch.dtype
     edges: list[int]
     width: int
+    state: list[tuple[Tensor, list[int]]]
 
     @classmethod
     def of(cls, unit: Unit, optimizer: eb.Optimizer[Any]) -> Traveller:
@@ -73,7 +83,9 @@ class Traveller(NamedTuple):
         assert rows is not None  # which placement made sure of
         (stored,) = optimizer.formats([unit.tensor])
         shape, wide = parameter.shape, torch_dtype(stored.policy.compute)
-        return cls(unit, work_in(optimizer.transform), shape, rows, wide, rows.edges(shape[0]), math.prod(shape[1:]))
+        work, edges = work_in(optimizer.transform), rows.edges(shape[0])
+        state = [] if unit.work is None else [(x, unit.work.edges(x)) for x in tensors_of(unit.work.like)]
+        return cls(unit, optimizer, work, shape, rows, wide, edges, math.prod(shape[1:]), state)
 
     @property
     def kind(self) -> object:
@@ -95,9 +107,56 @@ class Traveller(NamedTuple):
         """Of the work, next to that of others."""
         return sum(step_cost(part, self.shape) for part in self.work.parts)
 
+    @property
+    def size(self) -> int:
+        """How many elements travel to the owner; of state and weights as many as there would be of updates in as many bytes."""
+        weights = self.shape.numel() * self.wide.itemsize if self.work.reads_weights else 0
+        return self.shape.numel() + (weights + sum(x.nbytes for x, _ in self.state)) // self.sent_as.itemsize
+
     def elements(self, rank: int) -> int:
         """How many elements a rank has."""
         return (self.edges[rank + 1] - self.edges[rank]) * self.width
+
+    def lengths(self, rank: int) -> list[int]:
+        """How many bytes a rank has of each tensor of the work's state."""
+        return [(edges[rank + 1] - edges[rank]) * x.itemsize for x, edges in self.state]
+
+    def weights(self, rank: int) -> int:
+        """How many elements a rank has of weights that travel."""
+        return self.elements(rank) if self.work.reads_weights else 0
+
+    def run(
+        self, errand: Errand, update: Tensor, weights: Tensor | None, state: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Do the work on a whole update, with the tensors of the whole's state; return the result, and those of the new state."""
+        whole = None if self.unit.work is None else self.unit.work.whole(state)
+        stored = stored_work(self.optimizer, self.unit.parameters[0], self.unit.first)
+        result, after = stored.run(errand, update, whole, self.unit.state, weights)
+        return result, tensors_of(after)
+
+    def whole(self, arrived: Sequence[Callable[[int], Tensor]]) -> Tensor:
+        """A tensor of the parameter's shape, of the rows that have arrived from each rank."""
+        return torch.cat([take(self.elements(rank)) for rank, take in enumerate(arrived)]).view(self.shape)
+
+    def whole_state(self, arrived: Sequence[Callable[[int], Tensor]]) -> list[Tensor]:
+        """The tensors of the whole's state, of the bytes that have arrived from each rank."""
+        lengths = [self.lengths(rank) for rank in range(len(arrived))]
+        return [
+            torch.cat([take(own[number]) for take, own in zip(arrived, lengths, strict=True)])
+            .view(x.dtype)
+            .view(x.shape)
+            for number, (x, _) in enumerate(self.state)
+        ]
+
+    def rows_of_state(self, whole: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """A rank's rows of the tensors of the whole's state, in bytes."""
+        pairs = zip(whole, self.state, strict=True)
+        return [_as_bytes(x.reshape(-1)[edges[rank] : edges[rank + 1]]) for x, (_, edges) in pairs]
+
+    def own_state(self, take: Callable[[int], Tensor], rank: int) -> list[Tensor]:
+        """This rank's rows of the new state, of its bytes."""
+        # Bytes at any place are no numbers: those begin at multiples of their size.
+        return [take(count).clone().view(x.dtype) for count, (x, _) in zip(self.lengths(rank), self.state, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +175,9 @@ class Bucket:
         """What a rank works on."""
         return [self.travellers[number] for number in self.owned[replica][owner]]
 
-    def length(self, replica: int, owner: int, rank: int) -> int:
-        """How many elements a rank has of what an owner works on."""
-        return sum(one.elements(rank) for one in self.of(replica, owner))
+    def lengths(self, count: Callable[[Traveller, int], int]) -> Callable[[int, int, int], int]:
+        """A function that says how much a rank has of what an owner in a replica works on, by how much it has of one parameter."""
+        return lambda replica, owner, rank: sum(count(one, rank) for one in self.of(replica, owner))
 
 
 def buckets_of(travellers: Sequence[Traveller]) -> list[Bucket]:
@@ -133,7 +192,7 @@ def buckets_of(travellers: Sequence[Traveller]) -> list[Bucket]:
         here: list[Traveller] = []
         for number, one in enumerate(alike, start=1):
             here.append(one)
-            full = len(here) >= len(loads) and sum(each.shape.numel() for each in here) >= len(loads) * AT_LEAST
+            full = len(here) >= len(loads) and sum(each.size for each in here) >= len(loads) * AT_LEAST
             if full or number == len(alike):
                 shared = distributed([each.cost for each in here], loads)
                 found.append(Bucket(here, [shared[first : first + ranks] for first in range(0, len(loads), ranks)]))
@@ -169,102 +228,96 @@ class _Journey:
 
     Attributes:
         bucket: The bucket.
-        shards: The ranks with other rows.
-        copies: Those with the same rows; None: there are none.
+        rank: The number of this rank, among those with other rows.
+        updates: The rows of updates, and of results.
+        weights: The rows of weights, which do not come back; None: nobody looks at them.
+        state: The rows of the work's state, in bytes; None: there is none.
         work: By id of a unit on whose parameter this rank works, its work.
-        pending: What is waited for next.
-        into: Where it arrives.
     """
 
     bucket: Bucket
-    shards: Communicator
-    copies: Communicator | None
+    rank: int
+    updates: RoundTrip
+    weights: RoundTrip | None
+    state: RoundTrip | None
     work: dict[int, Errand] = field(default_factory=dict)
-    pending: Pending = field(default_factory=Done)
-    into: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    @property
-    def replica(self) -> int:
-        """The number of this one."""
-        return 0 if self.copies is None else self.copies.rank
+    @classmethod
+    def of(cls, bucket: Bucket, shards: Communicator, copies: Communicator | None) -> _Journey:
+        """A bucket before it sets out."""
+        travellers = bucket.travellers
+
+        def trip(what: str, count: Callable[[Traveller, int], int]) -> RoundTrip:
+            return RoundTrip(what, shards, copies, travellers[0].unit.tensor.device, bucket.lengths(count))
+
+        updates = trip("rows of updates", Traveller.elements)
+        weights = trip("rows of weights", Traveller.weights) if any(x.work.reads_weights for x in travellers) else None
+        state = trip("rows of state", lambda one, rank: sum(one.lengths(rank)))
+        return cls(bucket, shards.rank, updates, weights, state if any(one.state for one in travellers) else None)
 
     def set_out(self, ask: Callable[[Unit], NeedsJointWorkError | None]) -> None:
         """Send this rank's rows to those who work on them."""
         rows: list[Tensor] = []
-        for owner in range(self.shards.size):
-            for one in self.bucket.of(self.replica, owner):
+        weights: list[Tensor] = []
+        state: list[Tensor] = []
+        for owner, travellers in enumerate(self.bucket.owned[self.updates.replica]):
+            for one in (self.bucket.travellers[number] for number in travellers):
                 question = ask(one.unit)
                 # Which placement made sure of.
                 assert question is not None
                 assert isinstance(question.work, Errand)
-                (update,) = question.batches
-                rows.append(update.reshape(-1).to(one.sent_as))
-                if owner == self.shards.rank:
+                update, *others = (x.reshape(-1) for x in question.batches)
+                rows.append(update.to(one.sent_as))
+                weights += others
+                state += [_as_bytes(x) for x in tensors_of(one.unit.state.inner)]
+                if owner == self.rank:
                     self.work[id(one.unit)] = question.work
-        self._send(rows, self._given(), self._owned(), self.bucket.travellers[0].sent_as)
+        self.updates.set_out(rows, self.bucket.travellers[0].sent_as)
+        if self.weights is not None:
+            self.weights.set_out(weights, self.bucket.travellers[0].wide)
+        if self.state is not None:
+            self.state.set_out(state, torch.uint8)
 
     def turn_round(self) -> None:
         """Work on what has arrived, and send the results back."""
-        self.pending.wait()
-        arrived = [taker(part) for part in torch.split(self.into, self._owned())]
-        results: list[list[Tensor]] = [[] for _ in arrived]
-        for one in self.bucket.of(self.replica, self.shards.rank):
-            whole = torch.cat([take(one.elements(rank)) for rank, take in enumerate(arrived)])
-            found = self.work.pop(id(one.unit)).run(whole.to(one.wide).view(one.shape))
+        updates, weights, state = (
+            [] if trip is None else [taker(part) for part in trip.arrived()]
+            for trip in (self.updates, self.weights, self.state)
+        )
+        self.weights = None  # they were of use here alone
+        results: list[list[Tensor]] = [[] for _ in updates]
+        stored: list[list[Tensor]] = [[] for _ in updates]
+        for one in self.bucket.of(self.updates.replica, self.rank):
+            whole, held = one.whole(updates).to(one.wide), one.whole_state(state)
+            looked_at = one.whole(weights) if one.work.reads_weights else None
+            found, new = one.run(self.work.pop(id(one.unit)), whole, looked_at, held)
             parts = torch.split(
-                found.reshape(-1).to(one.returned_as), [one.elements(rank) for rank in range(len(arrived))]
+                found.reshape(-1).to(one.returned_as), [one.elements(rank) for rank in range(len(updates))]
             )
-            for own, part in zip(results, parts, strict=True):
-                own.append(part)
+            for rank, part in enumerate(parts):
+                results[rank].append(part)
+                stored[rank] += one.rows_of_state(new, rank)
         rows = [part for own in results for part in own]
-        self._send(rows, self._owned(), self._given(), self.bucket.travellers[0].returned_as)
+        self.updates.turn_round(rows, self.bucket.travellers[0].returned_as)
+        if self.state is not None:
+            self.state.turn_round([part for own in stored for part in own], torch.uint8)
 
-    def arrive(self) -> Iterator[tuple[Unit, Tensor]]:
-        """Wait for this rank's rows of the results; yield units with theirs."""
-        self.pending.wait()
-        rows = self.into
-        if self.copies is not None and self.copies.size > 1:
-            lengths = [sum(self._given(replica)) for replica in range(self.copies.size)]
-            every = rows.new_empty(sum(lengths))
-            if every.numel():
-                self.copies.all_gather(every, rows, "rows of updates", lengths).wait()
-            rows = every
-        # What waits for a collective holds what was sent.
-        self.pending, self.into = Done(), torch.empty(0)
-        take, rank = taker(rows), self.shards.rank
-        for replica in range(len(self.bucket.owned)):
-            for owner in range(self.shards.size):
+    def arrive(self) -> Iterator[tuple[Unit, list[Tensor]]]:
+        """Wait for this rank's rows of the results; yield units with theirs, and with their rows of the work's state."""
+        take = taker(self.updates.back())
+        state = None if self.state is None else taker(self.state.back())
+        for replica, owners in enumerate(self.bucket.owned):
+            for owner in range(len(owners)):
                 for one in self.bucket.of(replica, owner):
-                    own = take(one.elements(rank)).to(one.wide)
-                    own = own.view(one.edges[rank + 1] - one.edges[rank], *one.shape[1:])
-                    yield one.unit, one.work.on_rows(own, one.shape, one.edges[rank]).reshape(one.unit.tensor.shape)
-
-    def _given(self, replica: int | None = None) -> list[int]:
-        """How many elements this rank has of what each rank of a replica, its own or another, works on."""
-        replica = self.replica if replica is None else replica
-        return [self.bucket.length(replica, owner, self.shards.rank) for owner in range(self.shards.size)]
-
-    def _owned(self) -> list[int]:
-        """How many elements each rank has of what this one works on."""
-        return [self.bucket.length(self.replica, self.shards.rank, rank) for rank in range(self.shards.size)]
-
-    def _send(self, rows: list[Tensor], given: list[int], received: list[int], wire: torch.dtype) -> None:
-        device = self.bucket.travellers[0].unit.tensor.device
-        whole = torch.cat(rows) if rows else torch.empty(0, dtype=wire, device=device)
-        self.into = torch.empty(sum(received), dtype=wire, device=device)
-        self.pending = self.shards.exchange(self.into, whole, "rows of updates", received=received, given=given)
+                    own = take(one.elements(self.rank)).to(one.wide)
+                    own = own.view(one.edges[self.rank + 1] - one.edges[self.rank], *one.shape[1:])
+                    found = one.work.on_rows(own, one.shape, one.edges[self.rank]).reshape(one.unit.tensor.shape)
+                    yield one.unit, [found, *([] if state is None else one.own_state(state, self.rank))]
 
 
-def taker(x: Tensor) -> Callable[[int], Tensor]:
-    """A function that returns so many elements of a vector at a time, in order."""
-    start = 0
-
-    def take(count: int) -> Tensor:
-        nonlocal start
-        start += count
-        return x[start - count : start]
-
-    return take
+def _as_bytes(x: Tensor) -> Tensor:
+    """A vector in bytes."""
+    return x.contiguous().view(torch.uint8)
 
 
 class Exchange:
@@ -313,11 +366,11 @@ class Exchange:
                 if number >= 1:
                     journeys[number - 1].turn_round()
                 if number >= 2:
-                    yield from (((unit, grads[id(unit)]), [own]) for unit, own in journeys[number - 2].arrive())
+                    yield from (((unit, grads[id(unit)]), own) for unit, own in journeys[number - 2].arrive())
             for journey in journeys[-1:]:
                 journey.turn_round()
             for journey in journeys[-2:]:
-                yield from (((unit, grads[id(unit)]), [own]) for unit, own in journey.arrive())
+                yield from (((unit, grads[id(unit)]), own) for unit, own in journey.arrive())
         except BaseException:
             for communicator in self._communicators.values():
                 communicator.drain()
@@ -348,7 +401,7 @@ class Exchange:
     def _journey(self, bucket: Bucket) -> _Journey:
         rows = bucket.travellers[0].rows
         copies = None if rows.copies is None else self._communicator(rows.mesh, rows.copies)
-        return _Journey(bucket, self._communicator(rows.mesh, rows.shards), copies)
+        return _Journey.of(bucket, self._communicator(rows.mesh, rows.shards), copies)
 
     def _communicator(self, mesh: DeviceMesh, dimension: int) -> Communicator:
         found = self._communicators.get((mesh, dimension))

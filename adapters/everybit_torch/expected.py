@@ -21,6 +21,7 @@ from everybit_torch.migration import shadow_state, skeleton
 from everybit_torch.placement import Placement
 from everybit_torch.saved_structure import shown
 from everybit_torch.units import Member, Unit
+from everybit_torch.work_rows import WorkRows, begun
 
 LARGEST_COUNT = 2**53
 """Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here
@@ -74,11 +75,15 @@ def expectations(
         new = applied(optimizers[unit.group][unit.tensor.dtype], unit.decision)
         state, stored = unit.state, unit.stored
         if skeleton(engine.optimizer_of(unit).transform) != skeleton(new.transform):
-            state, (stored,) = shadow_state(unit.tensor, new, unit.first), new.formats([unit.tensor])
-        units.append(Unit(unit.group, unit.tensor, unit.members, state, unit.first, unit.flat, stored=stored))
+            state, (stored,) = shadow_state(unit, new), new.formats([unit.tensor])
+        work = WorkRows.of(new, unit.parameters, state)
+        units.append(
+            Unit(unit.group, unit.tensor, unit.members, state, unit.first, unit.flat, stored=stored, work=work)
+        )
     for run in placement.runs if placement is not None else []:
         tensor = run.shadow()
         state = run.optimizer.init([tensor], eb.Context(first_element=run.first))
+        state = begun(run.optimizer, run.parameters, state, run.first)
         units.append(run.unit(tensor, state, run.first))
     return {id(member.parameter): _kinds(unit, member, full=full) for unit in units for member in unit.members}
 
@@ -91,7 +96,7 @@ def _kinds(unit: Unit, member: Member, *, full: bool) -> dict[str, Kind]:
     former = {new: old for old, new in former_names([entry for entry, _ in found]).items()}
     for entry, value in found:
         whole = is_dtensor(member.parameter) and entry.cut not in ("copy", "tensor")
-        shape = entry.shape(member.parameter.shape, value.shape) if whole else tuple(value.shape)
+        shape = unit.whole_shape(entry, member, value) if whole else tuple(value.shape)
         # Of several parts the first is the number, rounded; codes of it may be anything.
         positive = entry.field.split("#")[0] == "variance" and entry.leading
         if entry.role == "shared":
@@ -104,7 +109,7 @@ def _kinds(unit: Unit, member: Member, *, full: bool) -> dict[str, Kind]:
                 former=former.get(entry.name),
             )
         elif entry.role == "slot" and entry.leading:
-            own = value.shape if entry.cut == "tensor" else member.parameter.shape
+            own = shape if entry.cut in ("tensor", "rows") else member.parameter.shape
             kinds[entry.name] = Kind(wide, tuple(own), positive=positive)
     if full:
         kinds[WEIGHTS] = Kind(wide, tuple(member.parameter.shape))

@@ -14,6 +14,7 @@ from everybit.entries import WEIGHTS
 from everybit.optimizer import OptimizerState
 from everybit_torch.dtensors import like, local
 from everybit_torch.units import Member, Unit, init_state, write
+from everybit_torch.work_rows import stored_work
 
 PIECE = 1 << 18
 """Elements for which :func:`begin_at` is called at a time, where there are many."""
@@ -77,7 +78,7 @@ def encode(
         By name, what rounding lost.
     """
     if any(id(parameter) not in given for parameter in unit.parameters):
-        write(unit.state, init_state(optimizer, unit.tensor, unit.first))
+        write(unit.state, init_state(optimizer, unit.tensor, unit.first, parameters=unit.parameters))
     here = [member for member in unit.members if id(member.parameter) in given]
     if not here:
         return {}
@@ -87,6 +88,9 @@ def encode(
         for name, value in given[id(member.parameter)].items():
             into[name].copy_(local(value))
     params, state = optimizer.encode([weights], wide.state, [unit.tensor], eb.Context(first_element=unit.first))
+    if unit.work is not None and wide.work is not None:
+        stored = stored_work(optimizer, unit.work.parameter, unit.first).encode(wide.work.gathered(state), state.step)
+        state = unit.work.given_out(state, stored)
     moved = any(WEIGHTS in given[id(member.parameter)] for member in here)
     if moved:
         write(([unit.tensor], unit.state), (params, state))
@@ -172,7 +176,13 @@ def begin_at(
 
 def _decoded_unit(unit: Unit, optimizer: eb.Optimizer[Any]) -> tuple[Tensor, Unit]:
     (weights,), state = optimizer.decode([unit.tensor], unit.state)
-    return weights, Unit(unit.group, unit.tensor, unit.members, state, unit.first, unit.flat)
+    work = unit.work
+    if work is not None:
+        # What is decoded is the whole: a factor's blocks do not end where rows do.
+        whole = stored_work(optimizer, work.parameter, unit.first).decode(work.gathered(unit.state), state.step)
+        work = work.of_values(optimizer, state.step)
+        state = work.given_out(state, whole)
+    return weights, Unit(unit.group, unit.tensor, unit.members, state, unit.first, unit.flat, work=work)
 
 
 def _share(member: Member, weights: Tensor) -> Tensor:

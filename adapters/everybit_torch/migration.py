@@ -22,6 +22,7 @@ from everybit.entries import fields as named_fields
 from everybit.optimizer import OptimizerState
 from everybit.parts import fields_of, is_transform
 from everybit_torch.units import Unit, init_state
+from everybit_torch.work_rows import begun
 
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -62,7 +63,7 @@ def plan_migration(unit: Unit, optimizer: eb.Optimizer[Any]) -> Migration:
     Raises:
         ValueError: It cannot be told which of several entries of one name is which, or a count would begin or end.
     """
-    shadow = shadow_state(unit.tensor, optimizer, unit.first)
+    shadow = shadow_state(unit, optimizer)
     old, new = named_fields(unit.state), named_fields(shadow)
     left: dict[tuple[str, bool], list[tuple[str, Any]]] = {}
     for name, value, is_slot in old:
@@ -88,14 +89,19 @@ def plan_migration(unit: Unit, optimizer: eb.Optimizer[Any]) -> Migration:
             begun.append(name)
     ended = [name for entries in left.values() for name, _ in entries]
     if begun:
-        fresh = {name: value for name, value, _ in named_fields(init_state(optimizer, unit.tensor, unit.first))}
+        fresh = {name: value for name, value, _ in named_fields(_initial(unit, optimizer))}
         carried |= {name: fresh[name] for name in begun}
     return Migration(_assemble(shadow, new, carried), begun, ended)
 
 
-def shadow_state(tensor: Tensor, optimizer: eb.Optimizer[Any], first: int) -> OptimizerState[Any]:
-    """The state that an optimizer would keep for a tensor, without its memory."""
-    return optimizer.init([torch.empty_like(tensor, device="meta")], eb.Context(first_element=first))
+def shadow_state(unit: Unit, optimizer: eb.Optimizer[Any]) -> OptimizerState[Any]:
+    """The state that an optimizer would keep for a unit, without its memory."""
+    tensor = torch.empty_like(unit.tensor, device="meta")
+    return begun(optimizer, unit.parameters, optimizer.init([tensor], eb.Context(first_element=unit.first)), unit.first)
+
+
+def _initial(unit: Unit, optimizer: eb.Optimizer[Any]) -> OptimizerState[Any]:
+    return init_state(optimizer, unit.tensor, unit.first, parameters=unit.parameters)
 
 
 def _key(name: str, is_slot: bool) -> tuple[str, bool]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.combinators.chain import Chain, NamedChain
+from everybit.combinators.low_rank import LowRank
 from everybit.joint_work import Work
 from everybit.parts import map_parts, needs_whole_tensors, transforms_in
 from everybit.transform import periods
@@ -27,7 +28,7 @@ Stand = Callable[[Sequence[Any]], Any]
 def parted(transform: Any) -> Any:
     """Return a transform that may be cut anywhere, and that asks for the work of what must see whole tensors.
 
-    Its state is that of the transform, entry by entry: only transforms without state are replaced.
+    Its state has the slots of the transform's, in order.
     """
     return _replaced(transform, lambda run: OnWholes(WholeWork.of(run)))
 
@@ -54,7 +55,7 @@ def require_parted(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int
         if (why := why_not_elsewhere(part, shape)) is not None:
             raise _refusal(part, why)
     if needs_whole_tensors(optimizer.transform):
-        raise _refusal(whole, "it is no chain of transforms of which only those without state must see them")
+        raise _refusal(whole, "it is no chain of transforms of which some must see them")
     none = torch.empty(0, dtype=dtype)
     here = replace(optimizer, transform=_without_others(optimizer.transform))
     every = periods(whole)
@@ -72,14 +73,14 @@ def require_parted(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int
 def _refusal(transform: Any, why: str) -> ValueError:
     return ValueError(
         f"{transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them, and {why}. Accepted for sharded parameters are"
-        " transforms of the cut 'element', and in a chain with them one or several neighbours of the cut 'tensor' without state, such as"
-        " eb.orthogonalize in eb.muon. A FlatStepper steps this one, too."
+        " transforms of the cut 'element', and in a chain with them one or several neighbours of the cut 'tensor', such as eb.orthogonalize"
+        " in eb.muon. A FlatStepper steps this one, too."
     )
 
 
 def _is_whole(node: Any) -> bool:
-    """Whether a transform itself must see whole tensors, and not one inside it."""
-    return node.cut == "tensor" and len(list(transforms_in(node))) == 1
+    """Whether a transform itself must see whole tensors, and not only one inside it."""
+    return node.cut == "tensor" and (isinstance(node, LowRank) or len(list(transforms_in(node))) == 1)
 
 
 def _replaced(node: Any, stand: Stand) -> Any:

@@ -140,7 +140,7 @@ class Places:
             tensor = run.tensor()
             if optimizer.draws_bits:
                 first += first_element(run.parameters[0])
-        state = self._engine.init_state(optimizer, tensor, first)
+        state = self._engine.init_state(optimizer, tensor, first, parameters=run.parameters)
         self._engine.add(run.unit(tensor, state, first, gradients))
 
     def number_elements(self, model: torch.nn.Module) -> None:

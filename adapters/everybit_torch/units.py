@@ -7,7 +7,7 @@ behind; a flat unit is then cut, for good, and what was one unit is two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -27,6 +27,7 @@ from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, like, local
 from everybit_torch.gradients import Gathered, MemberGradients, UnitGradients, gather, gathered_at_once, piece
 from everybit_torch.host_counts import HostCount
+from everybit_torch.work_rows import WorkRows, begun
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -71,6 +72,7 @@ class Unit:
         stored: How the tensor and its state are stored; None: in the compute dtype.
         whole: The parameters that its elements belong to, where its transform asks for numbers of each.
         table: The table by which they are numbered.
+        work: How the state of work that is done elsewhere lies on ranks; None: there is none.
         block: The least number of elements at whose multiples a flat unit may be cut.
         first_tensor: ``first``, int64, 0-d, on the device.
         host_count: What the host knows of ``state.step``.
@@ -87,6 +89,7 @@ class Unit:
     stored: Resolved | None = None
     whole: eb.Members | None = None
     table: object = None
+    work: WorkRows | None = None
     block: int = field(init=False)
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor = field(init=False)
@@ -113,7 +116,8 @@ class Unit:
         stop = 0
         members = [Member(name, p, stop, stop := stop + local(p).numel()) for name, p in named]
         (stored,) = optimizer.formats([tensor])
-        return cls(group, tensor, members, state, first, flat, gradients, decision, stored)
+        work = WorkRows.of(optimizer, [member.parameter for member in members], state)
+        return cls(group, tensor, members, state, first, flat, gradients, decision, stored, work=work)
 
     def __post_init__(self) -> None:
         self.block = 1 if self.stored is None else self.stored.policy.block
@@ -239,9 +243,8 @@ class Unit:
 
     def entries(self, member: Member) -> list[tuple[Entry, Tensor]]:
         """List the entries of one parameter: views, in its shape where there is one number for each element; shared entries as they are."""
-        found = self._entries()
-        flat = self.tensor.ndim == 1
-        return [(entry, self._shaped(entry, x, member) if flat else x) for entry, x in found]
+        flat = self.tensor.ndim == 1 or self.work is not None
+        return [(entry, self._shaped(entry, x, member) if flat else x) for entry, x in self._entries()]
 
     def named_state(self, member: Member) -> dict[str, Tensor]:
         """Return the tensors of :meth:`entries` by name."""
@@ -261,9 +264,15 @@ class Unit:
                     " parameters is state with a number for each element, or block of elements."
                 )
             is_cut = entry.cut not in ("copy", "tensor")
-            shape = entry.shape(member.parameter.shape, value.shape)
+            shape = self.whole_shape(entry, member, value)
             found[entry.name] = like(member.parameter, value, shape) if is_cut else value
         return found
+
+    def whole_shape(self, entry: Entry, member: Member, value: Tensor) -> tuple[int, ...]:
+        """The shape that an entry of a sharded parameter has on all ranks together."""
+        if entry.cut == "rows" and self.work is not None:
+            return tuple(self.work.shapes[entry.name])
+        return entry.shape(member.parameter.shape, value.shape)
 
     def shared_state(self) -> dict[str, Tensor]:
         """Return by name what all members share: counts, and other numbers that a transform keeps once."""
@@ -276,8 +285,9 @@ class Unit:
     def _entries(self) -> list[tuple[Entry, Tensor]]:
         return entries(self.state, [self.tensor], 0, self.stored)
 
-    @staticmethod
-    def _shaped(entry: Entry, x: Tensor, member: Member) -> Tensor:
+    def _shaped(self, entry: Entry, x: Tensor, member: Member) -> Tensor:
+        if entry.cut == "rows" and self.work is not None:
+            return x.view(self.work.own_shape(entry.name))
         if entry.cut in ("copy", "tensor") or x.ndim != 1:
             return x
         low, high = entry.range(member.start, member.stop)
@@ -336,14 +346,16 @@ def init_state(
     *,
     allocate: Callable[[Tensor, int], Tensor] = new_room,
     chunk: int = CHUNK,
+    parameters: Sequence[Tensor] = (),
 ) -> OptimizerState[Any]:
     """The state of a unit; for a long buffer computed piece by piece into place, ``chunk`` elements at a time.
 
-    ``allocate`` makes memory for elements like those of a tensor, for the state of a buffer that is to lie elsewhere.
+    ``allocate`` makes memory for elements like those of a tensor, for the state of a buffer that is to lie elsewhere. ``parameters`` are
+    those of the unit, where they may be sharded.
     """
     at_once = tensor.ndim != 1 or tensor.numel() <= chunk or needs_whole_tensors(optimizer.transform)
     if allocate is new_room and at_once:
-        return optimizer.init([tensor], eb.Context(first_element=first))
+        return begun(optimizer, parameters, optimizer.init([tensor], eb.Context(first_element=first)), first)
     (stored,) = optimizer.formats([tensor])
 
     def room(x: Tensor, part: PartSpec | None) -> Tensor:
@@ -353,7 +365,7 @@ def init_state(
     state = map_parts(optimizer.init([none], eb.Context(first_element=first)), [none], [stored], room, torch.clone)
     for _, part in Unit(0, tensor, [], state, first, flat=True, stored=stored).pieces(chunk, lambda x: x):
         write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
-    return state
+    return begun(optimizer, parameters, state, first)
 
 
 def flatten(parameters: list[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from everybit.dtypes import FLOAT_DTYPES, torch_dtype
 from everybit.formats import BUILT_IN, Format, Parts, PartSpec
 from everybit.policy import Resolved
 from everybit.random_bits import Key, Lane, Numbering, stream
+from everybit.stored_rows import StoredRows
 
 P = TypeVar("P")
 S = TypeVar("S")
@@ -154,8 +155,8 @@ class Codec:
             return tree.replace(
                 self.params,
                 [
-                    None
-                    if value is None
+                    value
+                    if value is None or isinstance(value, StoredRows)
                     else function(
                         leaf, name, one, key, value, lambda index=index: f"state.{name}{tree.paths(self.params)[index]}"
                     )

@@ -22,6 +22,7 @@ from everybit import tree
 from everybit.formats import PartSpec
 from everybit.optimizer import OptimizerState
 from everybit.policy import Resolved
+from everybit.stored_rows import StoredRows, in_own_places
 
 STEP, WEIGHTS, INNER = "step", "param", "inner"
 """Names of entries that are no slots: the optimizer's count, what the model does not hold of the weights, a transform's counts."""
@@ -34,11 +35,12 @@ VERSION_KEY = "format_version"
 Role = Literal["weights", "slot", "shared"]
 """The role of an entry: a part of the weights beside the model's own tensor, a slot, or a value that parameters stepped together share."""
 
-Cut = Literal["element", "tensor", "copy"] | int
+Cut = Literal["element", "tensor", "copy", "rows"] | int
 """How an entry may be cut where its parameter is.
 
 ``"element"``: anywhere, as the parameter's own elements. A number: at multiples of so many of the parameter's elements, counted from its
-first. ``"tensor"``: not at all. ``"copy"``: every part has a copy, and all copies are equal.
+first. ``"tensor"``: not at all. ``"copy"``: every part has a copy, and all copies are equal. ``"rows"``: between rows of its own, as a
+factor of a parameter is of which ranks hold rows; see :class:`~everybit.stored_rows.StoredRows`.
 """
 
 
@@ -66,8 +68,8 @@ class Entry:
         return self.name if self.role == "shared" else self.name.split(".")[0]
 
     def shape(self, parameter: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
-        """The entry's shape for a parameter of this shape; ``own`` is that which it has here."""
-        if self.cut in ("tensor", "copy"):
+        """The entry's shape for a parameter of this shape; ``own`` is that which it has here, and that of one that is cut by rows."""
+        if self.cut in ("tensor", "copy", "rows"):
             return tuple(own)
         return tuple(parameter) if self.part is None else self.part.shape(parameter)
 
@@ -77,7 +79,7 @@ class Entry:
         Raises:
             ValueError: The entry cannot be cut there; the message names it.
         """
-        if self.cut in ("tensor", "copy"):
+        if self.cut in ("tensor", "copy", "rows"):
             raise ValueError(f"{self.name}: cannot be cut; its rule is {self.cut!r}.")
         try:
             return (start, stop) if self.part is None else self.part.range(start, stop)
@@ -117,7 +119,7 @@ def fields(state: OptimizerState[Any]) -> list[Field]:
             found.append(Field(unique, subtree, is_slot=True))
         return None
 
-    counters = tree.map_slots(slot, state.inner)
+    counters = in_own_places(tree.map_slots(slot, state.inner))
     paths = [f"{INNER}{path}" for path in tree.paths(counters)]
     return found + [Field(path, leaf, is_slot=False) for path, leaf in zip(paths, tree.leaves(counters), strict=True)]
 
@@ -170,6 +172,10 @@ def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iter
     role: Role = "weights" if name == WEIGHTS else "slot"
     if value is None:
         return
+    if isinstance(value, StoredRows):
+        for entry, x in _of_value(name, value.value, parts):
+            yield replace(entry, cut="rows") if entry.cut == "tensor" else entry, x
+        return
     if isinstance(value, dict):
         for factor, stored in value.items():
             for entry, x in _of_value(f"{name}.{factor}", stored, parts):
@@ -197,7 +203,7 @@ def former_names(found: Sequence[Entry]) -> dict[str, str]:
     numbers: dict[str, int] = {}
     former: dict[str, str] = {}
     for entry in found:
-        if entry.cut == "tensor":
+        if entry.cut in ("tensor", "rows"):
             continue  # of later versions
         number = numbers[entry.field] = numbers.get(entry.field, -1) + 1
         old = entry.field if number == 0 else f"{entry.field}.{number}"
@@ -247,6 +253,8 @@ def map_parts(
 def _mapped_value(value: Any, parts: tuple[PartSpec, ...] | None, on_part: OnPart) -> Any:
     if value is None:
         return None
+    if isinstance(value, StoredRows):
+        return tree.map(lambda x: on_part(x, None), value)
     if isinstance(value, dict):
         # The parts of a factor do not follow the parameter's elements, but for their number.
         return {factor: _mapped_value(stored, parts, on_part) for factor, stored in value.items()}

@@ -35,8 +35,8 @@ class Transform(Protocol[S]):
     A transform may have more: ``per_tensor``, True if ``update`` asks ``ctx.per_tensor`` (it has to say that it reduces, too);
     ``draws``, True if ``update`` asks ``ctx.keys`` for random bits; ``decays()``, see :class:`SlotDecay`;
     ``periods()``, the periods of the work that it gives to ``ctx.every``; ``eval_params(params, state)``, see :class:`HasEvalParams`;
-    ``reads_weights``, False of one whose cut is ``"tensor"`` if ``update`` looks at no values of ``params``, so that weights that are cut
-    need not be brought together.
+    ``reads_weights``, False if ``update`` looks at no values of ``params``, so that weights need not be brought together for one whose cut
+    is ``"tensor"``, nor projected for one inside of :func:`everybit.low_rank`.
     """
 
     @property

@@ -267,7 +267,10 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
             if parameter.numel():
                 given[id(parameter)] = {}
                 prefix = f"optimizer.state.{names[id(parameter)]}."
+                factors = {entry.name for entry in unit.kept_entries() if entry.cut in ("tensor", "rows")}
                 for name, value in unit.published(member).items():
+                    if name in factors and not value.numel():
+                        continue  # of which a stepper saves nothing
                     own[prefix + name] = value
                     aside[prefix + name] = given[id(parameter)][name] = torch.empty_like(value)
                 of_version_1 = former_names([entry for entry, _ in unit.entries(member)])

@@ -128,7 +128,7 @@ def _of_entries(unit: Unit, number: int, name: str) -> Found:
     for entry, x in unit.entries(member):
         if entry.role == "shared" or not x.is_floating_point() or not x.numel():
             continue
-        block = 1 if entry.part is None or entry.cut == "tensor" else entry.part.block
+        block = 1 if entry.part is None or entry.cut in ("tensor", "rows") else entry.part.block
         count = count_nonfinite(x) * block
         if block > 1:
             # The last number may be that of fewer elements.

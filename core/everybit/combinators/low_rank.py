@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from everybit import tree
+from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.masked import Masked, Partition
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
@@ -90,6 +91,12 @@ class LowRank(Wrapping):
         """Whether bases are random, or the inner transform draws."""
         return self.projection.draws or getattr(self.transform, "draws", False)
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the inner transform looks at weights."""
+        inside = [one for one in transforms_in(self.transform) if not isinstance(one, (Chain, NamedChain))]
+        return any(getattr(one, "reads_weights", True) for one in inside)
+
     def decays(self) -> tuple[SlotDecay, ...]:
         """Those of the inner transform; ``basis`` is replaced."""
         return (*decays(self.transform), SlotDecay("basis", 0.0))
@@ -126,7 +133,8 @@ class LowRank(Wrapping):
         scale = at(self.scale, ctx.step, name="scale")
         bases, stored = self.projection.bases(ctx, updates, state.basis)
         low: Any = tree.map(self.projection.down, updates, bases)
-        low_params: Any = tree.map(self.projection.down, params, bases)
+        # What looks at shapes alone is given others of them: weights may be elsewhere.
+        low_params: Any = tree.map(self.projection.down, params, bases) if self.reads_weights else low
         inner = _map_values(state.inner, params, lambda value, p: _unpacked(value, self._names(p)))
         moves, inner = updated(self.transform, low, inner, low_params, self._inside(ctx, params))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -46,6 +46,7 @@ class ScaleByAdadelta(Elementwise):
         Zeiler 2012, https://arxiv.org/abs/1212.5701, Algorithm 1, as in ``torch.optim.Adadelta``.
     """
 
+    reads_weights: ClassVar[bool] = False
     rho: Hyperparameter = 0.9
     eps: Hyperparameter = 1e-6
 

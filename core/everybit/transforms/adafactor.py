@@ -62,6 +62,7 @@ class ScaleByFactoredRms:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     beta2_decay: Hyperparameter = -0.8
     b2_cap: Hyperparameter = 1.0
     eps1: Hyperparameter = 1e-30

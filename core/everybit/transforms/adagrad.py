@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -46,6 +46,7 @@ class ScaleByAdagrad(Elementwise):
         Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html, as in ``torch.optim.Adagrad``.
     """
 
+    reads_weights: ClassVar[bool] = False
     initial_accumulator_value: Scalar = 0.0
     eps: Hyperparameter = 1e-10
     lr_decay: Hyperparameter = 0.0

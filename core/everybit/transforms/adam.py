@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class ScaleByAdam(Elementwise):
         Kingma & Ba 2015, https://arxiv.org/abs/1412.6980, Algorithm 1.
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class ScaleByAdamAtan2(Elementwise):
         Everett et al. 2024, https://arxiv.org/abs/2407.05872, section 4.3.
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.99
     a: Hyperparameter = 1.27

@@ -54,6 +54,7 @@ class ScaleByAdamMini:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8

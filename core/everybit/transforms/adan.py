@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class ScaleByAdan(Elementwise):
         Xie et al. 2022, https://arxiv.org/abs/2208.06677, Algorithm 1.
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.98
     b2: Hyperparameter = 0.92
     b3: Hyperparameter = 0.99

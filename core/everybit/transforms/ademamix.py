@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class ScaleByAdemamix(Elementwise):
         Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137, Algorithm 1.
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     b3: Hyperparameter = 0.9999

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class ScaleByAdopt(Elementwise):
         Taniguchi et al. 2024, https://arxiv.org/abs/2411.02853, Algorithm 2 (with clipping).
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.9999
     eps: Hyperparameter = 1e-6
@@ -115,6 +116,7 @@ class BeginAfter(Elementwise):
         ValueError: ``steps`` is no whole number, or negative.
     """
 
+    reads_weights: ClassVar[bool] = False
     steps: int = 1
 
     def __post_init__(self) -> None:

@@ -80,6 +80,7 @@ class ScaleByApollo:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     scale: Hyperparameter = 1.0
     scale_type: ScaledBy = "channel"
     limit: Hyperparameter | None = 1.01

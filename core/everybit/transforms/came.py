@@ -64,6 +64,7 @@ class ScaleByCame:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     b3: Hyperparameter = 0.9999

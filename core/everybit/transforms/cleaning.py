@@ -31,6 +31,7 @@ class ZeroNans(Elementwise):
         infinite: Replace infinite elements, too.
     """
 
+    reads_weights: ClassVar[bool] = False
     infinite: bool = False
 
     def init(self, params: P) -> Empty:
@@ -97,6 +98,7 @@ class AddNoise(Elementwise):
     """
 
     draws: ClassVar[bool] = True
+    reads_weights: ClassVar[bool] = False
     eta: Hyperparameter = 0.01
     gamma: Hyperparameter = 0.55
 

@@ -66,6 +66,7 @@ class ScaleByDion:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     draws: ClassVar[bool] = True
     decay: Hyperparameter = 0.95
     rank_divisor: int = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ class AmplifySlowGradients(Elementwise):
         Lee et al. 2024, https://arxiv.org/abs/2405.20233, Algorithm 2.
     """
 
+    reads_weights: ClassVar[bool] = False
     decay: Hyperparameter = 0.98
     gain: Hyperparameter = 2.0
 

@@ -66,6 +66,7 @@ class ScaleByKron:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     draws: ClassVar[bool] = True
     b1: Hyperparameter = 0.9
     preconditioner_rate: Hyperparameter = 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ class ScaleByLion(Elementwise):
         Chen et al. 2023, https://arxiv.org/abs/2302.06675, Algorithm 2.
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.99
 

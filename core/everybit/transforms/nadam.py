@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class ScaleByNadam(Elementwise):
         Dozat 2016, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ, as in ``torch.optim.NAdam``.
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class ScaleByRadam(Elementwise):
         Liu et al. 2020, https://arxiv.org/abs/1908.03265, Algorithm 2, as in ``torch.optim.RAdam``.
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8

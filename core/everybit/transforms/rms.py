@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -56,6 +56,7 @@ class ScaleByRms(Elementwise):
         Hinton 2012, lecture 6e; Graves 2013, https://arxiv.org/abs/1308.0850, eq. 38-45; ``torch.optim.RMSprop``.
     """
 
+    reads_weights: ClassVar[bool] = False
     decay: Hyperparameter = 0.99
     eps: Hyperparameter = 1e-8
     centered: bool = False

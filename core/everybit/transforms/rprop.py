@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class ScaleByRprop(Elementwise):
         sign changes.
     """
 
+    reads_weights: ClassVar[bool] = False
     learning_rate: Hyperparameter = 1e-2
     shrink: Hyperparameter = 0.5
     grow: Hyperparameter = 1.2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ class RunningMean(Elementwise):
         ValueError: A hyperparameter out of range, or not finite.
     """
 
+    reads_weights: ClassVar[bool] = False
     decay: Hyperparameter = 0.9
     debias: bool = False
     nesterov: bool = False
@@ -94,6 +95,7 @@ class ScaleByRunningSquare(Elementwise):
         ValueError: A hyperparameter out of range, or not finite.
     """
 
+    reads_weights: ClassVar[bool] = False
     decay: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8
     once_trusted: bool = False

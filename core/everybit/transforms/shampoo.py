@@ -82,6 +82,7 @@ class ScaleByShampoo:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter | None = 0.9
     b2: Hyperparameter | None = 0.999
     eps: Hyperparameter = 1e-12

@@ -53,6 +53,7 @@ class ScaleBySm3:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     b2: Hyperparameter | None = None
     eps: Hyperparameter = 1e-30
     keep_greatest: bool = False

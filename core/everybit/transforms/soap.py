@@ -81,6 +81,7 @@ class ScaleBySoap:
 
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.95
     b2: Hyperparameter = 0.95
     factor_decay: Hyperparameter | None = None

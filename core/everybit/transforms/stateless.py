@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class Empty:
 class Identity(Elementwise):
     """Pass updates on as they are."""
 
+    reads_weights: ClassVar[bool] = False
+
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""
         return Empty()
@@ -40,6 +42,8 @@ class Identity(Elementwise):
 class SetToZero(Elementwise):
     """Replace updates by zero, for frozen parameters, which are not decayed either."""
 
+    reads_weights: ClassVar[bool] = False
+
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""
         return Empty()
@@ -52,6 +56,8 @@ class SetToZero(Elementwise):
 @dataclass(frozen=True, slots=True)
 class ScaleBySign(Elementwise):
     """Keep only the sign: -1, 0 or 1 (signSGD, Bernstein et al. 2018, https://arxiv.org/abs/1802.04434)."""
+
+    reads_weights: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""
@@ -70,6 +76,7 @@ class Scale(Elementwise):
         factor: The number; any sign.
     """
 
+    reads_weights: ClassVar[bool] = False
     factor: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
@@ -93,6 +100,7 @@ class ScaleByLearningRate(Elementwise):
         learning_rate: At least zero. Zero is safe: nothing is divided by it.
     """
 
+    reads_weights: ClassVar[bool] = False
     learning_rate: Hyperparameter = 1e-3
 
     def __post_init__(self) -> None:
@@ -116,6 +124,7 @@ class Clip(Elementwise):
         limit: At least zero; same unit as the updates.
     """
 
+    reads_weights: ClassVar[bool] = False
     limit: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -45,6 +45,7 @@ class Trace(Elementwise):
         Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html, as in ``torch.optim.SGD``.
     """
 
+    reads_weights: ClassVar[bool] = False
     decay: Hyperparameter = 0.9
     dampening: Hyperparameter = 0.0
     nesterov: bool = False

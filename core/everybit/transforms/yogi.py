@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class ScaleByYogi(Elementwise):
         Zaheer et al. 2018, https://papers.nips.cc/paper/8186, Algorithm 2, with Adam's bias correction as in optax.
     """
 
+    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-3

@@ -1,0 +1,92 @@
+"""Parts of vectors on their way from the ranks that have them to the ranks that need them together, and new ones back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from everybit_torch.collectives.communicator import Communicator, Done, Pending
+
+
+@dataclass(slots=True)
+class RoundTrip:
+    """Vectors of which each rank has a part, to their owners and back.
+
+    Where other ranks hold the same parts, the owners are spread over all of these replicas; parts travel inside of a replica, and replicas
+    give each other what has come back.
+
+    Attributes:
+        what: For messages, what they are of.
+        shards: The ranks with other parts.
+        copies: The ranks with the same parts; None: there are none.
+        device: Of the vectors.
+        length: For a replica, an owner in it, and a rank: how many elements the rank has of what the owner needs.
+    """
+
+    what: str
+    shards: Communicator
+    copies: Communicator | None
+    device: torch.device
+    length: Callable[[int, int, int], int]
+    _pending: Pending = field(default_factory=Done)
+    _into: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica."""
+        return 0 if self.copies is None else self.copies.rank
+
+    def set_out(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Send this rank's parts, owner by owner; all of ``dtype``."""
+        self._send(parts, dtype, self._given(self.replica), self._owned())
+
+    def arrived(self) -> list[Tensor]:
+        """Wait for what this rank needs; return it, rank by rank."""
+        self._pending.wait()
+        return list(torch.split(self._into, self._owned()))
+
+    def turn_round(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Send new parts back, rank by rank; all of ``dtype``."""
+        self._send(parts, dtype, self._owned(), self._given(self.replica))
+
+    def back(self) -> Tensor:
+        """Wait for this rank's new parts; return them, replica by replica and owner by owner."""
+        self._pending.wait()
+        found = self._into
+        if self.copies is not None and self.copies.size > 1:
+            lengths = [sum(self._given(replica)) for replica in range(self.copies.size)]
+            every = found.new_empty(sum(lengths))
+            if every.numel():
+                self.copies.all_gather(every, found, self.what, lengths).wait()
+            found = every
+        # What waits for a collective holds what was sent.
+        self._pending, self._into = Done(), torch.empty(0)
+        return found
+
+    def _given(self, replica: int) -> list[int]:
+        """How many elements this rank has of what each rank of a replica needs."""
+        return [self.length(replica, owner, self.shards.rank) for owner in range(self.shards.size)]
+
+    def _owned(self) -> list[int]:
+        """How many elements each rank has of what this one needs."""
+        return [self.length(self.replica, self.shards.rank, rank) for rank in range(self.shards.size)]
+
+    def _send(self, parts: Sequence[Tensor], dtype: torch.dtype, given: list[int], received: list[int]) -> None:
+        whole = torch.cat(list(parts)) if parts else torch.empty(0, dtype=dtype, device=self.device)
+        self._into = torch.empty(sum(received), dtype=dtype, device=self.device)
+        self._pending = self.shards.exchange(self._into, whole, self.what, received=received, given=given)
+
+
+def taker(x: Tensor) -> Callable[[int], Tensor]:
+    """A function that returns so many elements of a vector at a time, in order."""
+    start = 0
+
+    def take(count: int) -> Tensor:
+        nonlocal start
+        start += count
+        return x[start - count : start]
+
+    return take

@@ -1,0 +1,436 @@
+"""Optimizers that keep state for whole matrices, on parameters that FSDP2 has cut by rows: bits and state of one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+import everybit as eb
+from everybit.policy_names import PolicyName
+from everybit_torch import TorchOptimizer, exchange, nonfinite_state
+from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
+from everybit_torch.sharded.stepper import FlatStepper
+from tests.support.matrix_model import Small, small
+from tests.support.ranks import run
+from tests.support.rows import Layers, cut, new_model, train, whole
+from tests.support.weights import Weights, equal
+
+STEPS = 5
+VIEWS = {"qkv.weight": eb.row_blocks(8, 8, 5), "experts": eb.batched()}
+
+Factory = Callable[[eb.Hyperparameter], eb.Transform[Any]]
+
+
+def normuon(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    return eb.normuon(learning_rate, views=VIEWS)
+
+
+def galore(learning_rate: eb.Hyperparameter, basis: Any = "singular") -> eb.Transform[Any]:
+    return eb.galore(learning_rate, rank=2, period=2, basis=basis)
+
+
+def with_counts(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    """NAdam counts, and so do two neighbours that see whole tensors."""
+    inside = eb.chain(eb.scale_by_nadam(), eb.scale(0.5))
+    return eb.chain(eb.centralize(), eb.low_rank(inside, rank=2, period=2), eb.scale_by_learning_rate(learning_rate))
+
+
+def twice(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    """Slots of one name: those of the first are numbers of elements, those of the others are of the work's."""
+    parts: dict[str, eb.Transform[Any]] = {
+        "mean": eb.running_mean(0.9),
+        "soap": eb.scale_by_soap(period=2),
+        "came": eb.scale_by_came(),
+        "rate": eb.scale_by_learning_rate(learning_rate),
+    }
+    return eb.named_chain(parts)
+
+
+def clipped_by_weights(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    """What looks at whole weights, and keeps nothing."""
+    return eb.chain(eb.clip_by_unit_norm(0.1), eb.sgd(learning_rate, momentum=0.9))
+
+
+FACTORIES: dict[str, Factory] = {
+    "normuon": normuon,
+    "soap": lambda lr: eb.chain(eb.clip_by_global_norm(0.5), eb.soap(lr, period=2)),
+    "shampoo": eb.shampoo,
+    "kron": eb.kron,
+    "dion": lambda lr: eb.dion(lr, views=VIEWS, others=eb.adamw),
+    "galore": galore,
+    "galore, random": lambda lr: galore(lr, "random"),
+    "apollo": lambda lr: eb.apollo(lr, rank=2, period=2),
+    "adafactor": eb.torch_adafactor,
+    "counts": with_counts,
+    "twice": twice,
+    "weights": clipped_by_weights,
+    "accumulated": lambda lr: eb.accumulate(eb.apply_if_finite(normuon(lr)), 2),
+}
+CASES: dict[str, tuple[str, PolicyName]] = {
+    **{name: (name, "FP32") for name in FACTORIES},
+    **{
+        f"{name} in 16 bits": (name, "LEAN_BF16")
+        for name in ("normuon", "soap", "kron", "dion", "galore, random", "twice")
+    },
+    "compensated normuon": ("normuon", "KAHAN_BF16"),
+}
+
+
+def make(model: Layers, name: str, **arguments: Any) -> TorchOptimizer:
+    factory, policy = CASES[name]
+    named: Any = model.named_parameters()
+    if factory == "dion":
+        named = [(key, p) for key, p in model.named_parameters() if key != "layers.0.short.weight"]
+    return TorchOptimizer(
+        named, FACTORIES[factory], lr=1e-2, policy=policy, seed=5, layout="tree", **({"compile": False} | arguments)
+    )
+
+
+def full(x: Any) -> Any:
+    if isinstance(x, DTensor) and x.dtype is torch.int16:  # which gloo does not take
+        return x.int().full_tensor().short()
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+
+
+def state_of(model: nn.Module, optimizer: TorchOptimizer) -> Weights:
+    """All entries of all parameters, whole, by names of both."""
+    return {
+        f"{name} {entry}": full(x)
+        for name, p in model.named_parameters()
+        for entry, x in optimizer.state.get(p, {}).items()
+    }
+
+
+@cache
+def one_process(name: str) -> tuple[Weights, Weights]:
+    model = new_model(CASES[name][1])
+    optimizer = make(model, name)
+    train(model, optimizer, range(STEPS))
+    return whole(model), state_of(model, optimizer)
+
+
+def in_rows(names: list[str], shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Weights, Weights]]:
+    found = {}
+    with patch.object(exchange, "AT_LEAST", at_least):
+        for name in names:
+            model = new_model(CASES[name][1])
+            cut(model, list(model.layers), shape)
+            optimizer = make(model, name)
+            train(model, optimizer, range(STEPS))
+            found[name] = whole(model), state_of(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "at_least"),
+    [
+        (3, None, 1),  # several buckets
+        pytest.param(1, None, 1, marks=pytest.mark.exhaustive),
+        pytest.param(2, None, 1 << 22, marks=pytest.mark.exhaustive),
+        pytest.param(4, None, 1, marks=pytest.mark.exhaustive),
+        pytest.param(4, (2, 2), 1, marks=pytest.mark.exhaustive),
+        pytest.param(4, (4, 1), 1 << 22, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_rows_have_the_bits_and_the_state_of_the_whole_model(
+    size: int, shape: tuple[int, ...] | None, at_least: int
+) -> None:
+    expected = {name: one_process(name) for name in CASES}
+    for found in run(size, in_rows, list(CASES), shape, at_least):
+        for name, (weights, state) in found.items():
+            assert equal(weights, expected[name][0]), name
+            assert state.keys() == expected[name][1].keys(), name
+            assert equal(state, expected[name][1]), name
+
+
+def test_replicas_share_the_work_and_have_the_same_state() -> None:
+    names = ["soap", "normuon in 16 bits", "adafactor"]
+    for found in run(4, in_rows, names, (2, 2), 1):
+        for name, (weights, state) in found.items():
+            assert equal(weights, one_process(name)[0]), name
+            assert equal(state, one_process(name)[1]), name
+
+
+def shares() -> dict[str, tuple[int, int]]:
+    """Bytes of state here, and of all ranks."""
+    model = new_model("FP32")
+    cut(model, list(model.layers))
+    optimizer = make(model, "soap")
+    train(model, optimizer, range(1))
+    found: dict[str, tuple[int, int]] = {}
+    for entries in optimizer.state.values():
+        for name, x in entries.items():
+            if isinstance(x, DTensor):
+                here, there = found.get(name.split(".")[0], (0, 0))
+                found[name.split(".")[0]] = here + x.to_local().nbytes, there + x.nbytes
+    table = optimizer.bytes_table()
+    assert all(table[name] == here for name, (here, _) in found.items())
+    return found
+
+
+def test_every_rank_has_its_share_of_all_state_and_no_more() -> None:
+    ranks = run(2, shares)
+    for name in ("momentum", "variance", "factors", "basis"):
+        assert sum(rank[name][0] for rank in ranks) == ranks[0][name][1]
+        assert max(rank[name][0] for rank in ranks) < 0.65 * ranks[0][name][1]
+
+
+def compiled(names: list[str]) -> dict[str, tuple[Weights, Weights]]:
+    found = {}
+    for name in names:
+        model = new_model(CASES[name][1])
+        cut(model, list(model.layers))
+        optimizer = make(model, name, compile=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a step that is not compiled after all says so
+            train(model, optimizer, range(STEPS))
+        found[name] = whole(model), state_of(model, optimizer)
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["normuon in 16 bits", "soap", "counts"])
+def test_compiled_steps_have_the_same_bits(name: str) -> None:
+    for found in run(2, compiled, [name], limit=500.0):
+        assert equal(found[name][0], one_process(name)[0])
+        assert equal(found[name][1], one_process(name)[1])
+
+
+def saved(name: str, place: Path, shape: tuple[int, ...] | None) -> None:
+    model = new_model(CASES[name][1])
+    cut(model, list(model.layers), shape)
+    optimizer = make(model, name)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": state}, checkpoint_id=place)
+
+
+def resumed(name: str, place: Path) -> tuple[Weights, Weights]:
+    model = new_model(CASES[name][1])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    cut(model, list(model.layers))
+    optimizer = make(model, name)
+    weights, state = get_state_dict(model, optimizer)
+    load({"model": weights, "optimizer": state}, checkpoint_id=place)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    copied = make(model, name)
+    copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, copied, range(2, STEPS))
+    return whole(model), state_of(model, copied)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "shape", "after"),
+    [
+        ("soap", 3, None, 2),
+        ("normuon in 16 bits", 2, None, 3),
+        *(
+            pytest.param(name, before, shape, after, marks=pytest.mark.exhaustive)
+            for name in ("kron in 16 bits", "galore, random", "counts", "accumulated")
+            for before, shape, after in ((1, None, 4), (4, (2, 2), 3))
+        ),
+    ],
+)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(
+    name: str, before: int, shape: tuple[int, ...] | None, after: int, tmp_path: Path
+) -> None:
+    run(before, saved, name, tmp_path, shape)
+    for weights, state in run(after, resumed, name, tmp_path):
+        assert equal(weights, one_process(name)[0])
+        assert equal(state, one_process(name)[1])
+
+
+def by_whole_state_dicts(name: str) -> tuple[Weights, Weights]:
+    """To another optimizer by a whole state dict, and to a third in full precision."""
+    model = new_model(CASES[name][1])
+    cut(model, list(model.layers))
+    optimizer = make(model, name)
+    train(model, optimizer, range(2))
+    before = state_of(model, optimizer)
+    options = StateDictOptions(full_state_dict=True)
+    again = make(model, name)
+    for parameter in model.parameters():
+        parameter.grad = None  # else torch takes its state for settled
+    set_optimizer_state_dict(model, again, get_optimizer_state_dict(model, optimizer, options=options), options=options)
+    assert equal(state_of(model, again), before)
+    third = make(model, name)
+    losses = third.load_full_state_dict(again.full_state_dict())
+    assert all(loss.error == 0.0 for loss in losses.values()), losses
+    assert equal(state_of(model, third), before)
+    train(model, third, range(2, STEPS))
+    return whole(model), state_of(model, third)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["soap", "compensated normuon", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("dion", "counts"))],
+)
+def test_whole_state_dicts_and_full_precision_lose_nothing(name: str) -> None:
+    for weights, state in run(2, by_whole_state_dicts, name):
+        assert equal(weights, one_process(name)[0])
+        assert equal(state, one_process(name)[1])
+
+
+def stepped(model: nn.Module, number: int) -> None:
+    model(torch.randint(0, 7, (5,), generator=torch.Generator().manual_seed(number))).square().mean().backward()
+
+
+def new_pair(factory: Factory) -> tuple[Small, TorchOptimizer]:
+    other = small()
+    cut(other, [other.qkv, other.ensemble])
+    return other, TorchOptimizer(other.named_parameters(), factory, lr=0.02, compile=False)
+
+
+def small_soap(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    return eb.soap(learning_rate, period=2)
+
+
+def small_galore(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    return eb.galore(learning_rate, rank=2, period=2)
+
+
+def from_a_stepper(place: Path, name: str) -> tuple[Weights, Weights]:
+    factory = {"soap": small_soap, "galore": small_galore}[name]
+    model = small()
+    stepper = FlatStepper(model, factory(0.02), strategy="optim_grads")
+    for number in range(4):
+        if number == 2:
+            save_sharded(stepper, place).result()
+        with stepper.microbatch(last=True):
+            stepped(model, number)
+        stepper.step()
+    other, optimizer = new_pair(factory)
+    load_sharded_into(other, optimizer, place)
+    for number in range(2, 4):
+        optimizer.zero_grad()
+        stepped(other, number)
+        optimizer.step()
+    with stepper.full_parameters():
+        return whole(model), whole(other)
+
+
+def to_a_stepper(place: Path, name: str) -> tuple[Weights, Weights]:
+    factory = {"soap": small_soap, "galore": small_galore}[name]
+    model, optimizer = new_pair(factory)
+    other = small()
+    for number in range(4):
+        if number == 2:
+            optimizer.zero_grad()
+            weights, state = get_state_dict(model, optimizer)
+            save({"model": weights, "optimizer": state}, checkpoint_id=place)
+        optimizer.zero_grad()
+        stepped(model, number)
+        optimizer.step()
+    stepper = FlatStepper(other, factory(0.02), strategy="optim_grads")
+    load_sharded(stepper, place)
+    for number in range(2, 4):
+        with stepper.microbatch(last=True):
+            stepped(other, number)
+        stepper.step()
+    with stepper.full_parameters():
+        return whole(model), whole(other)
+
+
+@pytest.mark.parametrize("name", ["soap", "galore"])
+@pytest.mark.parametrize("program", [from_a_stepper, to_a_stepper])
+def test_checkpoints_go_on_in_the_other_front_end(program: Any, name: str, tmp_path: Path) -> None:
+    for one, other in run(2, program, tmp_path, name):
+        assert equal(one, other)
+
+
+class Wide(nn.Module):
+    """Rows of whole blocks, on any of two and four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.values = nn.ParameterList([torch.randn(32, 64), torch.randn(16, 128), torch.randn(256)])
+
+
+EIGHT = eb.Policy(
+    params=eb.Split(16),
+    momentum=eb.Blockwise("linear", block=64),
+    variance=eb.Blockwise("linear", block=64),
+    slots={name: eb.Blockwise("linear", block=64) for name in ("factors", "basis")},
+)
+
+
+def in_blocks(name: str) -> tuple[Weights, Weights, Weights]:
+    factory = {"soap": small_soap, "normuon": eb.normuon, "galore": small_galore}[name]
+    model = Wide().bfloat16()
+    if torch.distributed.is_initialized():
+        cut(model, [])
+    optimizer = TorchOptimizer(
+        model.named_parameters(), factory, lr=1e-2, policy=EIGHT, seed=5, unsafe="allow", compile=False, layout="tree"
+    )
+    train(model, optimizer, range(4))
+    third = TorchOptimizer(
+        model.named_parameters(), factory, lr=1e-2, policy=EIGHT, seed=5, unsafe="allow", compile=False, layout="tree"
+    )
+    third.load_full_state_dict(optimizer.full_state_dict())
+    return whole(model), state_of(model, optimizer), state_of(model, third)
+
+
+@pytest.mark.parametrize(
+    "name", ["soap", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("normuon", "galore"))]
+)
+def test_blocks_of_the_whole_are_those_of_one_process(name: str) -> None:
+    weights, state, again = in_blocks(name)
+    for found in run(2, in_blocks, name):
+        assert equal(found[0], weights)
+        assert equal(found[1], state)
+        assert equal(found[2], again)
+
+
+def with_another_slot() -> tuple[Weights, Weights, list[str]]:
+    """Momentum begins and ends around the work, whose state stays; and infinities are found."""
+
+    def factory(lr: eb.Hyperparameter, momentum: float = 0.0) -> eb.Transform[Any]:
+        around = [eb.trace(momentum)] if momentum else []
+        return eb.chain(*around, eb.scale_by_soap(period=2), eb.scale_by_learning_rate(lr))
+
+    model = new_model("FP32")
+    if torch.distributed.is_initialized():
+        cut(model, list(model.layers))
+    optimizer = TorchOptimizer(model.named_parameters(), factory, lr=1e-2, compile=False, layout="tree")
+    for step, momentum in enumerate((0.0, 0.0, 0.9, 0.9, 0.0)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        train(model, optimizer, range(step, step + 1))
+    state = state_of(model, optimizer)
+    weight: Any = model.get_parameter("layers.0.qkv.weight")
+    factor = optimizer.state[weight]["factors.along0"]
+    here: Tensor = factor.to_local() if isinstance(factor, DTensor) else factor
+    here[-1, 0] = torch.inf
+    named = [f"{one.name} {one.entry}" for one in nonfinite_state(optimizer)]
+    return whole(model), state, named
+
+
+def test_slots_begin_and_end_around_the_work_and_infinities_are_named() -> None:
+    weights, state, named = with_another_slot()
+    assert named == ["layers.0.qkv.weight factors.along0"]
+    for found in run(2, with_another_slot):
+        assert equal(found[0], weights)
+        assert equal(found[1], state)
+        assert found[2] == named

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import everybit as eb
+import everybit.transforms
+from everybit.entries import entries
+from everybit.joint_work import Answers, Asking, NeedsJointWorkError
 from everybit.matrix_views import MatrixView
-from everybit.whole_work import Errand, WholeWork, why_not_elsewhere
+from everybit.optimizer import OptimizerState
+from everybit.parts import transforms_in
+from everybit.stored_work import StoredWork, tensors_of, with_rows
+from everybit.testing import REGISTRY
+from everybit.whole_work import Errand, WholeWork, slots_in, why_not_elsewhere
+from everybit_torch.parted import parted
 
 
 @pytest.mark.parametrize("view", [eb.matrix(), eb.heads(3), eb.row_blocks(1, 8, 3), eb.flattened()])
@@ -33,8 +44,8 @@ def test_the_wire_loses_no_bit(arithmetic: Any, scale: Any) -> None:
     work = WholeWork.of([transform])
     out, back = work.sent_as(x.dtype), work.returned_as(x.dtype)
     assert out is back is (torch.bfloat16 if arithmetic == "bfloat16" else torch.float32)
-    found = work.run(x.to(out).to(x.dtype), eb.Context()).to(back).to(x.dtype)
-    assert torch.equal(work.on_rows(found, x.shape, 0), expected[0])
+    result, _ = work.run(x.to(out).to(x.dtype), work.init([x]), eb.Context())
+    assert torch.equal(work.on_rows(result.to(back).to(x.dtype), x.shape, 0), expected[0])
 
 
 def test_a_wire_is_as_wide_as_what_is_not_rounded() -> None:
@@ -57,11 +68,101 @@ def test_what_knows_of_no_parts_does_not_work_on_them() -> None:
     [
         (eb.orthogonalize(), None),
         (eb.equalize(None, "rows", 1e-8), None),
-        (eb.scale_by_normuon(), "it keeps state for whole tensors"),
-        (eb.clip_by_unit_norm(0.1), "it does not say reads_weights = False"),
+        (eb.scale_by_normuon(), None),
+        (eb.clip_by_unit_norm(0.1), None),
+        (eb.low_rank(eb.scale_by_adam(), basis="random", rank=2), None),
+        (eb.scale_by_novograd(), "it keeps numbers without dimensions, which have no rows"),
         (eb.clip_by_global_norm(0.1), "it reduces over parameters"),
-        (eb.add_noise(), "it draws random bits"),
     ],
 )
 def test_why_work_cannot_be_done_elsewhere(transform: Any, why: str | None) -> None:
     assert why_not_elsewhere(transform, (3, 4)) == why
+
+
+def silent() -> list[Any]:
+    """A transform of each class that promises to look at no weights, as the registered optimizers and the defaults have them."""
+    found: dict[type[Any], Any] = {}
+    for build in REGISTRY.values():
+        for node in transforms_in(build(0.1)):
+            if getattr(node, "reads_weights", True) is False:
+                found.setdefault(type(node), node)
+    for module in pkgutil.iter_modules(everybit.transforms.__path__):
+        for kind in vars(importlib.import_module(f"everybit.transforms.{module.name}")).values():
+            promises = (
+                isinstance(kind, type) and hasattr(kind, "update") and kind.__dict__.get("reads_weights") is False
+            )
+            if promises and kind not in found:
+                found[kind] = kind()
+    return [found[kind] for kind in sorted(found, key=lambda kind: kind.__name__)]
+
+
+@pytest.mark.parametrize("transform", silent(), ids=lambda one: type(one).__name__)
+def test_what_promises_to_look_at_no_weights_needs_none(transform: Any) -> None:
+    """Weights without memory give the updates and the state that others give."""
+    transform = replace(transform, view=None) if getattr(transform, "view", None) is not None else transform
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(6, 4, generator=generator)
+    found = []
+    for params in (weights, torch.empty(6, 4, device="meta")):
+        state, updates = transform.init([weights]), []
+        for step in (1, 2, 3):
+            ctx = eb.Context(step=torch.tensor(step), seed=3)
+            gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            update, state = transform.update([gradient], state, [params], ctx)
+            updates += update
+        found.append([*updates, *eb.tree.leaves(state)])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+CHAINS: dict[str, tuple[Any, ...]] = {
+    "one": (eb.scale_by_soap(period=2),),
+    "several": (eb.centralize(), eb.scale_by_soap(period=2), eb.scale_by_dion(), eb.scale_by_came()),
+    "a split one": (eb.orthogonalize(scale="match_rms_adamw"), eb.scale_by_normuon(), eb.scale_by_shape(None, 0.3)),
+    "counts and draws": (eb.low_rank(eb.chain(eb.scale_by_nadam(), eb.add_noise()), rank=2, basis="random"),),
+}
+
+
+@pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_work_keeps_the_state_of_the_chain_and_gives_its_bits(name: str, policy: Any) -> None:
+    """One process does the work on the rows of two others, and stores what it keeps as they would."""
+    dtype = torch.float32 if policy == "FP32" else torch.bfloat16
+    before, after = eb.running_mean(0.9), eb.scale_by_adam()  # slots called momentum, before and behind
+    optimizer = eb.with_policy(eb.chain(before, *CHAINS[name], after), policy, seed=7)
+    apart = replace(optimizer, transform=parted(optimizer.transform))
+    whole = [torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).to(dtype)]
+    first = 5
+    state = optimizer.init(whole, eb.Context(first_element=first))
+    edges = ((0, 3), (3, 7))
+    rows = [[whole[0][low:high].clone()] for low, high in edges]
+    states = [
+        apart.init(one, eb.Context(first_element=first + 6 * low)) for one, (low, _) in zip(rows, edges, strict=True)
+    ]
+    stored = StoredWork(apart, whole[0].shape, dtype, first)
+    held = stored.init(states[0], torch.device("cpu"))
+    for number in range(4):
+        gradient = torch.randn(7, 6, generator=torch.Generator().manual_seed(number)).to(dtype)
+        whole, state = optimizer.step(whole, [gradient], state, eb.Context(first_element=first))
+        questions = []
+        for (low, high), own, one in zip(edges, rows, states, strict=True):
+            ctx = eb.Context(first_element=first + 6 * low, joint=Asking())
+            with pytest.raises(NeedsJointWorkError) as asked:
+                apart.ask(own, [gradient[low:high]], one, ctx)
+            questions.append(asked.value)
+        errand: Any = questions[1].work
+        result, held = stored.run(errand, torch.cat([one.batches[0] for one in questions]), held, states[1])
+        for rank, (low, high) in enumerate(edges):
+            answer = Answers([errand.work.on_rows(result[low:high], (7, 6), low)])
+            ctx = eb.Context(first_element=first + 6 * low, joint=answer)
+            rows[rank], states[rank] = apart.step(rows[rank], [gradient[low:high]], states[rank], ctx)
+        assert torch.equal(torch.cat([own[0] for own in rows]), whole[0])
+    expected = [x for x in slots_in(state.inner.states[1:-1]) for x in eb.tree.leaves(x)]
+    assert expected == [] or all(torch.equal(x, y) for x, y in zip(tensors_of(held), expected, strict=True))
+    names = [entry.name for entry, _ in entries(state, whole, 0, optimizer.formats(whole)[0])]
+    full = OptimizerState(states[0].step, states[0].extra, _together(states[0].inner, held))
+    assert [entry.name for entry, _ in entries(full, whole, 0, apart.formats(whole)[0])] == names
+
+
+def _together(inner: Any, held: Any) -> Any:
+    """A state with rows of the work's, here all of them."""
+    return with_rows(OptimizerState(inner.step, [()], inner), held, lambda x: x).inner

@@ -17,9 +17,9 @@ from everybit.whole_work import WholeWork
 from everybit_torch import TorchOptimizer, create, exchange, routing
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.exchange import distributed
-from tests.sharded.test_matrices_in_rows import cut, in_parts, whole
 from tests.support.allocations import counting
 from tests.support.ranks import run
+from tests.support.rows import cut, in_parts, mesh_of, whole
 from tests.support.weights import equal
 
 
@@ -33,34 +33,53 @@ def noting(groups: list[Communicator]) -> Callable[..., None]:
     return note
 
 
-def wired() -> list[tuple[int, int]]:
-    """Bytes that this rank sends in a step, with 16 bits on the wire both ways and in float32."""
-    found = []
-    for arithmetic in ("bfloat16", "float32"):
-        model = nn.Linear(6, 8, bias=False)
-        cut(model, [])
-        optimizer = TorchOptimizer(
-            model.parameters(), eb.muon, lr=1e-2, others=None, compile=False, arithmetic=arithmetic
-        )
-        model.weight.grad = distribute_tensor(torch.ones(8, 6), model.weight.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
-        groups: list[Communicator] = []
-        with patch.object(Communicator, "__init__", noting(groups)):
-            optimizer.step()
-        (communicator,) = groups
-        found.append((communicator.sent["all_to_all"], communicator.sent["all_reduce"]))
-    return found
+WIRED: dict[str, Callable[[float], eb.Transform[Any]]] = {
+    "muon": lambda lr: eb.muon(lr, others=None),
+    "muon in float32": lambda lr: eb.muon(lr, others=None, arithmetic="float32"),
+    "normuon": lambda lr: eb.normuon(lr, others=None),
+    "soap": eb.soap,
+    "adafactor": eb.torch_adafactor,
+}
 
 
-def test_what_travels_is_counted() -> None:
-    """Of 48 elements on two ranks the one sends 24 to the owner, and the owner as many back. 16 bytes say who has gradients."""
-    for found in run(2, wired):
-        assert found == [(24 * 2, 16), (24 * 4, 16)]
+def wired(name: str) -> tuple[int, int]:
+    """Bytes that this rank sends in a step."""
+    model = nn.Linear(6, 8, bias=False)
+    cut(model, [])
+    optimizer = TorchOptimizer(model.parameters(), WIRED[name], lr=1e-2, compile=False)
+    model.weight.grad = distribute_tensor(torch.ones(8, 6), model.weight.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
+    groups: list[Communicator] = []
+    with patch.object(Communicator, "__init__", noting(groups)):
+        optimizer.step()
+    (communicator,) = groups
+    return communicator.sent["all_to_all"], communicator.sent["all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "back"),
+    [
+        # Half of 48 elements, in 16 bits and in 32.
+        ("muon", 24 * 2, 24 * 2),
+        ("muon in float32", 24 * 4, 24 * 4),
+        # The input is rounded, and the result is scaled in float32; half of 8 numbers, one for each row.
+        ("normuon", 24 * 2 + 4 * 4, 24 * 4 + 4 * 4),
+        # Two means of the parameter's shape, and twice two factors, halves of all.
+        ("soap", (3 * 24 + 2 * (32 + 18)) * 4, (3 * 24 + 2 * (32 + 18)) * 4),
+        # Weights, which do not come back; half of 8 rows, and the only row of columns, which is the first rank's.
+        ("adafactor", (2 * 24 + 4) * 4, (24 + 4) * 4),
+    ],
+)
+def test_what_travels_is_counted(name: str, out: int, back: int) -> None:
+    """On two ranks the first is the owner. 16 bytes say who has gradients."""
+    first, second = run(2, wired, name)
+    assert first == (back, 16)
+    assert second == (out, 16)
 
 
 def shared(shape: tuple[int, ...] | None) -> int:
     """How many of eight matrices this rank works on."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8)))
-    cut(model, [], shape)
+    cut(model, [], mesh_of(shape))
     optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
@@ -82,11 +101,11 @@ def test_ranks_share_the_work_and_so_do_replicas(size: int, shape: tuple[int, ..
     assert run(size, shared, shape) == [8 // size] * size
 
 
-def allocated(at_least: int) -> tuple[int, int]:
+def allocated(name: str, at_least: int) -> tuple[int, int]:
     """The most memory that a step of 24 matrices takes, and what is left of it, without a look for reference cycles."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))
     cut(model, [])
-    optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
+    optimizer = TorchOptimizer(model.parameters(), WIRED[name], lr=1e-2, compile=False)
     found = (0, 0)
     gc.disable()
     try:
@@ -102,11 +121,12 @@ def allocated(at_least: int) -> tuple[int, int]:
     return found
 
 
-def test_the_memory_of_a_step_is_that_of_three_buckets() -> None:
-    """Twelve buckets of two matrices, or one of 24. The communication's thread lets go of a bucket a moment later."""
-    for (few, left), (many, _) in zip(run(2, allocated, 1), run(2, allocated, 1 << 22), strict=True):
+@pytest.mark.parametrize(("name", "matrices"), [("muon", 1), ("soap", 7), ("adafactor", 2)])
+def test_the_memory_of_a_step_is_that_of_three_buckets(name: str, matrices: int) -> None:
+    """Twelve buckets of two matrices with their state, or one of 24. The communication's thread lets go of a bucket a moment later."""
+    for (few, left), (many, _) in zip(run(2, allocated, name, 1), run(2, allocated, name, 1 << 22), strict=True):
         assert 3 * few < many
-        assert left <= 3 * 2 * 64 * 64 * 4
+        assert left <= 3 * 2 * matrices * 64 * 64 * 4
 
 
 def captured() -> str:

@@ -27,7 +27,7 @@ from everybit_torch.sharded.checkpoint import load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from tests.support.matrix_model import small
 from tests.support.ranks import run
-from tests.support.rows import Layers, cut, new_model, train, whole
+from tests.support.rows import Layers, cut, mesh_of, new_model, train, whole
 from tests.support.weights import Weights, equal
 
 STEPS = 5
@@ -88,11 +88,11 @@ def one_process(name: str) -> tuple[Weights, eb.Metrics]:
 
 
 def in_rows(shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Weights, eb.Metrics]]:
-    found = {}
+    found, mesh = {}, mesh_of(shape)
     with patch.object(exchange, "AT_LEAST", at_least):
         for name in CASES:
             model = new_model(CASES[name][1])
-            cut(model, list(model.layers), shape)
+            cut(model, list(model.layers), mesh)
             optimizer = make(model, name)
             optimizer.metrics_enabled = True
             train(model, optimizer, range(STEPS))
@@ -169,8 +169,9 @@ def test_compiled_steps_have_the_same_bits(name: str) -> None:
 
 
 def saved(place: Path, shape: tuple[int, ...] | None) -> Weights:
+    mesh = mesh_of(shape)
     model = new_model("FP32")
-    cut(model, list(model.layers), shape)
+    cut(model, list(model.layers), mesh)
     optimizer = make(model, "muon")
     train(model, optimizer, range(2))
     optimizer.zero_grad()
@@ -243,8 +244,7 @@ def test_a_steppers_checkpoint_goes_on_here(tmp_path: Path) -> None:
 
 
 FACTORIES: dict[str, Callable[[eb.Hyperparameter], eb.Transform[Any]]] = {
-    "state": lambda lr: eb.normuon(lr, others=None),
-    "weights": lambda lr: eb.chain(eb.clip_by_unit_norm(0.1), eb.sgd(lr)),
+    "numbers": lambda lr: eb.chain(eb.scale_by_novograd(), eb.scale(lr)),
     "twice": lambda lr: eb.chain(eb.orthogonalize(), eb.running_mean(0.9), eb.orthogonalize(), eb.scale(lr)),
     "after": lambda lr: eb.chain(eb.orthogonalize(), eb.clip_by_global_norm(1.0), eb.scale(lr)),
     "columns": lambda lr: eb.muon(lr, others=None),
@@ -272,17 +272,13 @@ def refused() -> dict[str, str]:
 
 def test_what_cannot_be_stepped_in_rows_is_refused_before_anything_is_changed() -> None:
     for found in run(2, refused):
-        assert "ScaleByNorMuon" in found["state"]
-        assert "and it keeps state for whole tensors" in found["state"]
-        assert "ClipByUnitNorm" in found["weights"]
-        assert "reads_weights = False" in found["weights"]
+        assert "ScaleByNovograd" in found["numbers"]
+        assert "and it keeps numbers without dimensions, which have no rows" in found["numbers"]
         assert "and it asks for them 2 times in a step" in found["twice"]
         assert "and it reduces over what it computes from them" in found["after"]
         assert "(Shard(dim=1),)" in found["columns"]
         assert "accepted are Shard(0) along one dimension" in found["columns"]
-        assert all(
-            "A FlatStepper steps this one, too." in found[name] for name in ("state", "weights", "twice", "after")
-        )
+        assert all("A FlatStepper steps this one, too." in found[name] for name in ("numbers", "twice", "after"))
 
 
 def different_gradients() -> tuple[str, bool]:

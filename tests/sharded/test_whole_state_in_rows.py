@@ -31,7 +31,7 @@ from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, s
 from everybit_torch.sharded.stepper import FlatStepper
 from tests.support.matrix_model import Small, small
 from tests.support.ranks import run
-from tests.support.rows import Layers, cut, new_model, train, whole
+from tests.support.rows import Layers, cut, mesh_of, new_model, train, whole
 from tests.support.weights import Weights, equal
 
 STEPS = 5
@@ -107,7 +107,9 @@ def make(model: Layers, name: str, **arguments: Any) -> TorchOptimizer:
 
 def full(x: Any) -> Any:
     if isinstance(x, DTensor) and x.dtype is torch.int16:  # which gloo does not take
-        return x.int().full_tensor().short()
+        wide, mesh = x.to_local().int(), x.device_mesh
+        wide = DTensor.from_local(wide, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+        return wide.full_tensor().short()
     return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
@@ -129,11 +131,11 @@ def one_process(name: str) -> tuple[Weights, Weights]:
 
 
 def in_rows(names: list[str], shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Weights, Weights]]:
-    found = {}
+    found, mesh = {}, mesh_of(shape)
     with patch.object(exchange, "AT_LEAST", at_least):
         for name in names:
             model = new_model(CASES[name][1])
-            cut(model, list(model.layers), shape)
+            cut(model, list(model.layers), mesh)
             optimizer = make(model, name)
             train(model, optimizer, range(STEPS))
             found[name] = whole(model), state_of(model, optimizer)
@@ -195,10 +197,10 @@ def test_every_rank_has_its_share_of_all_state_and_no_more() -> None:
 
 
 def compiled(names: list[str]) -> dict[str, tuple[Weights, Weights]]:
-    found = {}
+    found, mesh = {}, mesh_of()
     for name in names:
         model = new_model(CASES[name][1])
-        cut(model, list(model.layers))
+        cut(model, list(model.layers), mesh)
         optimizer = make(model, name, compile=True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a step that is not compiled after all says so
@@ -216,8 +218,9 @@ def test_compiled_steps_have_the_same_bits(name: str) -> None:
 
 
 def saved(name: str, place: Path, shape: tuple[int, ...] | None) -> None:
+    mesh = mesh_of(shape)
     model = new_model(CASES[name][1])
-    cut(model, list(model.layers), shape)
+    cut(model, list(model.layers), mesh)
     optimizer = make(model, name)
     train(model, optimizer, range(2))
     optimizer.zero_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -42,14 +42,16 @@ def new_model(policy: str) -> Layers:
     return model
 
 
-def cut(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    shape: tuple[int, ...] | None = None,
-    ignored: Sequence[Any] = (),
-) -> None:
+def mesh_of(shape: tuple[int, ...] | None = None) -> DeviceMesh:
+    """All ranks as a mesh: of one dimension, or of two, the first of replicas. A program makes one: torch remembers those it has seen."""
     names = ("shard",) if shape is None else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def cut(
+    model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh | None = None, ignored: Sequence[Any] = ()
+) -> None:
+    mesh = mesh_of() if mesh is None else mesh
     for one in (*layers, model):
         fully_shard(one, mesh=mesh, ignored_params={*ignored})
     for module in model.modules():

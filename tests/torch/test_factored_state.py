@@ -13,7 +13,6 @@ from torch import Tensor
 import everybit as eb
 from everybit.entries import entries
 from everybit_torch import TorchOptimizer
-from tests.support.ranks import run
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 from tests.support.transforms import ScaleByFactoredRms, factored
 
@@ -165,29 +164,6 @@ def test_factors_without_names_are_refused() -> None:
         ValueError, match=r"state\.variance\['w'\]: got a factor called 'rows\.of'; accepted are identifiers"
     ):
         optimizer.step(params, params, optimizer.init(params))
-
-
-def refusal() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = torch.nn.Linear(4, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = TorchOptimizer(model.parameters(), factored, lr=1e-2)
-    model(torch.ones(1, 4)).sum().backward()
-    before = [x.to_local().clone() for x in model.parameters()]  # type: ignore[attr-defined]
-    found = ""
-    try:
-        optimizer.step()
-    except ValueError as error:
-        found = str(error)
-    assert all(torch.equal(x, p.to_local()) for x, p in zip(before, model.parameters(), strict=True))  # type: ignore[attr-defined]
-    return found
-
-
-def test_parts_of_tensors_are_refused_before_anything_is_changed() -> None:
-    for found in run(2, refusal):
-        assert "must see whole tensors (cut 'tensor'); ranks hold parts of them" in found
 
 
 def test_factors_stay_factors_of_scalars_and_empty_tensors() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,7 +51,6 @@ class ScaleByNovograd:
         Ginsburg et al. 2019, https://arxiv.org/abs/1905.11286, Algorithm 1.
     """
 
-    reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.25
     eps: Hyperparameter = 1e-8

@@ -1,4 +1,5 @@
-"""A step of Muon on two processes over gloo: matrices packed by work, against ranks that each iterate on everything.
+"""A step of Muon, NorMuon or SOAP on two processes over gloo: matrices packed by work, against ranks that each iterate on everything, and
+against FSDP2, where rows of updates, and of what is kept for whole matrices, travel to an owner and back.
 
 All contestants take turns in the same two processes, a step each. Medians are compared, and the least times, in which others that
 use the processor count least. A step is a whole cycle: gradients, their
@@ -37,7 +38,7 @@ class Arguments:
     Attributes:
         layers: Blocks with the seven matrices of a decoder layer.
         width: Of the residual stream; the feed-forward network is four times as wide.
-        rounds: Steps of each contestant that are timed, after one that is not.
+        rounds: Steps of each contestant that are timed, after one that is not. In that one SOAP finds its bases, which stay.
         out: Where the results go.
     """
 
@@ -76,8 +77,23 @@ class Blocks(nn.Module):
         return total
 
 
-def everybit(model: Blocks, strategy: Any) -> Callable[[Tensor], None]:
-    stepper = FlatStepper(model, eb.muon(1e-3, others=None), strategy=strategy, units=[Matrices])
+def muon(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    return eb.muon(learning_rate, others=None)
+
+
+def normuon(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    return eb.normuon(learning_rate, others=None)
+
+
+def soap(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    return eb.soap(learning_rate, period=1000)
+
+
+Factory = Callable[[eb.Hyperparameter], eb.Transform[Any]]
+
+
+def everybit(model: Blocks, strategy: Any, factory: Factory = muon) -> Callable[[Tensor], None]:
+    stepper = FlatStepper(model, factory(1e-3), strategy=strategy, units=[Matrices])
 
     def step(x: Tensor) -> None:
         with stepper.microbatch(last=True):
@@ -110,9 +126,9 @@ def torch_muon(model: Blocks) -> Callable[[Tensor], None]:
     return fsdp2(model, lambda params: torch.optim.Muon(params, lr=1e-3))
 
 
-def everybit_muon(model: Blocks) -> Callable[[Tensor], None]:
-    """Rows of updates travel to an owner, and back."""
-    return fsdp2(model, lambda params: TorchOptimizer(params, eb.muon, lr=1e-3, others=None, compile=False))
+def everybit_in_rows(model: Blocks, factory: Factory) -> Callable[[Tensor], None]:
+    """Rows of updates travel to an owner, and back; and so do those of what is kept for whole matrices."""
+    return fsdp2(model, lambda params: TorchOptimizer(params, factory, lr=1e-3, compile=False))
 
 
 CONTESTANTS: dict[str, Callable[[Blocks], Callable[[Tensor], None]]] = {
@@ -120,7 +136,11 @@ CONTESTANTS: dict[str, Callable[[Blocks], Callable[[Tensor], None]]] = {
     "everybit, optim_grads_params": lambda model: everybit(model, "optim_grads_params"),
     "everybit, no_shard: each rank iterates on everything": lambda model: everybit(model, "no_shard"),
     "FSDP2, torch.optim.Muon on DTensors": torch_muon,
-    "FSDP2, everybit.muon": everybit_muon,
+    "FSDP2, everybit.muon": lambda model: everybit_in_rows(model, muon),
+    "everybit, optim, normuon": lambda model: everybit(model, "optim", normuon),
+    "FSDP2, everybit.normuon": lambda model: everybit_in_rows(model, normuon),
+    "everybit, optim, soap": lambda model: everybit(model, "optim", soap),
+    "FSDP2, everybit.soap": lambda model: everybit_in_rows(model, soap),
 }
 
 

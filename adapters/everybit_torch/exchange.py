@@ -62,7 +62,7 @@ class Traveller(NamedTuple):
         wide: The dtype of updates.
         edges: The first row of each rank, and the number of rows.
         width: Elements of a row.
-        state: The tensors of the work's state, without memory, with the first element of each rank's rows, and the number of elements.
+        state: The tensors of the work's state, without memory, with the first element of each rank's rows and the one behind the last.
     """
 
     unit: Unit
@@ -73,7 +73,7 @@ class Traveller(NamedTuple):
     wide: torch.dtype
     edges: list[int]
     width: int
-    state: list[tuple[Tensor, list[int]]]
+    state: list[tuple[Tensor, list[tuple[int, int]]]]
 
     @classmethod
     def of(cls, unit: Unit, optimizer: eb.Optimizer[Any]) -> Traveller:
@@ -84,7 +84,7 @@ class Traveller(NamedTuple):
         (stored,) = optimizer.formats([unit.tensor])
         shape, wide = parameter.shape, torch_dtype(stored.policy.compute)
         work, edges = work_in(optimizer.transform), rows.edges(shape[0])
-        state = [] if unit.work is None else [(x, unit.work.edges(x)) for x in tensors_of(unit.work.like)]
+        state = [] if unit.work is None else [(x, unit.work.spans(x)) for x in tensors_of(unit.work.like)]
         return cls(unit, optimizer, work, shape, rows, wide, edges, math.prod(shape[1:]), state)
 
     @property
@@ -119,7 +119,7 @@ class Traveller(NamedTuple):
 
     def lengths(self, rank: int) -> list[int]:
         """How many bytes a rank has of each tensor of the work's state."""
-        return [(edges[rank + 1] - edges[rank]) * x.itemsize for x, edges in self.state]
+        return [(spans[rank][1] - spans[rank][0]) * x.itemsize for x, spans in self.state]
 
     def weights(self, rank: int) -> int:
         """How many elements a rank has of weights that travel."""
@@ -142,7 +142,8 @@ class Traveller(NamedTuple):
         """The tensors of the whole's state, of the bytes that have arrived from each rank."""
         lengths = [self.lengths(rank) for rank in range(len(arrived))]
         return [
-            torch.cat([take(own[number]) for take, own in zip(arrived, lengths, strict=True)])
+            # Of a number without dimensions all ranks have sent the same.
+            torch.cat([take(own[number]) for take, own in zip(arrived, lengths, strict=True)])[: x.nbytes]
             .view(x.dtype)
             .view(x.shape)
             for number, (x, _) in enumerate(self.state)
@@ -151,12 +152,15 @@ class Traveller(NamedTuple):
     def rows_of_state(self, whole: Sequence[Tensor], rank: int) -> list[Tensor]:
         """A rank's rows of the tensors of the whole's state, in bytes."""
         pairs = zip(whole, self.state, strict=True)
-        return [_as_bytes(x.reshape(-1)[edges[rank] : edges[rank + 1]]) for x, (_, edges) in pairs]
+        return [_as_bytes(x.reshape(-1)[slice(*spans[rank])]) for x, (_, spans) in pairs]
 
     def own_state(self, take: Callable[[int], Tensor], rank: int) -> list[Tensor]:
         """This rank's rows of the new state, of its bytes."""
         # Bytes at any place are no numbers: those begin at multiples of their size.
-        return [take(count).clone().view(x.dtype) for count, (x, _) in zip(self.lengths(rank), self.state, strict=True)]
+        found = [
+            take(count).clone().view(x.dtype) for count, (x, _) in zip(self.lengths(rank), self.state, strict=True)
+        ]
+        return [own if x.ndim else own.view(()) for own, (x, _) in zip(found, self.state, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +320,8 @@ class _Journey:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """A vector in bytes."""
-    return x.contiguous().view(torch.uint8)
+    """A vector, or a number without dimensions, in bytes."""
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 class Exchange:

@@ -95,7 +95,7 @@ def _kinds(unit: Unit, member: Member, *, full: bool) -> dict[str, Kind]:
     found = unit.entries(member)
     former = {new: old for old, new in former_names([entry for entry, _ in found]).items()}
     for entry, value in found:
-        whole = is_dtensor(member.parameter) and entry.cut not in ("copy", "tensor")
+        whole = is_dtensor(member.parameter) and entry.cut != "copy"
         shape = unit.whole_shape(entry, member, value) if whole else tuple(value.shape)
         # Of several parts the first is the number, rounded; codes of it may be anything.
         positive = entry.field.split("#")[0] == "variance" and entry.leading

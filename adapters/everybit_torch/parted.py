@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.combinators.cautious import Cautious
 from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.low_rank import LowRank
 from everybit.joint_work import Work
 from everybit.parts import map_parts, needs_whole_tensors, transforms_in
-from everybit.transform import periods
+from everybit.transform import HasEvalParams, periods
 from everybit.whole_work import OnWholes, WholeWork, why_not_elsewhere
 from everybit_torch.reductions_only import ReductionsOnly
 
@@ -73,13 +74,15 @@ def require_parted(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int
 def _refusal(transform: Any, why: str) -> ValueError:
     return ValueError(
         f"{transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them, and {why}. Accepted for sharded parameters are"
-        " transforms of the cut 'element', and in a chain with them one or several neighbours of the cut 'tensor', such as eb.orthogonalize"
-        " in eb.muon. A FlatStepper steps this one, too."
+        " transforms of the cut 'element', and in a chain with them some of the cut 'tensor', such as eb.orthogonalize in eb.muon,"
+        " with nothing between them that reduces. A FlatStepper steps this one, too."
     )
 
 
 def _is_whole(node: Any) -> bool:
-    """Whether a transform itself must see whole tensors, and not only one inside it."""
+    """Whether a transform itself must see whole tensors, and not only one inside it, or looks at all of what that one has computed."""
+    if isinstance(node, Cautious) and node.rescale != "none":
+        return needs_whole_tensors(node.transform)
     return node.cut == "tensor" and (isinstance(node, LowRank) or len(list(transforms_in(node))) == 1)
 
 
@@ -92,10 +95,11 @@ def _replaced(node: Any, stand: Stand) -> Any:
     if not isinstance(node, (Chain, NamedChain)):
         return map_parts(lambda part: _replaced(part, stand), node)
     named = node.transforms if isinstance(node, NamedChain) else None
+    whole = _with_those_between(list(node.transforms if named is None else named.values()))
     parts: list[Any] = []
     run: list[Any] = []
-    for part in (*(node.transforms if named is None else named.values()), None):
-        if part is not None and _is_whole(part):
+    for part, is_done_there in (*whole, (None, False)):
+        if is_done_there:
             run.append(part)
             continue
         # Each has a place of its own, by which random bits are drawn and state is found.
@@ -103,6 +107,22 @@ def _replaced(node: Any, stand: Stand) -> Any:
         parts += [] if part is None else [_replaced(part, stand)]
         run = []
     return Chain(tuple(parts)) if named is None else NamedChain(dict(zip(named, parts, strict=True)))
+
+
+def _with_those_between(parts: Sequence[Any]) -> list[tuple[Any, bool]]:
+    """The transforms of a chain, and whether each sees whole tensors: those that must, what is between them, and numbers of each behind."""
+    must = [number for number, part in enumerate(parts) if _is_whole(part)]
+    if must:
+        must += [n for n in range(must[0], len(parts)) if getattr(parts[n], "per_tensor", False) and n not in must]
+    between = range(must[0], max(must) + 1) if must else range(0)
+    if all(number in must or _may_be_whole(parts[number]) for number in between):
+        must = list(between)
+    return [(part, number in must) for number, part in enumerate(parts)]
+
+
+def _may_be_whole(node: Any) -> bool:
+    """Whether a transform may be run on whole tensors where one that must is."""
+    return len(list(transforms_in(node))) == 1 and not node.reduces and not isinstance(node, HasEvalParams)
 
 
 def _without_others(node: Any) -> Any:

@@ -251,25 +251,16 @@ class Unit:
         return {entry.name: value for entry, value in self.entries(member)}
 
     def published(self, member: Member) -> dict[str, Tensor]:
-        """Return the tensors of :meth:`entries` by name; of a sharded parameter those that are cut as it is are sharded as it is.
-
-        Raises:
-            ValueError: An entry of a sharded parameter that is neither cut as it is nor the same on all ranks; the message names it.
-        """
-        found: dict[str, Tensor] = {}
-        for entry, value in self.entries(member):
-            if is_dtensor(member.parameter) and entry.cut == "tensor":
-                raise ValueError(
-                    f"{entry.name}: is cut by the rule {entry.cut!r}, and its parameter is sharded along its elements; accepted for sharded"
-                    " parameters is state with a number for each element, or block of elements."
-                )
-            is_cut = entry.cut not in ("copy", "tensor")
-            shape = self.whole_shape(entry, member, value)
-            found[entry.name] = like(member.parameter, value, shape) if is_cut else value
-        return found
+        """Return the tensors of :meth:`entries` by name; of a sharded parameter they are sharded as it is, but for what all ranks have."""
+        return {
+            entry.name: value
+            if entry.cut == "copy"
+            else like(member.parameter, value, self.whole_shape(entry, member, value))
+            for entry, value in self.entries(member)
+        }
 
     def whole_shape(self, entry: Entry, member: Member, value: Tensor) -> tuple[int, ...]:
-        """The shape that an entry of a sharded parameter has on all ranks together."""
+        """The shape that an entry of a sharded parameter has on all ranks together. Whole factors are of one that all ranks have whole."""
         if entry.cut == "rows" and self.work is not None:
             return tuple(self.work.shapes[entry.name])
         return entry.shape(member.parameter.shape, value.shape)

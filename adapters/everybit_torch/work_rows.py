@@ -1,13 +1,14 @@
 """How the state of work on whole parameters lies on ranks: each tensor by its own rows, as ``torch.chunk`` cuts them.
 
 So the parts of a tensor are those of a DTensor, whatever its shape: a factor of a matrix lies on ranks as the matrix does, each rank
-has its share to a row, and checkpoints know no owner.
+has its share to a row, and checkpoints know no owner. Every rank has numbers without dimensions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,15 +74,19 @@ class WorkRows:
         like = stored_work(optimizer, self.parameter, 0).decode(self.like, step.to("meta"))
         return replace(self, like=like, shapes=_shapes(like, none, None))
 
-    def edges(self, whole: Tensor) -> list[int]:
-        """The first element of each rank's rows of a tensor of the whole's state, and the number of elements."""
+    def spans(self, whole: Tensor) -> list[tuple[int, int]]:
+        """For each rank the first element of its rows of a tensor of the whole's state, and the one behind its last."""
+        if not whole.ndim:
+            return [(0, 1)] * self.ranks.ranks  # which all have
         rows = whole.shape[0]
         width = whole.numel() // rows if rows else 0
-        return [edge * width for edge in self.ranks.edges(rows)]
+        return list(pairwise(edge * width for edge in self.ranks.edges(rows)))
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor, as a vector with memory of its own."""
-        start, stop = self.edges(whole)[self.rank : self.rank + 2]
+        if not whole.ndim:
+            return whole.clone()
+        start, stop = self.spans(whole)[self.rank]
         return whole.reshape(-1)[start:stop].clone()
 
     def own_shape(self, name: str) -> tuple[int, ...]:
@@ -99,8 +104,8 @@ class WorkRows:
         return self.whole(map(self._gathered, tensors_of(parts.inner), tensors_of(self.like)))
 
     def _gathered(self, own: Tensor, like: Tensor) -> Tensor:
-        if not like.numel():
-            return own.new_empty(like.shape)
+        if not like.numel() or not like.ndim:
+            return own.clone().view(like.shape)
         # In bytes, which every backend takes.
         rows = like.shape[0]
         width = like.nbytes // rows

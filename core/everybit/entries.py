@@ -174,7 +174,7 @@ def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iter
         return
     if isinstance(value, StoredRows):
         for entry, x in _of_value(name, value.value, parts):
-            yield replace(entry, cut="rows") if entry.cut == "tensor" else entry, x
+            yield replace(entry, cut="rows" if x.ndim else "copy") if entry.cut == "tensor" else entry, x
         return
     if isinstance(value, dict):
         for factor, stored in value.items():

@@ -15,7 +15,7 @@ class StoredRows:
 
     Attributes:
         value: As the whole is stored: a tensor, a tuple of parts, or a dict of factors, but of each tensor a vector of the elements of some
-            rows. None before rows are given out.
+            rows; of a number without dimensions all there is. None before rows are given out.
     """
 
     value: Any = None

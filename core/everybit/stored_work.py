@@ -17,7 +17,6 @@ from torch import Tensor
 from everybit import tree
 from everybit.codec import Codec
 from everybit.dtypes import torch_dtype
-from everybit.joint_work import AtOnce
 from everybit.optimizer import Optimizer, OptimizerState
 from everybit.parts import transforms_in
 from everybit.stored_rows import StoredRows, WorkState
@@ -70,7 +69,7 @@ class StoredWork:
         codec = self._codec(parts.step + 1)
         stored = self.init(parts, torch.device("meta")) if stored is None else stored
         before = with_counts(_work_state(codec.decode_state(stored)), _work_state(parts.inner))
-        ctx = replace(errand.ctx, joint=AtOnce, members=None, numbering=codec.numbering)
+        ctx = replace(errand.ctx, numbering=codec.numbering)
         result, after = errand.work.run(update, before, ctx, weights)
         return result, codec.encode_state(_in_place_of(parts.inner, after))
 

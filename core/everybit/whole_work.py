@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.axis import Local
 from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.joint_work import AtOnce
@@ -112,6 +113,8 @@ class WholeWork:
             weights: In the same shape and dtype; None: all parts promise to look at the shape alone.
         """
         weights = torch.empty_like(update, device="meta") if weights is None else weights
+        # Of a whole parameter nothing is asked of others, whatever its transforms promise.
+        ctx = replace(ctx, axis=Local, joint=AtOnce, members=None, undeclared=())
         (*before, last) = ctx.path or (None,)
         updates, states = [update], list(state.states)
         for part, place in zip(self.parts, self.places, strict=True):
@@ -217,7 +220,7 @@ class OnWholes(Elementwise):
             return state
         none = tree.leaves(tree.map(_without_elements, params))[:1]
         begun = self.work.init(none)
-        _, after = self.work.run(none[0], with_counts(begun, state), replace(ctx, joint=AtOnce), none[0])
+        _, after = self.work.run(none[0], with_counts(begun, state), ctx, none[0])
         return with_counts(state, after)
 
 
@@ -239,12 +242,34 @@ def _without_elements(x: Tensor) -> Tensor:
 
 def why_not_elsewhere(transform: Transform[Any], shape: Sequence[int]) -> str | None:
     """Why the work of a transform cannot be done elsewhere, for parameters of this shape; None: it can."""
-    if transform.reduces:
-        return "it reduces over parameters"
-    state = transform.init([torch.empty(tuple(shape), device="meta")])
-    if not all(x.ndim for slot in slots_in(state) for x in tree.leaves(slot)):
-        return "it keeps numbers without dimensions, which have no rows"
-    return None
+    return "it reduces over parameters" if transform.reduces and _asks_the_axis(transform, shape) else None
+
+
+def _asks_the_axis(transform: Transform[Any], shape: Sequence[int]) -> bool:
+    """Whether a transform that reduces does so over several parameters, and not only over each, which is here as a whole."""
+    axis = _Noting()
+    like = [torch.empty(tuple(shape), device="meta")]
+    step = torch.ones((), dtype=torch.int64, device="meta")
+    due = tuple((period, True) for period in periods(transform))
+    transform.update(like, transform.init(like), like, Context(axis=axis, step=step, updates=step, due=due))
+    return axis.was_asked
+
+
+class _Noting:
+    """The axis of a single process, which notes whether it is asked."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+
+    def sum(self, value: Tensor) -> Tensor:
+        self.was_asked = True
+        return value
+
+    def max(self, value: Tensor) -> Tensor:
+        return self.sum(value)
+
+    def owned(self, tree: Any) -> Any:
+        return tree
 
 
 def slots_in(state: Any) -> list[Any]:

@@ -71,8 +71,11 @@ def test_what_knows_of_no_parts_does_not_work_on_them() -> None:
         (eb.scale_by_normuon(), None),
         (eb.clip_by_unit_norm(0.1), None),
         (eb.low_rank(eb.scale_by_adam(), basis="random", rank=2), None),
-        (eb.scale_by_novograd(), "it keeps numbers without dimensions, which have no rows"),
+        (eb.scale_by_novograd(), None),
+        (eb.cautious(eb.orthogonalize()), None),
+        (eb.scale_by_trust_ratio(), None),
         (eb.clip_by_global_norm(0.1), "it reduces over parameters"),
+        (eb.cautious(eb.chain(eb.clip_by_global_norm(0.1), eb.orthogonalize())), "it reduces over parameters"),
     ],
 )
 def test_why_work_cannot_be_done_elsewhere(transform: Any, why: str | None) -> None:
@@ -118,6 +121,8 @@ CHAINS: dict[str, tuple[Any, ...]] = {
     "one": (eb.scale_by_soap(period=2),),
     "several": (eb.centralize(), eb.scale_by_soap(period=2), eb.scale_by_dion(), eb.scale_by_came()),
     "a split one": (eb.orthogonalize(scale="match_rms_adamw"), eb.scale_by_normuon(), eb.scale_by_shape(None, 0.3)),
+    "numbers": (eb.scale_by_novograd(),),
+    "looks at all": (eb.cautious(eb.chain(eb.trace(0.9), eb.orthogonalize())), eb.scale(2.0)),
     "counts and draws": (eb.low_rank(eb.chain(eb.scale_by_nadam(), eb.add_noise()), rank=2, basis="random"),),
 }
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import everybit as eb
 from everybit.policy_names import PolicyName
@@ -55,14 +55,21 @@ def with_counts(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
 
 
 def twice(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
-    """Slots of one name: those of the first are numbers of elements, those of the others are of the work's."""
+    """Slots of one name: those of the first are numbers of elements, those of the others the work's; and a neighbour between two."""
     parts: dict[str, eb.Transform[Any]] = {
         "mean": eb.running_mean(0.9),
         "soap": eb.scale_by_soap(period=2),
+        "trace": eb.trace(0.9),
         "came": eb.scale_by_came(),
         "rate": eb.scale_by_learning_rate(learning_rate),
     }
     return eb.named_chain(parts)
+
+
+def with_trust_ratios(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
+    """Numbers of each parameter, of what is computed of whole ones, behind a reduction over all."""
+    behind = (eb.add_decayed_weights(0.1), eb.scale_by_trust_ratio(), eb.scale_by_learning_rate(learning_rate))
+    return eb.chain(eb.clip_by_global_norm(0.3), eb.scale_by_shampoo(), *behind)
 
 
 def clipped_by_weights(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
@@ -79,7 +86,11 @@ FACTORIES: dict[str, Factory] = {
     "galore": galore,
     "galore, random": lambda lr: galore(lr, "random"),
     "apollo": lambda lr: eb.apollo(lr, rank=2, period=2),
-    "adafactor": eb.torch_adafactor,
+    "torch adafactor": eb.torch_adafactor,
+    "adafactor": lambda lr: eb.adafactor(lr, b1=0.9, weight_decay=0.1),
+    "novograd": eb.novograd,
+    "cautious": lambda lr: eb.cautious(normuon(lr)),
+    "trust ratios": with_trust_ratios,
     "counts": with_counts,
     "twice": twice,
     "weights": clipped_by_weights,
@@ -89,7 +100,7 @@ CASES: dict[str, tuple[str, PolicyName]] = {
     **{name: (name, "FP32") for name in FACTORIES},
     **{
         f"{name} in 16 bits": (name, "LEAN_BF16")
-        for name in ("normuon", "soap", "kron", "dion", "galore, random", "twice")
+        for name in ("normuon", "soap", "kron", "dion", "galore, random", "adafactor", "novograd", "twice")
     },
     "compensated normuon": ("normuon", "KAHAN_BF16"),
 }
@@ -170,6 +181,32 @@ def test_replicas_share_the_work_and_have_the_same_state() -> None:
         for name, (weights, state) in found.items():
             assert equal(weights, one_process(name)[0]), name
             assert equal(state, one_process(name)[1]), name
+
+
+def on_all_ranks() -> tuple[Weights, Weights]:
+    """A parameter that every rank has whole."""
+    weight: Any = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    gradient: Any = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    if torch.distributed.is_initialized():
+        weight, gradient = (
+            distribute_tensor(x, mesh, [Replicate()]) for mesh in (mesh_of(),) for x in (weight, gradient)
+        )
+    model = nn.ParameterDict({"w": nn.Parameter(weight)})
+    optimizer = TorchOptimizer(model.named_parameters(), small_soap, lr=1e-2, compile=False)
+    for _ in range(2):
+        model["w"].grad = gradient
+        optimizer.step()
+    again = TorchOptimizer(model.named_parameters(), small_soap, lr=1e-2, compile=False)
+    again.load_state_dict(optimizer.state_dict())
+    again.step()
+    return whole(model), state_of(model, again)
+
+
+def test_a_parameter_that_all_ranks_have_whole_is_stepped_by_each() -> None:
+    weights, state = on_all_ranks()
+    for found in run(2, on_all_ranks):
+        assert equal(found[0], weights)
+        assert equal(found[1], state)
 
 
 def shares() -> dict[str, tuple[int, int]]:

@@ -141,7 +141,7 @@ def one_process(name: str) -> tuple[Weights, Weights]:
     return whole(model), state_of(model, optimizer)
 
 
-def in_rows(names: list[str], shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Weights, Weights]]:
+def in_rows(names: tuple[str, ...], shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Weights, Weights]]:
     found, mesh = {}, mesh_of(shape)
     with patch.object(exchange, "AT_LEAST", at_least):
         for name in names:
@@ -153,34 +153,42 @@ def in_rows(names: list[str], shape: tuple[int, ...] | None, at_least: int) -> d
     return found
 
 
+SOME = (
+    "normuon",
+    "soap in 16 bits",
+    "dion in 16 bits",
+    "galore, random in 16 bits",
+    "adafactor in 16 bits",
+    "novograd",
+    "trust ratios",
+    "counts",
+    "twice in 16 bits",
+    "accumulated",
+)
+
+
 @pytest.mark.parametrize(
-    ("size", "shape", "at_least"),
+    ("names", "size", "shape", "at_least"),
     [
-        (3, None, 1),  # several buckets
-        pytest.param(1, None, 1, marks=pytest.mark.exhaustive),
-        pytest.param(2, None, 1 << 22, marks=pytest.mark.exhaustive),
-        pytest.param(4, None, 1, marks=pytest.mark.exhaustive),
-        pytest.param(4, (2, 2), 1, marks=pytest.mark.exhaustive),
-        pytest.param(4, (4, 1), 1 << 22, marks=pytest.mark.exhaustive),
+        (SOME, 3, None, 1),  # several buckets
+        (("soap", "normuon in 16 bits", "cautious", "torch adafactor"), 4, (2, 2), 1),  # replicas
+        pytest.param(tuple(CASES), 3, None, 1, marks=pytest.mark.exhaustive),
+        pytest.param(tuple(CASES), 1, None, 1, marks=pytest.mark.exhaustive),
+        pytest.param(tuple(CASES), 2, None, 1 << 22, marks=pytest.mark.exhaustive),
+        pytest.param(tuple(CASES), 4, None, 1, marks=pytest.mark.exhaustive),
+        pytest.param(tuple(CASES), 4, (2, 2), 1, marks=pytest.mark.exhaustive),
+        pytest.param(tuple(CASES), 4, (4, 1), 1 << 22, marks=pytest.mark.exhaustive),
     ],
 )
 def test_rows_have_the_bits_and_the_state_of_the_whole_model(
-    size: int, shape: tuple[int, ...] | None, at_least: int
+    names: tuple[str, ...], size: int, shape: tuple[int, ...] | None, at_least: int
 ) -> None:
-    expected = {name: one_process(name) for name in CASES}
-    for found in run(size, in_rows, list(CASES), shape, at_least):
+    expected = {name: one_process(name) for name in names}
+    for found in run(size, in_rows, names, shape, at_least):
         for name, (weights, state) in found.items():
             assert equal(weights, expected[name][0]), name
             assert state.keys() == expected[name][1].keys(), name
             assert equal(state, expected[name][1]), name
-
-
-def test_replicas_share_the_work_and_have_the_same_state() -> None:
-    names = ["soap", "normuon in 16 bits", "adafactor"]
-    for found in run(4, in_rows, names, (2, 2), 1):
-        for name, (weights, state) in found.items():
-            assert equal(weights, one_process(name)[0]), name
-            assert equal(state, one_process(name)[1]), name
 
 
 def on_all_ranks() -> tuple[Weights, Weights]:

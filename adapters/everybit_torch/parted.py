@@ -83,7 +83,7 @@ def _is_whole(node: Any) -> bool:
     """Whether a transform itself must see whole tensors, and not only one inside it, or looks at all of what that one has computed."""
     if isinstance(node, Cautious) and node.rescale != "none":
         return needs_whole_tensors(node.transform)
-    return node.cut == "tensor" and (isinstance(node, LowRank) or len(list(transforms_in(node))) == 1)
+    return node.cut == "tensor" and (isinstance(node, LowRank) or _is_alone(node))
 
 
 def _replaced(node: Any, stand: Stand) -> Any:
@@ -113,7 +113,8 @@ def _with_those_between(parts: Sequence[Any]) -> list[tuple[Any, bool]]:
     """The transforms of a chain, and whether each sees whole tensors: those that must, what is between them, and numbers of each behind."""
     must = [number for number, part in enumerate(parts) if _is_whole(part)]
     if must:
-        must += [n for n in range(must[0], len(parts)) if getattr(parts[n], "per_tensor", False) and n not in must]
+        behind = [n for n in range(must[0], len(parts)) if n not in must and _is_alone(parts[n])]
+        must += [n for n in behind if getattr(parts[n], "per_tensor", False)]
     between = range(must[0], max(must) + 1) if must else range(0)
     if all(number in must or _may_be_whole(parts[number]) for number in between):
         must = list(between)
@@ -122,7 +123,12 @@ def _with_those_between(parts: Sequence[Any]) -> list[tuple[Any, bool]]:
 
 def _may_be_whole(node: Any) -> bool:
     """Whether a transform may be run on whole tensors where one that must is."""
-    return len(list(transforms_in(node))) == 1 and not node.reduces and not isinstance(node, HasEvalParams)
+    return _is_alone(node) and not node.reduces and not isinstance(node, HasEvalParams)
+
+
+def _is_alone(node: Any) -> bool:
+    """Whether a transform has no others inside it."""
+    return len(list(transforms_in(node))) == 1
 
 
 def _without_others(node: Any) -> Any:

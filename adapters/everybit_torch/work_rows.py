@@ -61,10 +61,10 @@ class WorkRows:
             return None
         ranks = row_shards(parameter)
         assert ranks is not None  # which placement made sure of
-        like = stored_work(optimizer, parameter, 0).init(parts, torch.device("meta"))
+        none = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        like = stored_work(optimizer, parameter, 0).init(parts, none)
         if not tensors_of(like):
             return None
-        none = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         shapes = _shapes(like, none, optimizer.formats([none])[0])
         return cls(parameter, ranks, ranks.mesh.get_local_rank(ranks.shards), like, shapes)
 
@@ -127,7 +127,7 @@ def stored_work(optimizer: eb.Optimizer[Any], parameter: Tensor, first: int) -> 
 def begun(
     optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], parts: OptimizerState[Any], first: int
 ) -> OptimizerState[Any]:
-    """A unit's state before its first step, with the rows of its work's.
+    """A unit's state before its first step, with the rows of its work's. Of work that looks at weights all ranks have to call it.
 
     Args:
         optimizer: That steps the unit.
@@ -138,7 +138,13 @@ def begun(
     rows = WorkRows.of(optimizer, parameters, parts)
     if rows is None:
         return parts
-    return rows.given_out(parts, stored_work(optimizer, rows.parameter, first).init(parts, parts.step.device))
+    stored, parameter, device = stored_work(optimizer, rows.parameter, first), rows.parameter, parts.step.device
+    if stored.work.reads_weights and device.type != "meta":
+        sharded: Any = parameter.detach()
+        whole = sharded.full_tensor()
+    else:
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+    return rows.given_out(parts, stored.init(parts, whole))
 
 
 def _shapes(inner: Any, like: Tensor, stored: Resolved | None) -> dict[str, torch.Size]:

@@ -20,7 +20,7 @@ from everybit.dtypes import torch_dtype
 from everybit.optimizer import Optimizer, OptimizerState
 from everybit.parts import transforms_in
 from everybit.stored_rows import StoredRows, WorkState
-from everybit.whole_work import Errand, OnWholes, slots_in, with_counts
+from everybit.whole_work import Errand, OnWholes, WholeWork, slots_in, with_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,23 @@ class StoredWork:
     dtype: torch.dtype
     first: int
 
-    def init(self, parts: OptimizerState[Any], device: torch.device) -> Any:
+    @property
+    def work(self) -> WholeWork:
+        """The work that the optimizer's transform asks for."""
+        (node,) = [one for one in transforms_in(self.optimizer.transform) if isinstance(one, OnWholes)]
+        return node.work
+
+    def init(self, parts: OptimizerState[Any], weights: Tensor) -> Any:
         """The state before the first step, as stored.
 
         Args:
             parts: The optimizer's state for a part.
-            device: Where the state is to lie; on ``meta`` it has shapes and dtypes only.
+            weights: The whole parameter; of work that looks at no weights any tensor of its shape. On ``meta`` the state has shapes and
+                dtypes only.
         """
         codec = self._codec(parts.step)
-        weights = torch.zeros(self.shape, dtype=torch_dtype(codec.formats[0].policy.compute), device=device)
-        (node,) = [one for one in transforms_in(self.optimizer.transform) if isinstance(one, OnWholes)]
-        return codec.encode_state(_in_place_of(parts.inner, node.work.init([weights])))
+        wide = weights.detach().to(torch_dtype(codec.formats[0].policy.compute))
+        return codec.encode_state(_in_place_of(parts.inner, self.work.init([wide])))
 
     def run(
         self, errand: Errand, update: Tensor, stored: Any, parts: OptimizerState[Any], weights: Tensor | None = None
@@ -67,7 +73,7 @@ class StoredWork:
             The result, and the state after the step, as stored.
         """
         codec = self._codec(parts.step + 1)
-        stored = self.init(parts, torch.device("meta")) if stored is None else stored
+        stored = self.init(parts, torch.empty(self.shape, device="meta")) if stored is None else stored
         before = with_counts(_work_state(codec.decode_state(stored)), _work_state(parts.inner))
         ctx = replace(errand.ctx, numbering=codec.numbering)
         result, after = errand.work.run(update, before, ctx, weights)

@@ -20,7 +20,7 @@ from everybit.context import ALONE, Context
 from everybit.contracts import updated
 from everybit.joint_work import AtOnce
 from everybit.stored_rows import StoredRows, WorkState
-from everybit.transform import Elementwise, SlotDecay, Transform, any_draws, decays, periods
+from everybit.transform import Elementwise, SlotDecay, Transform, any_draws, decays, eval_params, periods
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -242,13 +242,15 @@ def _without_elements(x: Tensor) -> Tensor:
 
 def why_not_elsewhere(transform: Transform[Any], shape: Sequence[int]) -> str | None:
     """Why the work of a transform cannot be done elsewhere, for parameters of this shape; None: it can."""
-    return "it reduces over parameters" if transform.reduces and _asks_the_axis(transform, shape) else None
+    like = [torch.empty(tuple(shape), device="meta")]
+    if eval_params(transform, like, transform.init(like))[0] is not like[0]:
+        return "it has other weights for evaluation"
+    return "it reduces over parameters" if transform.reduces and _asks_the_axis(transform, like) else None
 
 
-def _asks_the_axis(transform: Transform[Any], shape: Sequence[int]) -> bool:
+def _asks_the_axis(transform: Transform[Any], like: list[Tensor]) -> bool:
     """Whether a transform that reduces does so over several parameters, and not only over each, which is here as a whole."""
     axis = _Noting()
-    like = [torch.empty(tuple(shape), device="meta")]
     step = torch.ones((), dtype=torch.int64, device="meta")
     due = tuple((period, True) for period in periods(transform))
     transform.update(like, transform.init(like), like, Context(axis=axis, step=step, updates=step, due=due))

@@ -74,6 +74,7 @@ def test_what_knows_of_no_parts_does_not_work_on_them() -> None:
         (eb.scale_by_novograd(), None),
         (eb.cautious(eb.orthogonalize()), None),
         (eb.scale_by_trust_ratio(), None),
+        (eb.cautious(eb.chain(eb.orthogonalize(), eb.average_weights(0.9))), "it has other weights for evaluation"),
         (eb.clip_by_global_norm(0.1), "it reduces over parameters"),
         (eb.cautious(eb.chain(eb.clip_by_global_norm(0.1), eb.orthogonalize())), "it reduces over parameters"),
     ],
@@ -144,7 +145,7 @@ def test_work_keeps_the_state_of_the_chain_and_gives_its_bits(name: str, policy:
         apart.init(one, eb.Context(first_element=first + 6 * low)) for one, (low, _) in zip(rows, edges, strict=True)
     ]
     stored = StoredWork(apart, whole[0].shape, dtype, first)
-    held = stored.init(states[0], torch.device("cpu"))
+    held = stored.init(states[0], whole[0])
     for number in range(4):
         gradient = torch.randn(7, 6, generator=torch.Generator().manual_seed(number)).to(dtype)
         whole, state = optimizer.step(whole, [gradient], state, eb.Context(first_element=first))

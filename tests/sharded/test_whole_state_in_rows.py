@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -37,6 +38,7 @@ from tests.support.weights import Weights, equal
 STEPS = 5
 VIEWS = {"qkv.weight": eb.row_blocks(8, 8, 5), "experts": eb.batched()}
 
+P = TypeVar("P")
 Factory = Callable[[eb.Hyperparameter], eb.Transform[Any]]
 
 
@@ -72,6 +74,39 @@ def with_trust_ratios(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
     return eb.chain(eb.clip_by_global_norm(0.3), eb.scale_by_shampoo(), *behind)
 
 
+@dataclass(frozen=True, slots=True)
+class TowardsTheBeginning:
+    """Goes back to the first weights of a row, as far as the present ones are from them; a made-up transform that keeps weights."""
+
+    cut: ClassVar[eb.Cut] = "tensor"
+    reduces: ClassVar[bool] = False
+
+    def init(self, params: Any) -> BeginningState[Any]:
+        return BeginningState(
+            eb.tree.map(lambda p: {"rows": p.reshape(p.shape[0], -1)[:, :1].clone() if p.numel() else p}, params)
+        )
+
+    def update(
+        self,
+        updates: Any,
+        state: BeginningState[Any],
+        params: Any,
+        ctx: eb.Context = eb.Context(),  # noqa: B008
+    ) -> tuple[Any, BeginningState[Any]]:
+        def moved(u: Tensor, p: Tensor, first: dict[str, Tensor]) -> Tensor:
+            if not u.numel():
+                return u
+            return u + (p.reshape(p.shape[0], -1)[:, :1] - first["rows"]).reshape(-1, *[1] * (u.ndim - 1))
+
+        return eb.tree.map(moved, updates, params, state.slow), state
+
+
+@eb.state
+@dataclass(frozen=True, slots=True)
+class BeginningState(Generic[P]):
+    slow: eb.Slot[P]
+
+
 def clipped_by_weights(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
     """What looks at whole weights, and keeps nothing."""
     return eb.chain(eb.clip_by_unit_norm(0.1), eb.sgd(learning_rate, momentum=0.9))
@@ -91,6 +126,7 @@ FACTORIES: dict[str, Factory] = {
     "novograd": eb.novograd,
     "cautious": lambda lr: eb.cautious(normuon(lr)),
     "trust ratios": with_trust_ratios,
+    "beginning": lambda lr: eb.chain(TowardsTheBeginning(), eb.scale_by_learning_rate(lr)),
     "counts": with_counts,
     "twice": twice,
     "weights": clipped_by_weights,
@@ -161,6 +197,7 @@ SOME = (
     "adafactor in 16 bits",
     "novograd",
     "trust ratios",
+    "beginning",
     "counts",
     "twice in 16 bits",
     "accumulated",

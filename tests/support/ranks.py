@@ -179,6 +179,8 @@ def _perform(rank: int, job: bytes) -> bytes:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
             )
+            # A rank that leaves the group while another is still connecting would break that one's connections.
+            dist.barrier()
             value = program(*arguments)
         if dist.is_initialized():
             dist.destroy_process_group()

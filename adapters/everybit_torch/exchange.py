@@ -38,7 +38,7 @@ from everybit_torch.parted import work_in
 from everybit_torch.round_trip import RoundTrip, taker
 from everybit_torch.streams import is_capturing
 from everybit_torch.units import Unit
-from everybit_torch.work_rows import stored_work
+from everybit_torch.work_rows import WorkRows, as_bytes, stored_work
 
 AT_LEAST = 1 << 22
 """Elements for each owner from which on a bucket is full, if it has a parameter for each."""
@@ -62,7 +62,7 @@ class Traveller(NamedTuple):
         wide: The dtype of updates.
         edges: The first row of each rank, and the number of rows.
         width: Elements of a row.
-        state: The tensors of the work's state, without memory, with the first element of each rank's rows and the one behind the last.
+        state: How the state of the work lies on ranks; None: there is none.
     """
 
     unit: Unit
@@ -73,7 +73,7 @@ class Traveller(NamedTuple):
     wide: torch.dtype
     edges: list[int]
     width: int
-    state: list[tuple[Tensor, list[tuple[int, int]]]]
+    state: WorkRows | None
 
     @classmethod
     def of(cls, unit: Unit, optimizer: eb.Optimizer[Any]) -> Traveller:
@@ -84,8 +84,7 @@ class Traveller(NamedTuple):
         (stored,) = optimizer.formats([unit.tensor])
         shape, wide = parameter.shape, torch_dtype(stored.policy.compute)
         work, edges = work_in(optimizer.transform), rows.edges(shape[0])
-        state = [] if unit.work is None else [(x, unit.work.spans(x)) for x in tensors_of(unit.work.like)]
-        return cls(unit, optimizer, work, shape, rows, wide, edges, math.prod(shape[1:]), state)
+        return cls(unit, optimizer, work, shape, rows, wide, edges, math.prod(shape[1:]), unit.work)
 
     @property
     def kind(self) -> object:
@@ -111,56 +110,29 @@ class Traveller(NamedTuple):
     def size(self) -> int:
         """How many elements travel to the owner; of state and weights as many as there would be of updates in as many bytes."""
         weights = self.shape.numel() * self.wide.itemsize if self.work.reads_weights else 0
-        return self.shape.numel() + (weights + sum(x.nbytes for x, _ in self.state)) // self.sent_as.itemsize
+        state = 0 if self.state is None else self.state.nbytes
+        return self.shape.numel() + (weights + state) // self.sent_as.itemsize
 
     def elements(self, rank: int) -> int:
         """How many elements a rank has."""
         return (self.edges[rank + 1] - self.edges[rank]) * self.width
 
-    def lengths(self, rank: int) -> list[int]:
-        """How many bytes a rank has of each tensor of the work's state."""
-        return [(spans[rank][1] - spans[rank][0]) * x.itemsize for x, spans in self.state]
+    def state_bytes(self, rank: int) -> int:
+        """How many bytes a rank has of the work's state."""
+        return 0 if self.state is None else sum(self.state.lengths(rank))
 
     def weights(self, rank: int) -> int:
         """How many elements a rank has of weights that travel."""
         return self.elements(rank) if self.work.reads_weights else 0
 
-    def run(
-        self, errand: Errand, update: Tensor, weights: Tensor | None, state: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Do the work on a whole update, with the tensors of the whole's state; return the result, and those of the new state."""
-        whole = None if self.unit.work is None else self.unit.work.whole(state)
+    def run(self, errand: Errand, update: Tensor, weights: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+        """Do the work on a whole update, with the whole's state; return the result, and the new state."""
         stored = stored_work(self.optimizer, self.unit.parameters[0], self.unit.first)
-        result, after = stored.run(errand, update, whole, self.unit.state, weights)
-        return result, tensors_of(after)
+        return stored.run(errand, update, state, self.unit.state, weights)
 
     def whole(self, arrived: Sequence[Callable[[int], Tensor]]) -> Tensor:
         """A tensor of the parameter's shape, of the rows that have arrived from each rank."""
         return torch.cat([take(self.elements(rank)) for rank, take in enumerate(arrived)]).view(self.shape)
-
-    def whole_state(self, arrived: Sequence[Callable[[int], Tensor]]) -> list[Tensor]:
-        """The tensors of the whole's state, of the bytes that have arrived from each rank."""
-        lengths = [self.lengths(rank) for rank in range(len(arrived))]
-        return [
-            # Of a number without dimensions all ranks have sent the same.
-            torch.cat([take(own[number]) for take, own in zip(arrived, lengths, strict=True)])[: x.nbytes]
-            .view(x.dtype)
-            .view(x.shape)
-            for number, (x, _) in enumerate(self.state)
-        ]
-
-    def rows_of_state(self, whole: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """A rank's rows of the tensors of the whole's state, in bytes."""
-        pairs = zip(whole, self.state, strict=True)
-        return [_as_bytes(x.reshape(-1)[slice(*spans[rank])]) for x, (_, spans) in pairs]
-
-    def own_state(self, take: Callable[[int], Tensor], rank: int) -> list[Tensor]:
-        """This rank's rows of the new state, of its bytes."""
-        # Bytes at any place are no numbers: those begin at multiples of their size.
-        found = [
-            take(count).clone().view(x.dtype) for count, (x, _) in zip(self.lengths(rank), self.state, strict=True)
-        ]
-        return [own if x.ndim else own.view(()) for own, (x, _) in zip(found, self.state, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +228,8 @@ class _Journey:
 
         updates = trip("rows of updates", Traveller.elements)
         weights = trip("rows of weights", Traveller.weights) if any(x.work.reads_weights for x in travellers) else None
-        state = trip("rows of state", lambda one, rank: sum(one.lengths(rank)))
-        return cls(bucket, shards.rank, updates, weights, state if any(one.state for one in travellers) else None)
+        state = trip("rows of state", Traveller.state_bytes) if any(x.state is not None for x in travellers) else None
+        return cls(bucket, shards.rank, updates, weights, state)
 
     def set_out(self, ask: Callable[[Unit], NeedsJointWorkError | None]) -> None:
         """Send this rank's rows to those who work on them."""
@@ -273,7 +245,7 @@ class _Journey:
                 update, *others = (x.reshape(-1) for x in question.batches)
                 rows.append(update.to(one.sent_as))
                 weights += others
-                state += [_as_bytes(x) for x in tensors_of(one.unit.state.inner)]
+                state += [as_bytes(x) for x in tensors_of(one.unit.state.inner)]
                 if owner == self.rank:
                     self.work[id(one.unit)] = question.work
         self.updates.set_out(rows, self.bucket.travellers[0].sent_as)
@@ -292,15 +264,16 @@ class _Journey:
         results: list[list[Tensor]] = [[] for _ in updates]
         stored: list[list[Tensor]] = [[] for _ in updates]
         for one in self.bucket.of(self.updates.replica, self.rank):
-            whole, held = one.whole(updates).to(one.wide), one.whole_state(state)
+            whole = one.whole(updates).to(one.wide)
             looked_at = one.whole(weights) if one.work.reads_weights else None
+            held = None if one.state is None else one.state.together(state)
             found, new = one.run(self.work.pop(id(one.unit)), whole, looked_at, held)
             parts = torch.split(
                 found.reshape(-1).to(one.returned_as), [one.elements(rank) for rank in range(len(updates))]
             )
             for rank, part in enumerate(parts):
                 results[rank].append(part)
-                stored[rank] += one.rows_of_state(new, rank)
+                stored[rank] += [] if one.state is None else one.state.apart(new, rank)
         rows = [part for own in results for part in own]
         self.updates.turn_round(rows, self.bucket.travellers[0].returned_as)
         if self.state is not None:
@@ -316,12 +289,7 @@ class _Journey:
                     own = take(one.elements(self.rank)).to(one.wide)
                     own = own.view(one.edges[self.rank + 1] - one.edges[self.rank], *one.shape[1:])
                     found = one.work.on_rows(own, one.shape, one.edges[self.rank]).reshape(one.unit.tensor.shape)
-                    yield one.unit, [found, *([] if state is None else one.own_state(state, self.rank))]
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """A vector, or a number without dimensions, in bytes."""
-    return x.contiguous().view(-1).view(torch.uint8)
+                    yield one.unit, [found, *([] if state is None or one.state is None else one.state.own(state))]
 
 
 class Exchange:

@@ -75,7 +75,7 @@ def _refusal(transform: Any, why: str) -> ValueError:
     return ValueError(
         f"{transform!r} must see whole tensors (cut 'tensor'); ranks hold parts of them, and {why}. Accepted for sharded parameters are"
         " transforms of the cut 'element', and in a chain with them some of the cut 'tensor', such as eb.orthogonalize in eb.muon,"
-        " with nothing between them that reduces. A FlatStepper steps this one, too."
+        " with no reduction over several parameters between these or behind them. A FlatStepper steps this one, too."
     )
 
 

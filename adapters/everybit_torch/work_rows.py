@@ -6,8 +6,9 @@ has its share to a row, and checkpoints know no owner. Every rank has numbers wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,7 @@ class WorkRows:
         rank: The number of this one.
         like: The state of the whole, without memory.
         shapes: Of the whole's tensors, by the names of their entries.
+        tensors: Those of :attr:`like`, in order, with the first element of each rank's rows and the one behind the last.
     """
 
     parameter: Tensor
@@ -42,6 +44,11 @@ class WorkRows:
     rank: int
     like: Any
     shapes: dict[str, torch.Size]
+    tensors: list[tuple[Tensor, list[tuple[int, int]]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tensors = [(x, _spans(x.shape, self.ranks)) for x in tensors_of(self.like)]
+        object.__setattr__(self, "tensors", tensors)
 
     @classmethod
     def of(
@@ -74,20 +81,10 @@ class WorkRows:
         like = stored_work(optimizer, self.parameter, 0).decode(self.like, step.to("meta"))
         return replace(self, like=like, shapes=_shapes(like, none, None))
 
-    def spans(self, whole: Tensor) -> list[tuple[int, int]]:
-        """For each rank the first element of its rows of a tensor of the whole's state, and the one behind its last."""
-        if not whole.ndim:
-            return [(0, 1)] * self.ranks.ranks  # which all have
-        rows = whole.shape[0]
-        width = whole.numel() // rows if rows else 0
-        return list(pairwise(edge * width for edge in self.ranks.edges(rows)))
-
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor, as a vector with memory of its own."""
-        if not whole.ndim:
-            return whole.clone()
-        start, stop = self.spans(whole)[self.rank]
-        return whole.reshape(-1)[start:stop].clone()
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state of the whole."""
+        return sum(x.nbytes for x, _ in self.tensors)
 
     def own_shape(self, name: str) -> tuple[int, ...]:
         """The shape of this rank's rows of an entry."""
@@ -95,13 +92,39 @@ class WorkRows:
         start, stop = self.ranks.edges(rows)[self.rank : self.rank + 2]
         return (stop - start, *others)
 
-    def whole(self, tensors: Iterable[Tensor]) -> Any:
-        """The state of the whole, of its tensors in order."""
-        return with_tensors(self.like, tensors)
+    def lengths(self, rank: int) -> list[int]:
+        """How many bytes a rank has of each tensor."""
+        return [(spans[rank][1] - spans[rank][0]) * x.itemsize for x, spans in self.tensors]
+
+    def together(self, arrived: Sequence[Callable[[int], Tensor]]) -> Any:
+        """The state of the whole, of the bytes that have arrived from each rank."""
+        lengths = [self.lengths(rank) for rank in range(len(arrived))]
+        found = [
+            torch.cat([take(own[number]) for take, own in zip(arrived, lengths, strict=True)])
+            for number in range(len(self.tensors))
+        ]
+        # Of a number without dimensions all ranks have sent the same.
+        return self._with(
+            [x[: one.nbytes].view(one.dtype).view(one.shape) for x, (one, _) in zip(found, self.tensors, strict=True)]
+        )
+
+    def apart(self, whole: Any, rank: int) -> list[Tensor]:
+        """A rank's rows of a state of the whole, in bytes."""
+        pairs = zip(tensors_of(whole), self.tensors, strict=True)
+        return [as_bytes(x.reshape(-1)[slice(*spans[rank])]) for x, (_, spans) in pairs]
+
+    def own(self, take: Callable[[int], Tensor]) -> list[Tensor]:
+        """This rank's rows of a state, of its bytes."""
+        # Bytes at any place are no numbers: those begin at multiples of their size.
+        pairs = zip(self.lengths(self.rank), self.tensors, strict=True)
+        found = [take(count).clone().view(one.dtype) for count, (one, _) in pairs]
+        return [x if one.ndim else x.view(()) for x, (one, _) in zip(found, self.tensors, strict=True)]
 
     def gathered(self, parts: OptimizerState[Any]) -> Any:
         """The state of the whole, which this rank and the others hold. All ranks have to call it."""
-        return self.whole(map(self._gathered, tensors_of(parts.inner), tensors_of(self.like)))
+        return self._with(
+            [self._gathered(x, one) for x, (one, _) in zip(tensors_of(parts.inner), self.tensors, strict=True)]
+        )
 
     def _gathered(self, own: Tensor, like: Tensor) -> Tensor:
         if not like.numel() or not like.ndim:
@@ -109,13 +132,33 @@ class WorkRows:
         # In bytes, which every backend takes.
         rows = like.shape[0]
         width = like.nbytes // rows
-        part: Any = like_parameter(self.parameter, own.view(torch.uint8).view(-1, width), (rows, width))
+        part: Any = like_parameter(self.parameter, as_bytes(own).view(-1, width), (rows, width))
         found: Tensor = part.full_tensor()
         return found.view(like.dtype).view(like.shape)
 
     def given_out(self, parts: OptimizerState[Any], whole: Any) -> OptimizerState[Any]:
         """A unit's state with this rank's rows of a state of the whole."""
-        return with_rows(parts, whole, self.own)
+
+        def rows(x: Tensor) -> Tensor:
+            return x.reshape(-1)[slice(*_spans(x.shape, self.ranks)[self.rank])].clone() if x.ndim else x.clone()
+
+        return with_rows(parts, whole, rows)
+
+    def _with(self, tensors: list[Tensor]) -> Any:
+        return with_tensors(self.like, tensors)
+
+
+def _spans(shape: torch.Size, ranks: RowShards) -> list[tuple[int, int]]:
+    """For each rank the first element of its rows of a tensor, and the one behind its last; of a number without dimensions all have all."""
+    if not shape:
+        return [(0, 1)] * ranks.ranks
+    width = math.prod(shape[1:])
+    return list(pairwise(edge * width for edge in ranks.edges(shape[0])))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A vector, or a number without dimensions, in bytes."""
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def stored_work(optimizer: eb.Optimizer[Any], parameter: Tensor, first: int) -> StoredWork:

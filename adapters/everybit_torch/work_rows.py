@@ -115,9 +115,8 @@ class WorkRows:
 
     def own(self, take: Callable[[int], Tensor]) -> list[Tensor]:
         """This rank's rows of a state, of its bytes."""
-        # Bytes at any place are no numbers: those begin at multiples of their size.
-        pairs = zip(self.lengths(self.rank), self.tensors, strict=True)
-        found = [take(count).clone().view(one.dtype) for count, (one, _) in pairs]
+        taken = [take(count) for count in self.lengths(self.rank)]
+        found = [_as_numbers(x, one.dtype) for x, (one, _) in zip(taken, self.tensors, strict=True)]
         return [x if one.ndim else x.view(()) for x, (one, _) in zip(found, self.tensors, strict=True)]
 
     def gathered(self, parts: OptimizerState[Any]) -> Any:
@@ -159,6 +158,11 @@ def _spans(shape: torch.Size, ranks: RowShards) -> list[tuple[int, int]]:
 def as_bytes(x: Tensor) -> Tensor:
     """A vector, or a number without dimensions, in bytes."""
     return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _as_numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A vector of numbers of its bytes, over the same memory where numbers may begin there: at multiples of their size."""
+    return (x.clone() if x.storage_offset() % dtype.itemsize else x).view(dtype)
 
 
 def stored_work(optimizer: eb.Optimizer[Any], parameter: Tensor, first: int) -> StoredWork:

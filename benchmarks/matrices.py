@@ -272,7 +272,8 @@ def main(arguments: Arguments) -> None:
             shown.add_row(*cells(r), style="red" if r.failure else None)
         Console(width=170).print(shown)
         sizes = ", ".join(f"{name}: {n:,}" for name, n in {r.name: r.elements for r in own}.items())
-        text += f"\n**{'A step' if what == 'step' else 'An iteration'}**{f' (parameters of {sizes})' if what == 'step' else ''}\n\n{table(columns, list(map(cells, own)))}"
+        title = f"**A step** (parameters of {sizes})" if what == "step" else "**An iteration**"
+        text += f"\n{title}\n\n{table(columns, list(map(cells, own)))}"
     if arguments.page is not None:
         insert(arguments.page, arguments.out.stem, text + origin(held["machine"]))
 

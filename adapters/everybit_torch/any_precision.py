@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import ClassVar, Literal, Unpack
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.checks import problems
 from everybit.dtypes import dtype_name, require_member
+from everybit_torch import notices
 from everybit_torch.arguments import TorchArguments
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.param_groups import Params
@@ -95,10 +95,9 @@ class AnyPrecisionAdamW(TorchOptimizer):
         found = problems(policy, eb.scale_by_adam(*betas).decays())
         if found and not AnyPrecisionAdamW._warned:
             AnyPrecisionAdamW._warned = True
-            warnings.warn(
+            notices.warn(
                 f"AnyPrecisionAdamW: {found[0]} torchdistX's default is kept; pass variance_rounding='stochastic' to mend it at the same"
-                " size, or variance_dtype=torch.float32. This is said once.",
-                stacklevel=2,
+                " size, or variance_dtype=torch.float32. This is said once."
             )
         super().__init__(
             params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fully_decoupled=fully_decoupled,

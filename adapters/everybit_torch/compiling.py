@@ -6,10 +6,12 @@ not before: that takes longer than ``import torch``.
 
 from __future__ import annotations
 
-import warnings
+import logging
+import types
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import count
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +19,11 @@ from torch import Tensor, fx
 
 from everybit.context import Context
 from everybit.hyperparameters import accepting
+from everybit_torch import notices
 from everybit_torch.torch_internals import compiler
+
+_LOGGER = logging.getLogger("everybit_torch")
+_COUNT = count(1)
 
 WHOLE = 16
 """Elements: in vectors of a multiple of these a thread of an accelerator loads and stores several at a time."""
@@ -25,11 +31,18 @@ WHOLE = 16
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class DeclinedError(Exception):
+    """Torch's compiler did not compile, and called the function itself: nothing was written."""
+
+
 def compile_step(function: F, began: Callable[[Callable[..., Any], Sequence[Any]], None]) -> F:
     """``function`` compiled as a whole, with coefficients made before the loop and bits handled in vectors.
 
     ``began`` is called when compiled code begins to run, with it and its arguments: what is raised before that was raised by the compiler,
-    and nothing was written.
+    and nothing was written. ``function`` runs compiled or not at all.
+
+    Raises:
+        DeclinedError: From the compiled function, where torch would run ``function`` uncompiled.
     """
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -41,11 +54,22 @@ def compile_step(function: F, began: Callable[[Callable[..., Any], Sequence[Any]
 
         return run
 
+    def step(*args: Any) -> Any:
+        # Switched off, or inside of a dispatch mode, torch runs what it was to compile, and raises afterwards, if at all. A caller that
+        # then steps uncompiled would take the step a second time.
+        if not torch.compiler.is_dynamo_compiling():
+            raise DeclinedError
+        return function(*args)
+
+    # A copy of the code, because the compiler's cache belongs to the code object and is bounded. And a name, because Dynamo before torch
+    # 2.13 remembers by name which numbers of a closure change, and these differ between functions.
+    code = step.__code__.replace(co_name=f"{function.__name__}_{next(_COUNT)}")
+    own = types.FunctionType(code, step.__globals__, step.__name__, None, step.__closure__)
     compiler.accept_default(Context)
     compiler.compare_classes()
     # It looks at annotations, behind a cache, which a compiler need not trace.
     torch.compiler.assume_constant_result(accepting)  # type: ignore[no-untyped-call]
-    return cast(F, torch.compile(function, fullgraph=True, backend=backend))
+    return cast(F, torch.compile(own, fullgraph=True, backend=backend))
 
 
 def let_length_vary(tensors: Sequence[Tensor]) -> None:
@@ -86,15 +110,22 @@ def cause(error: BaseException) -> str:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether steps on a device can be compiled; warns, once, if they cannot for want of a C++ compiler."""
+    """Whether steps on a device can be compiled; warns, once, if they cannot because there is no C++ compiler."""
     if device.type != "cpu" or (error := _cpp_compiler_error()) is None:
         return True
     _warn_of_missing_compiler(error)
     return False
 
 
+def may_compile(device: torch.device) -> bool:
+    """The same for steps that are compiled by default: the log says, once, that there is no C++ compiler."""
+    if device.type == "cpu" and (error := _cpp_compiler_error()) is not None:
+        _log_missing_compiler(error)
+    return has_compiler(device)
+
+
 def has_compiler(device: torch.device) -> bool:
-    """Whether torch compiles for a device, and what it needs for that is installed; without a word if not."""
+    """Whether torch compiles for a device, and what it needs for that is installed."""
     if device.type == "cpu":
         return _cpp_compiler_error() is None
     return device.type in ("cuda", "xpu") and _has_triton()
@@ -115,10 +146,17 @@ def _cpp_compiler_error() -> str | None:
     return None
 
 
+_WITHOUT = (
+    "torch found no C++ compiler (%s); steps run uncompiled, with the same results and many times slower. Install g++ or clang++, or name"
+    " one in the environment variable CXX."
+)
+
+
 @cache
 def _warn_of_missing_compiler(error: str) -> None:
-    warnings.warn(
-        f"compile: got True, but torch found no C++ compiler ({error}); steps run uncompiled, with the same results and slower. Install"
-        " g++ or clang++, or name one in the environment variable CXX.",
-        stacklevel=3,
-    )
+    notices.warn(f"compile: got True, but {_WITHOUT % error}")
+
+
+@cache
+def _log_missing_compiler(error: str) -> None:
+    _LOGGER.warning(f"compile='auto': {_WITHOUT}", error)

@@ -6,23 +6,19 @@ operations and their order are the same, and so are the bits.
 
 from __future__ import annotations
 
-import types
-import warnings
 from collections.abc import Callable
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from everybit_torch.compiling import cause, compile_step, has_compiler, know_whole_lines
+from everybit_torch import notices
+from everybit_torch.compiling import DeclinedError, cause, compile_step, has_compiler, know_whole_lines
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.compiler import let_length_vary
 
 TOGETHER = 16
 """Parts that one kernel adds up; of more ranks there are several, with sums in float64 between them."""
-
-_COUNT = count(1)
 
 
 class _Kind(NamedTuple):
@@ -91,10 +87,14 @@ class FusedSums:
                 if self._began:
                     raise
                 self._usable = False
-                warnings.warn(
+                why = (
+                    "torch.compile is switched off"
+                    if isinstance(error, DeclinedError)
+                    else f"the compiler raised {cause(error)}"
+                )
+                notices.warn(
                     "compile: got True, but sums of gradients on the wire run uncompiled from here on, with the same results and slower:"
-                    f" the compiler raised {cause(error)}.",
-                    stacklevel=2,
+                    f" {why}."
                 )
                 return False
         return True
@@ -137,6 +137,4 @@ def sum_of(kind: _Kind) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | Non
             total = total / by
         main.copy_(total)
 
-    # Code of its own, because the compiler's cache belongs to the code object and is bounded.
-    own = add_up.__code__.replace(co_name=f"add_up_{next(_COUNT)}")
-    return types.FunctionType(own, add_up.__globals__, add_up.__name__, None, add_up.__closure__)
+    return add_up

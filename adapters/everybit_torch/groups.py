@@ -22,7 +22,7 @@ from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name, differ
 from everybit_torch.asking import ask_unit, partial_result
 from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiling import can_compile, has_compiler
+from everybit_torch.compiling import can_compile, may_compile
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
 from everybit_torch.migration import Migration, plan_migration, skeleton
@@ -90,10 +90,10 @@ class Group:
         self._in_graphs: list[Tensor] = []  # numbers that captured steps read, and that stay what they are
 
     def _no_variants(self) -> Variants[Metrics | None]:
-        return Variants(self.number, self.factory, self._seed, step_in_place, announce=self.compile == "auto")
+        return Variants(self.number, self.factory, self._seed, step_in_place, self.compile)
 
     def _no_partial_results(self) -> Variants[Pending | None]:
-        return Variants(self.number, self.factory, self._seed, partial_result)
+        return Variants(self.number, self.factory, self._seed, partial_result, self.compile)
 
     def __getstate__(self) -> dict[str, Any]:
         made = {"_variants": self._no_variants(), "_partial_results": self._no_partial_results()}
@@ -231,7 +231,7 @@ class Group:
         if torch.compiler.is_compiling():
             return False
         worth_it = self.elements.get(unit.tensor.dtype, 0) >= stepping.WORTH_COMPILING
-        return worth_it and has_compiler(unit.tensor.device)
+        return worth_it and may_compile(unit.tensor.device)
 
     def due(self, unit: Unit) -> Due:
         """Say which periodic work is due in the next step of a unit, as the host counts them.

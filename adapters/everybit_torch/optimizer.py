@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Literal, cast, get_args, overload
@@ -15,7 +14,7 @@ from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
 from everybit.policy import LOW
 from everybit.policy_names import PolicyOrName
-from everybit_torch import full_weights, loading, saving, state_dicts
+from everybit_torch import full_weights, loading, notices, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
 from everybit_torch.dtensors import over_mesh
@@ -259,10 +258,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Warn where gradients stop: the model then trains on with parameters that are not the optimizer's."""
         had, self.engine.had_gradients = self.engine.had_gradients, has_gradients
         if had and not has_gradients:
-            warnings.warn(
+            notices.warn(
                 f"{type(self).__name__}.step(): no parameter has a gradient any more, and nothing was stepped. Parameters that a model was"
-                " given since (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's.",
-                stacklevel=6,  # past torch's wrappers and ours, at the line that called step
+                " given since (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's."
             )
 
     @outside_inference

@@ -8,13 +8,10 @@ warning says so.
 from __future__ import annotations
 
 import logging
-import sys
 import time
-import types
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -23,15 +20,22 @@ from torch import Tensor
 import everybit as eb
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
+from everybit_torch import notices
 from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiling import cause, compile_step, know_whole_lines, let_length_vary, reached_limit
+from everybit_torch.compiling import (
+    DeclinedError,
+    cause,
+    compile_step,
+    know_whole_lines,
+    let_length_vary,
+    reached_limit,
+)
 from everybit_torch.direct_calls import DirectCalls, is_settled
 from everybit_torch.host_counts import Due
 from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
 from everybit_torch.streams import is_capturing
 
 _LOGGER = logging.getLogger("everybit_torch")
-_COUNT = count(1)
 
 LIMIT = 8
 """Variants of one step that differ in constants, or in the answers to which periodic work is due."""
@@ -101,6 +105,9 @@ class _Variant(Generic[R]):
         ran: Whether it ran once to its end.
         refused: Whether it could not be compiled.
         others: The shapes for which the compiler made no graph any more.
+        make: Makes ``run``.
+        declined: How often the compiler declined to compile it.
+        waits: The number of steps until it is tried again.
     """
 
     key: _Key
@@ -110,6 +117,16 @@ class _Variant(Generic[R]):
     ran: bool = False
     refused: bool = False
     others: set[Shape] = field(default_factory=set)
+    make: Callable[[], Body[R]] = field(init=False)
+    declined: int = 0
+    waits: int = 0
+
+    def decline(self) -> None:
+        """Try again at the next step, and then ever more rarely: an attempt takes milliseconds, and torch keeps what it knows of it."""
+        # Of a function that it once declined torch makes no code any more.
+        self.run = self.make()
+        self.declined += 1
+        self.waits = 2**self.declined - 2
 
 
 @dataclass(slots=True)
@@ -128,17 +145,18 @@ class Variants(Generic[R]):
         factory: Makes its transform.
         seed: The seed of stochastic rounding.
         body: The step: of an optimizer, and what :class:`Inputs` holds.
-        announce: Log the first compilation as a warning, which is printed where no logging is set up; for steps that nobody asked to
-            be compiled.
+        given: The optimizer's ``compile``. With ``"auto"`` the first compilation is logged as a warning, which is printed where no logging
+            is set up.
     """
 
-    def __init__(self, number: int, factory: Factory, seed: int, body: Body[R], *, announce: bool = False) -> None:
+    def __init__(self, number: int, factory: Factory, seed: int, body: Body[R], given: bool | str = True) -> None:
         self._number, self._factory, self._seed, self._body = number, factory, seed, body
+        self._given = given
         self._sites: dict[_Place, _Site[R]] = {}
         self._chosen: dict[_Place, _Variant[R] | None] = {}
         self._told: set[str] = set()
         self._told_of_compilation = False
-        self._level = logging.WARNING if announce else logging.INFO
+        self._level = logging.WARNING if given == "auto" else logging.INFO
 
     def follow(self) -> None:
         """Forget which variants were chosen, because hyperparameters changed."""
@@ -162,6 +180,9 @@ class Variants(Generic[R]):
         variant = self._choose(inputs, arguments)
         if variant is None or variant.refused or (variant.others and inputs.shape() in variant.others):
             return uncompiled()
+        if variant.waits:
+            variant.waits -= 1
+            return uncompiled()
         if not variant.ran and is_capturing():
             return uncompiled()  # compilers load code and measure it, which cannot be captured
         variant.began = False
@@ -177,14 +198,21 @@ class Variants(Generic[R]):
         except Exception as error:
             if variant.began:
                 raise
-            limited, why = reached_limit(error), cause(error)
+            declined, limited, why = isinstance(error, DeclinedError), reached_limit(error), cause(error)
         else:
             if not variant.ran:
                 variant.ran = True
                 self._tell_of_compilation(inputs, time.perf_counter() - started)
             return measured
         measured = uncompiled()
-        if limited:
+        if declined:
+            variant.decline()
+            self._tell(
+                "for now",
+                "torch.compile is switched off (TORCH_COMPILE_DISABLE, torch._dynamo.config, a stance), or a TorchDispatchMode is active",
+                "compile=False steps so without this warning",
+            )
+        elif limited:
             variant.others.add(inputs.shape())
             self._tell(
                 "for further shapes of tensors",
@@ -226,7 +254,18 @@ class Variants(Generic[R]):
         variant: _Variant[R] = _Variant(key, [name for name, value in arguments.items() if isinstance(value, Tensor)])
         fixed = {name: value for name, value in arguments.items() if not _is_data(name, value, constant)}
         places = {name: index for index, name in enumerate(numbers) if name not in constant}
-        variant.run = self._compile(variant, fixed, places, inputs)
+        variant.make = partial(
+            self._compile,
+            variant,
+            fixed,
+            places,
+            inputs.policy,
+            inputs.decision,
+            inputs.due,
+            inputs.choices,
+            inputs.returns,
+        )
+        variant.run = variant.make()
         site.variants.append(variant)
         return variant
 
@@ -244,10 +283,17 @@ class Variants(Generic[R]):
         return step
 
     def _compile(
-        self, variant: _Variant[R], constants: dict[str, Any], places: dict[str, int], inputs: Inputs
+        self,
+        variant: _Variant[R],
+        constants: dict[str, Any],
+        places: dict[str, int],
+        policy: AnyPolicy,
+        decision: Decision | None,
+        due: Due,
+        choices: tuple[tuple[str, Any], ...],
+        returns: bool,
     ) -> Body[R]:
-        factory, seed, body = self._factory, self._seed, self._body
-        policy, choices, decision, due = inputs.policy, dict(inputs.choices), inputs.decision, inputs.due
+        factory, seed, body, options = self._factory, self._seed, self._body, dict(choices)
 
         def step(
             tensors: list[Tensor],
@@ -263,7 +309,7 @@ class Variants(Generic[R]):
             # One tensor for all numbers: of each 0-d input torch makes a symbol first, and traces everything again without.
             data = {name: numbers[place] for name, place in places.items()}
             optimizer = applied(eb.Optimizer(factory(**data, **given, **constants), policy, seed), decision)
-            return body(optimizer, tensors, grads, state, first, totals=totals, members=members, due=due, **choices)
+            return body(optimizer, tensors, grads, state, first, totals=totals, members=members, due=due, **options)
 
         def began() -> None:
             variant.began = True
@@ -273,12 +319,8 @@ class Variants(Generic[R]):
             if direct is not None:
                 direct.note(compiled, given)
 
-        # A copy of the code, because the compiler's cache belongs to the code object and is bounded: every variant has its own. And a name,
-        # because Dynamo before torch 2.13 remembers by name which numbers of a closure change, and constants of variants differ.
-        own_code = step.__code__.replace(co_name=f"step_{next(_COUNT)}")
-        own = types.FunctionType(own_code, step.__globals__, step.__name__, None, step.__closure__)
-        run = compile_step(own, note)
-        is_direct = not inputs.returns and is_settled((factory, policy, constants))
+        run = compile_step(step, note)
+        is_direct = not returns and is_settled((factory, policy, constants))
         direct = DirectCalls(run, began) if is_direct else None
         return run if direct is None else cast(Body[R], direct)
 
@@ -310,10 +352,9 @@ class Variants(Generic[R]):
         if why in self._told:
             return
         self._told.add(why)
-        warnings.warn(
-            f"param group {self._number}: compile: got True, but its step runs uncompiled {when}, with the same results and slower:"
-            f" {why}. {advice}.",
-            stacklevel=_outside(),
+        notices.warn(
+            f"param group {self._number}: compile: got {self._given!r}, but its step runs uncompiled {when}, with the same results and"
+            f" slower: {why}. {advice}."
         )
 
 
@@ -328,11 +369,3 @@ def _constants(arguments: Mapping[str, Any], constant: set[str]) -> dict[str, An
         for name, value in arguments.items()
         if not _is_data(name, value, constant)
     }
-
-
-def _outside() -> int:
-    """The ``stacklevel`` for the one that calls this, at which a user called the optimizer."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("everybit_torch", "torch.")):
-        level, frame = level + 1, frame.f_back
-    return level

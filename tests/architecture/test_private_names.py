@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2] / "adapters/everybit_torch"
 OF_OTHERS = {
     ("collectives/communicator.py", "_device_types"),
     ("sharded/shard_tensor.py", "_to_copy"),  # an operator of ATen
-    ("variants.py", "_getframe"),
+    ("notices.py", "_getframe"),
     # Of transformers and of the enum of its names, which has no public way to add one.
     ("names/trainer.py", "_OPTIMIZER_HANDLERS"),
     ("names/trainer.py", "_value2member_map_"),

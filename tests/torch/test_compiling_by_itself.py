@@ -91,17 +91,19 @@ def test_what_counts_is_what_a_group_steps_in_one_dtype(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("worth_it")
-def test_without_a_compiler_it_is_not_compiled_and_nothing_is_said(
+def test_without_a_compiler_it_is_not_compiled_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(compiling, "_cpp_compiler_error", lambda: "InvalidCxxCompiler")
+    compiling._log_missing_compiler.cache_clear()
     monkeypatch.setattr("everybit_torch.variants.compile_step", refuse)
     model = Awkward()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 1)
     assert ", uncompiled; " in repr(optimizer)
     assert not recwarn.list
-    assert not messages(caplog, logging.INFO)
+    (told,) = messages(caplog, logging.INFO)
+    assert told.startswith("compile='auto': torch found no C++ compiler (InvalidCxxCompiler); steps run uncompiled")
     compiling._warn_of_missing_compiler.cache_clear()
     asked = AdamW(Awkward().parameters(), compile=True)
     with pytest.warns(

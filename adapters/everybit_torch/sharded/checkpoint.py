@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit.entries import former_names
+from everybit_torch import notices
 from everybit_torch.collectives import groups
 from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
@@ -227,7 +228,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
             saved_hyperparameters.take(param_group, values)
         stepper.loaded()
     if hyperparameters and not tables and _is_first(group):
-        warnings.warn(f"{place}: holds no hyperparameters; the stepper's stay as they are.", stacklevel=2)
+        notices.warn(f"{place}: holds no hyperparameters; the stepper's stay as they are.")
     _warn_if_unverified(found, group)
 
 
@@ -311,10 +312,9 @@ def _require_counts(optimizer: TorchOptimizer, given: Mapping[int, Mapping[str, 
 
 def _warn_if_unverified(found: Inventory, group: dist.ProcessGroup | None) -> None:
     if not found.checked and _is_first(group):
-        warnings.warn(
+        notices.warn(
             f"{found.folder}: has no checksums (it was written by dcp.save, or by a version before them), so that nothing could be"
-            " verified: bits that have changed since it was written were loaded as they are. Save it again to have them.",
-            stacklevel=3,
+            " verified: bits that have changed since it was written were loaded as they are. Save it again to have them."
         )
 
 
@@ -429,9 +429,7 @@ def _raise_pending(stepper: FlatStepper) -> None:
 def _warn_of_pending(stepper: FlatStepper) -> None:
     """Wait for a save that is under way, and say if it failed and nobody has asked: the checkpoint before it is what one wants then."""
     if (error := _unseen(stepper)) is not None:
-        warnings.warn(
-            f"the last asynchronous save failed, and the checkpoint before it is in place: {error}", stacklevel=3
-        )
+        notices.warn(f"the last asynchronous save failed, and the checkpoint before it is in place: {error}")
 
 
 def _unseen(stepper: FlatStepper) -> BaseException | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from torch import nn
 
 from everybit.dtypes import FloatDType
 from everybit.optimizer import Unsafe
+from everybit_torch import notices
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, ranks_of
@@ -453,7 +453,7 @@ class FlatStepper(Control, ModelAccess):
         for handle in self._handles:
             handle.remove()
         if self.saving is not None and (error := self.saving.unseen()) is not None:
-            warnings.warn(f"close: the last asynchronous save failed: {error}", stacklevel=2)
+            notices.warn(f"close: the last asynchronous save failed: {error}")
         self.staging.free()
         for communicator in self._made:
             communicator.close()

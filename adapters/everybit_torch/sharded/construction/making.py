@@ -7,7 +7,6 @@ on the meta device again, on all ranks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everybit_torch import notices
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.dtensors import local
 from everybit_torch.sharded.agreement import Everyone
@@ -121,10 +121,9 @@ class Construction:
 
             found = CheckpointFiles(values.path, values.prefix, self._tensors[0].names)
             if not found.is_checked and self._everyone.is_first:
-                warnings.warn(
+                notices.warn(
                     f"{found.where}: has no checksums (it was written by dcp.save), so that nothing can be verified: bits that have changed"
-                    " since it was written are taken over as they are.",
-                    stacklevel=6,
+                    " since it was written are taken over as they are."
                 )
             if found.others:
                 raise ValueError(

@@ -1,0 +1,16 @@
+"""Warnings that point at the line of the user's program."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+_PACKAGES = ("everybit", "everybit_torch", "torch")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line that is neither this library's nor torch's."""
+    level, frame = 2, sys._getframe(1)  # stack level 2 is the caller
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -19,7 +19,7 @@ from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.freezing import freeze, unfreeze
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradient_release import GradientRelease, enable_gradient_release
-from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, NAdam, RAdam, Rprop
+from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, NAdam, RAdam, Rprop
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.outer import OuterOptimizer
 from everybit_torch.quantized_state_dicts import (
@@ -108,6 +108,7 @@ __all__ = [
     "LayerAudit",
     "Lion",
     "MixedPrecision",
+    "Muon",
     "NAdam",
     "NonFinite",
     "NonFiniteState",

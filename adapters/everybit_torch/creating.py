@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
+from everybit.matrix_views import MatrixView
 from everybit.named_optimizers import OptimizerName, optimizer_named
 from everybit.optimizer import Unsafe
 from everybit.policy_names import PolicyOrName
 from everybit.scalars import Hyperparameter
+from everybit.transform import Transform
 from everybit_torch import drop_ins, more_drop_ins
+from everybit_torch.embeddings import embeddings_of, for_model, policy_with_embeddings
 from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.param_groups import Params
 from everybit_torch.stepping import Compile
 
-Option = Hyperparameter | bool | tuple[Hyperparameter | None, ...] | Callable[[str, Tensor], bool] | None
-"""What a hyperparameter may be."""
+Choice = Literal[
+    "adagrad", "adam", "all", "alone", "bfloat16", "both", "cautious", "channel", "columns", "columns_then_rows", "corrected", "coupled",
+    "cubic", "decoupled", "deepseek", "directions", "exact", "float32", "float64", "frobenius", "independent", "kept", "kl", "largest",
+    "larger", "last", "learning_rate", "longer", "match_rms_adamw", "none", "original", "polar_express", "quintic", "random", "rmsprop",
+    "root", "rows", "rows_then_columns", "sgd", "singular", "smaller", "spectral_unclamped", "start", "step", "steps", "tensor", "together",
+]  # fmt: skip
+"""The words that choose among variants of an optimizer."""
+
+Option = (
+    Hyperparameter
+    | bool
+    | Choice
+    | tuple[Hyperparameter | tuple[float, ...] | None, ...]
+    | Callable[[str, Tensor], bool | str]
+    | Callable[[Hyperparameter], Transform[Any]]
+    | MatrixView
+    | Mapping[str, MatrixView]
+    | None
+)
+"""What a hyperparameter may be: a number or a schedule, a choice by name, a mask or labels, a view of matrices, another optimizer."""
 
 CLASSES: Mapping[OptimizerName, type[TorchOptimizer]] = {
     "sgd": drop_ins.SGD,
@@ -42,6 +63,7 @@ def create(
     name: OptimizerName,
     model_or_params: nn.Module | Params,
     *,
+    model: nn.Module | None = None,
     policy: PolicyOrName | None = None,
     lr: float | Tensor | None = None,
     layout: Layout = "auto",
@@ -59,7 +81,10 @@ def create(
 
     Args:
         name: One of :func:`everybit.optimizers`.
-        model_or_params: A model, which stands for its ``named_parameters()``; or parameters, or param groups.
+        model_or_params: A model, which stands for its ``named_parameters()``; or parameters, or param groups. Optimizers that treat
+            embeddings and heads in another way, such as Muon, know a model's ``nn.Embedding`` modules; of named parameters they look at
+            the names, and matrices without names they refuse.
+        model: The model of parameters or param groups that are given apart from it, with its names of them.
         policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`; None for float32 and
             float64 models only.
         lr: Learning rate; None: the optimizer's default.
@@ -85,7 +110,15 @@ def create(
         0.9999
     """
     found = optimizer_named(name, field="create: name")
-    params = model_or_params.named_parameters() if isinstance(model_or_params, nn.Module) else model_or_params
+    if isinstance(model_or_params, nn.Module):
+        if model is not None:
+            raise TypeError("create: got a model twice; accepted with model= are parameters or param groups.")
+        model, params = model_or_params, cast(Params, model_or_params.named_parameters())
+    else:
+        params = model_or_params
+    params, function = for_model(params, found.function, model)
+    if model is not None:
+        policy = policy_with_embeddings(policy, embeddings_of(model))
     given: dict[str, Any] = {} if lr is None else {"lr": lr}
     given |= options
     settings: dict[str, Any] = {
@@ -94,7 +127,7 @@ def create(
     }  # fmt: skip
     kind: Any = CLASSES.get(found.name)
     made: TorchOptimizer = (
-        TorchOptimizer(params, found.function, **settings, **(torch_defaults(found.function) | given))
+        TorchOptimizer(params, function, **settings, **(torch_defaults(function) | given))
         if kind is None
         else kind(params, **settings, **given)
     )

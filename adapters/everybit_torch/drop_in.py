@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
+from everybit.optimizer import Unsafe
 from everybit.policy_names import PolicyOrName
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.stepping import Compile
@@ -38,6 +39,7 @@ class DropIn(TorchOptimizer):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
     ) -> Self:
         """Take over from the ``torch.optim`` optimizer of the same name, in the middle of a run or before its first step.
 
@@ -54,6 +56,7 @@ class DropIn(TorchOptimizer):
             compile: See there.
             metrics: See there.
             seed: See there.
+            unsafe: See there.
 
         Raises:
             TypeError: An optimizer of another class.
@@ -89,7 +92,7 @@ class DropIn(TorchOptimizer):
                 group["params"] = [*zip(group.pop("param_names"), group["params"], strict=True)]
         made: Self = cast(Any, cls)(
             groups, **_without(options, optimizer.defaults), policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile,
-            metrics=metrics, seed=seed,
+            metrics=metrics, seed=seed, unsafe=unsafe,
         )  # fmt: skip
         made.load_torch_state_dict(optimizer.state_dict())
         return made

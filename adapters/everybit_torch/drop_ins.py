@@ -1,4 +1,4 @@
-"""Optimizers with ``torch.optim``'s signatures, plus ``policy``, ``layout``, ``compile``, ``metrics`` and ``seed``."""
+"""Optimizers with ``torch.optim``'s signatures, plus ``policy``, ``layout``, ``compile``, ``metrics``, ``seed`` and ``unsafe``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.optimizer import Unsafe
 from everybit.policy_names import PolicyOrName
 from everybit.scalars import Hyperparameter
 from everybit_torch.arguments import TorchArguments
@@ -47,6 +48,7 @@ class AdamW(DropIn):
         compile: Compile the step.
         metrics: Measure each step.
         seed: The seed of stochastic rounding.
+        unsafe: What is done with a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
         torch_arguments: ``foreach``, ``fused``, ``differentiable``, ``decoupled_weight_decay``, at the values by which torch leaves the
             choice open, and ``capturable`` at either, since every step can be captured. The other arguments of
             :func:`everybit.adamw` are taken, too.
@@ -90,12 +92,13 @@ class AdamW(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
             params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
             fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -123,11 +126,12 @@ class Adam(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
             params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -175,6 +179,7 @@ class Lion(TorchOptimizer):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: See there.
     """
 
@@ -194,12 +199,13 @@ class Lion(TorchOptimizer):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
             params, lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
             fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -242,6 +248,7 @@ class SGD(_WithOptionalMomentum):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: See there.
     """
 
@@ -266,11 +273,13 @@ class SGD(_WithOptionalMomentum):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
             params, eb.sgd, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
             maximize=maximize, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -293,6 +302,7 @@ class RMSprop(_WithOptionalMomentum):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: See there.
     """
 
@@ -318,10 +328,12 @@ class RMSprop(_WithOptionalMomentum):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[TorchArguments],
     ) -> None:
         super().__init__(
             params, eb.rmsprop, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
             maximize=maximize, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip

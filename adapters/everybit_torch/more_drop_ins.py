@@ -1,14 +1,16 @@
-"""Further optimizers with ``torch.optim``'s signatures, plus ``policy``, ``layout``, ``compile``, ``metrics`` and ``seed``."""
+"""Further optimizers with ``torch.optim``'s signatures, plus ``policy``, ``layout``, ``compile``, ``metrics``, ``seed`` and ``unsafe``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import everybit as eb
+from everybit.optimizer import Unsafe
 from everybit.policy_names import PolicyOrName
 from everybit_torch.arguments import ImplementationArguments
 from everybit_torch.drop_in import IMPLEMENTATION, DropIn
@@ -38,6 +40,7 @@ class NAdam(DropIn):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
     """
 
@@ -61,12 +64,13 @@ class NAdam(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[ImplementationArguments],
     ) -> None:
         super().__init__(
             params, eb.nadam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay,
             decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -88,6 +92,7 @@ class RAdam(DropIn):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
     """
 
@@ -110,12 +115,13 @@ class RAdam(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[ImplementationArguments],
     ) -> None:
         super().__init__(
             params, eb.radam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
             decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -137,6 +143,7 @@ class Adagrad(DropIn):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: ``foreach``, ``fused`` and ``differentiable``, as there.
     """
 
@@ -165,12 +172,13 @@ class Adagrad(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[ImplementationArguments],
     ) -> None:
         super().__init__(
             params, eb.adagrad, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
             initial_accumulator_value=initial_accumulator_value, eps=eps, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -191,6 +199,7 @@ class Adamax(DropIn):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
     """
 
@@ -212,11 +221,12 @@ class Adamax(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[ImplementationArguments],
     ) -> None:
         super().__init__(
             params, eb.adamax, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -237,6 +247,7 @@ class Adadelta(DropIn):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
     """
 
@@ -258,11 +269,12 @@ class Adadelta(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[ImplementationArguments],
     ) -> None:
         super().__init__(
             params, eb.adadelta, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -285,6 +297,7 @@ class Adafactor(DropIn):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: ``foreach``, as there.
     """
 
@@ -309,11 +322,12 @@ class Adafactor(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[ImplementationArguments],
     ) -> None:
         super().__init__(
             params, eb.torch_adafactor, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -333,6 +347,7 @@ class Rprop(DropIn):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
     """
 
@@ -353,11 +368,12 @@ class Rprop(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[ImplementationArguments],
     ) -> None:
         super().__init__(
             params, eb.rprop, lr=lr, etas=etas, step_sizes=step_sizes, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -384,6 +400,7 @@ class ASGD(DropIn):
         compile: See there.
         metrics: See there.
         seed: See there.
+        unsafe: See there.
         torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
     """
 
@@ -406,10 +423,77 @@ class ASGD(DropIn):
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
+        unsafe: Unsafe = "refuse",
         **torch_arguments: Unpack[ImplementationArguments],
     ) -> None:
         super().__init__(
             params, eb.asgd, lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
+
+
+class Muon(DropIn):
+    """Muon of matrices, as ``torch.optim.Muon``; see :func:`everybit.torch_muon` and :class:`~everybit_torch.TorchOptimizer`.
+
+    It orthogonalizes every parameter that it is given; embeddings and heads are another optimizer's. ``create("muon", model)`` is for all.
+
+    Args:
+        params: Parameters of two dimensions, or param groups.
+        lr: Learning rate, at least zero.
+        weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
+        momentum: Decay rate of the running mean of gradients, in [0, 1).
+        nesterov: Look a step ahead.
+        ns_coefficients: a, b, c of each step of the iteration that orthogonalizes.
+        eps: The least norm that a matrix is divided by, above zero.
+        ns_steps: Steps of the iteration, from 1 to 99.
+        adjust_lr_fn: Factor of the update, from rows and columns: ``"original"``, the default, or ``"match_rms_adamw"``.
+        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
+        layout: See there.
+        flat_gradients: See there.
+        compile: See there.
+        metrics: See there.
+        seed: See there.
+        unsafe: See there.
+
+    """
+
+    torch_class = torch.optim.Muon
+    torch_names = TorchNames({"momentum": "momentum_buffer"}, False, {})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        policy: PolicyOrName | None = None,
+        layout: Layout = "auto",
+        flat_gradients: bool = False,
+        compile: Compile = "auto",
+        metrics: bool = False,
+        seed: int = 0,
+        unsafe: Unsafe = "refuse",
+    ) -> None:
+        super().__init__(
+            params, eb.torch_muon, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
+            ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
+            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+        )  # fmt: skip
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, all of whose parameters are matrices."""
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        for index, parameter in enumerate(self.param_groups[number]["params"]):
+            if not is_lazy(parameter) and parameter.ndim != 2:
+                raise ValueError(
+                    f"Muon: param group {number}, parameter {index}: got shape {tuple(parameter.shape)}; accepted are matrices."
+                    " create('muon', model) steps a whole model, with AdamW for other parameters."
+                )

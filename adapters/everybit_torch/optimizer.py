@@ -18,6 +18,7 @@ from everybit_torch import full_weights, loading, notices, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
 from everybit_torch.dtensors import over_mesh
+from everybit_torch.embeddings import require_names
 from everybit_torch.engine import Engine
 from everybit_torch.entries import ParameterState, States, state_replaced
 from everybit_torch.following import require_followable
@@ -140,6 +141,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         mixed = self._maker.mixed or any(tensor.dtype in LOW for tensor in tensors)
         policies = self._maker.policies(policy, dict.fromkeys(tensor.dtype for tensor in tensors), number, mixed=mixed)
         group = self._maker.make(number, policies, self.factory_arguments({**self.defaults, **param_group}))
+        require_names(group.optimizers.values(), named_tree(given))
         main_dtypes = main_gradients(number, named_tree(given), policies)
         super().add_param_group(param_group)
         self._maker.mixed = mixed

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everybit.dtypes import dtype_name, torch_dtype
 from everybit.policies import describe, native
@@ -87,6 +87,20 @@ def as_lists(params: Params) -> Params:
             for one in params
         ],
     )
+
+
+def named_by(params: Params, model: nn.Module) -> Params:
+    """Parameters or param groups with the names that a model has for them; as they are if they have names, or one is not the model's."""
+    given: list[Any] = list(cast(Any, as_lists(params)))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    lists = [[one["params"]] if isinstance(one["params"], Tensor) else list(one["params"]) for one in groups]
+    if not all(id(parameter) in names for each in lists for parameter in each):
+        return given
+    return [
+        {**one, "params": [(names[id(parameter)], parameter) for parameter in each]}
+        for one, each in zip(groups, lists, strict=True)
+    ]
 
 
 def tensors_of(params: Params) -> Iterator[Tensor]:

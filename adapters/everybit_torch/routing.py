@@ -38,11 +38,13 @@ def routing(optimizer: TorchOptimizer | LaidOut) -> str:
         >>> import torch
         >>> from everybit_torch import create, routing
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4))
-        >>> print(routing(create("muon", [("embed.weight", model[0].weight), ("proj.weight", model[1].weight)])))
-        others: 1 parameter, 36 elements
-          embed.weight (9, 4)
+        >>> print(routing(create("muon", model)))
+        labels by types of modules, names and shapes
+        others: 2 parameters, 40 elements
+          0.weight (9, 4) by the type of its module
+          1.bias (4,) by shape
         matrix: 1 parameter, 16 elements
-          proj.weight (4, 4)
+          1.weight (4, 4)
     """
     if isinstance(optimizer, TorchOptimizer):
         return _of_groups(optimizer)

@@ -49,7 +49,7 @@ from everybit.formats import (
 )
 from everybit.kronecker import Kronecker
 from everybit.labels import by_name, label_table, layerwise_decay, mup_scales
-from everybit.matrix_aliases import HiddenMatrices, muon, normuon
+from everybit.matrix_aliases import HiddenMatrices, muon, normuon, torch_muon
 from everybit.matrix_views import MatrixView, batched, flattened, heads, matrix, row_blocks
 from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.metrics import Metrics, with_metrics
@@ -187,6 +187,6 @@ __all__ = [
     "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw",
     "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "sm3",
     "soap", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay",
-    "tiger", "torch_adafactor", "trace", "tree", "unfreeze", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
+    "tiger", "torch_adafactor", "torch_muon", "trace", "tree", "unfreeze", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
 ]  # fmt: skip

@@ -23,6 +23,27 @@ def plain_name(path: str) -> str:
     return _STEP.sub(lambda found: "." + next(one for one in found.groups() if one is not None), path).lstrip(".")
 
 
+def require_name(path: str, who: str, why: str, instead: str) -> str:
+    """Return a parameter's name with dots.
+
+    Args:
+        path: Of the parameter, as :func:`everybit.tree.paths` writes it.
+        who: What decides by names, for the message.
+        why: What the name would tell.
+        instead: What else is accepted.
+
+    Raises:
+        ValueError: The path has positions alone: a list of parameters, or a single one.
+    """
+    name = plain_name(path)
+    if not any(map(str.isalpha, name)):
+        raise ValueError(
+            f"{who}: params{path} has no name, which would tell {why}; accepted are named parameters, such as"
+            f" model.named_parameters(), or {instead}."
+        )
+    return name
+
+
 def require_each(params: object, check: Callable[[Tensor], object]) -> None:
     """Call ``check`` with every parameter of a tree.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -12,9 +12,9 @@ from torch import Tensor
 from everybit.aliases import adamw
 from everybit.combinators.chain import Chain, chain
 from everybit.combinators.masked import Partition, partition
-from everybit.labels import plain_name, require_patterns
-from everybit.matrix_views import MatrixView, view_for
-from everybit.orthogonalization import Arithmetic, Batching, Coefficients, Normalization
+from everybit.labels import plain_name, require_name, require_patterns
+from everybit.matrix_views import MatrixView, matrix, view_for
+from everybit.orthogonalization import PUBLISHED, Arithmetic, Batching, Coefficients, Normalization, Triple
 from everybit.scalars import Hyperparameter, Scalar, require
 from everybit.transform import Transform
 from everybit.transforms.decay_variants import add_cautious_decay
@@ -48,25 +48,50 @@ class HiddenMatrices:
         others: A regular expression that is found in the names of others; None: there are no others.
         view: Of parameters that no pattern is found in; None: matrices as they are, convolutions flattened. What it does not fit, by the
             number of dimensions, is among the others.
+        embeddings: Names of the embeddings of a model, by the types of its modules; None: the model is not known.
     """
 
     views: tuple[tuple[str, MatrixView], ...] = ()
     others: str | None = NOT_HIDDEN
     view: MatrixView | None = None
+    embeddings: frozenset[str] | None = None
 
     def __call__(self, path: str, parameter: Tensor) -> str:
-        """Return the label of a parameter."""
+        """Return the label of a parameter.
+
+        Raises:
+            ValueError: A matrix without a name, which would tell whether it is an embedding or a head.
+        """
+        return self._decide(path, parameter)[0]
+
+    def reason(self, path: str, parameter: Tensor) -> str:
+        """Return what decided that a parameter is among the others: its shape, its name, or its module; empty for matrices."""
+        return self._decide(path, parameter)[1]
+
+    def basis(self) -> str:
+        """Return what all labels are decided by."""
+        return "names and shapes" if self.embeddings is None else "types of modules, names and shapes"
+
+    def with_embeddings(self, names: Collection[str]) -> HiddenMatrices:
+        """Return the same labels, for a model of which these parameters are embeddings, whatever they are called."""
+        return replace(self, embeddings=frozenset(names))
+
+    def _decide(self, path: str, parameter: Tensor) -> tuple[str, str]:
         name = plain_name(path)
         if self.others is not None and parameter.ndim < 2:
-            return "others"
+            return "others", "by shape"
         for pattern, _ in self.views:
             if re.search(pattern, name):
-                return pattern
+                return pattern, ""
         if self.others is None:
-            return "matrix"
+            return "matrix", ""
         seen = self.view or view_for(parameter.shape)
-        hidden = seen is not None and seen.fits(parameter.ndim) and not re.search(self.others, name)
-        return "matrix" if hidden else "others"
+        if seen is None or not seen.fits(parameter.ndim):
+            return "others", "by shape"
+        if name in (self.embeddings or ()):
+            return "others", "by the type of its module"
+        require_name(path, "labels", "whether it is an embedding or a head", "others=None or labels=")
+        return ("others", "by name") if re.search(self.others, name) else ("matrix", "")
 
 
 def muon(
@@ -96,8 +121,8 @@ def muon(
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, made orthogonal; as ``torch.optim.Muon``.
 
     It is one optimizer for a whole model: hidden matrices go through Muon, all other parameters through ``others``, by their names and
-    shapes. ``print(eb.routing(tx, dict(model.named_parameters())))`` shows what goes where. With ``others=None`` all parameters are
-    matrices, or are refused, as torch's.
+    shapes. A matrix without a name is refused. ``print(eb.routing(tx, dict(model.named_parameters())))`` shows what goes where. With
+    ``others=None`` all parameters are matrices, or are refused, as torch's.
 
     Args:
         learning_rate: At least zero; of ``others``, too. With ``scale="match_rms_adamw"`` AdamW's learning rate serves both.
@@ -125,7 +150,7 @@ def muon(
         others: What steps the other parameters, from a learning rate; None: there are none.
         labels: Which these are: a function of (path, parameter) that returns ``"matrix"``, a pattern of ``views``, or ``"others"``. None:
             :class:`HiddenMatrices`: those whose number of dimensions does not fit, and those whose names say that they are embeddings or
-            a head.
+            a head. :func:`everybit_torch.create`, given a model, and ``FlatStepper`` also know its ``nn.Embedding`` modules.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that is no matrix, that a view does not fit, or a view that
@@ -148,6 +173,51 @@ def muon(
         return _decayed([first, *direction(seen)], learning_rate, weight_decay, decay_kind, max_learning_rate)
 
     return routed(of, learning_rate, view, views, others, labels, others_rate)
+
+
+def torch_muon(
+    learning_rate: Hyperparameter = 1e-3,
+    *,
+    weight_decay: Hyperparameter = 0.1,
+    momentum: Hyperparameter = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: Triple = PUBLISHED["quintic"][0],
+    eps: Hyperparameter = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+) -> Chain | Partition:
+    """Muon of matrices alone, with the arguments of ``torch.optim.Muon``; :func:`muon` is the same for a whole model.
+
+    Args:
+        learning_rate: At least zero.
+        weight_decay: A step shrinks a parameter by ``learning_rate * weight_decay`` of itself.
+        momentum: Decay rate, in [0, 1).
+        nesterov: Look a step ahead.
+        ns_coefficients: a, b, c of each step of the iteration.
+        eps: The least norm that a matrix is divided by, above zero.
+        ns_steps: Of the iteration, from 1 to 99.
+        adjust_lr_fn: Factor of the update, from rows and columns: ``"original"``, the default, or ``"match_rms_adamw"``.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that has not two dimensions.
+    """
+    if len(ns_coefficients) != 3:
+        raise ValueError(f"ns_coefficients: got {ns_coefficients!r}; accepted are three numbers.")
+    accepted = (None, "original", "match_rms_adamw")
+    if adjust_lr_fn not in accepted:
+        raise ValueError(f"adjust_lr_fn: got {adjust_lr_fn!r}; accepted are {', '.join(map(repr, accepted))}.")
+    return muon(
+        learning_rate,
+        momentum=momentum,
+        nesterov=nesterov,
+        coefficients=(ns_coefficients,),
+        steps=ns_steps,
+        eps=eps,
+        scale=adjust_lr_fn or "original",
+        weight_decay=weight_decay,
+        view=matrix(),
+        others=None,
+    )
 
 
 def normuon(

@@ -62,8 +62,9 @@ def routing(transform: object, params: object) -> str:
         >>> import torch, everybit as eb
         >>> params = {"embed.weight": torch.ones(9, 4), "qkv.weight": torch.ones(12, 4), "proj.weight": torch.ones(4, 4)}
         >>> print(eb.routing(eb.muon(0.02, views={"qkv": eb.row_blocks(4, 4, 4)}), params))
+        labels by names and shapes
         others: 1 parameter, 36 elements
-          embed.weight (9, 4)
+          embed.weight (9, 4) by name
         qkv: 1 parameter, 48 elements
           qkv.weight (12, 4) as 4 x 4, 4 x 4, 4 x 4
         matrix: 1 parameter, 16 elements
@@ -85,10 +86,28 @@ def routing_tables(transform: object, params: object) -> list[str]:
     outermost = list(_outermost(transform))
     if not outermost:
         return [label_table(lambda _path, _leaf: "all", params, _as_matrices(dict.fromkeys(["all"], transform)))]
-    return [label_table(one.labels, params, _as_matrices(one.transforms)) for one in outermost]
+    tables = []
+    for one in outermost:
+        labels = one.labels if isinstance(one.labels, WithReasons) else None
+        tables += [] if labels is None else [f"labels by {labels.basis()}"]
+        tables.append(label_table(one.labels, params, _as_matrices(one.transforms, labels)))
+    return tables
 
 
-def _as_matrices(transforms: Any) -> Any:
+@runtime_checkable
+class WithReasons(Protocol):
+    """Labels that say what they were decided by."""
+
+    def basis(self) -> str:
+        """Return what all labels are decided by."""
+        ...
+
+    def reason(self, path: str, parameter: Tensor) -> str:
+        """Return what decided the label of a parameter; empty where it is the usual one."""
+        ...
+
+
+def _as_matrices(transforms: Any, labels: WithReasons | None = None) -> Any:
     def shown(label: str, path: str, leaf: Tensor) -> str:
         if label not in transforms:
             raise ValueError(
@@ -96,7 +115,8 @@ def _as_matrices(transforms: Any) -> Any:
                 f" {', '.join(map(repr, transforms))}."
             )
         shapes = matrices_of(transforms[label], plain_name(path) or "a parameter", tuple(leaf.shape))
-        return shown_matrices(shapes, leaf.shape)
+        reason = "" if labels is None else labels.reason(path, leaf)
+        return shown_matrices(shapes, leaf.shape) + (f" {reason}" if reason else "")
 
     return shown
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from everybit.labels import plain_name, require_patterns
+from everybit.labels import require_name, require_patterns
 from everybit.policy import ByLabel, Policy, by_label
 from everybit.policy_names import PolicyName, with_name_resolved
 from everybit.scalars import require_count
@@ -25,12 +25,24 @@ class Wide:
 
     smallest: int
     names: tuple[str, ...]
+    embeddings: frozenset[str] = frozenset()
 
     def __call__(self, path: str, parameter: Tensor) -> str:
-        """Return the label of a whole parameter."""
-        name = plain_name(path)
-        named = any(re.search(pattern, name) for pattern in self.names)
-        return WIDE if parameter.ndim < 2 or parameter.numel() < self.smallest or named else NARROW
+        """Return the label of a whole parameter.
+
+        Raises:
+            ValueError: A parameter without a name, which would decide.
+        """
+        if parameter.ndim < 2 or parameter.numel() < self.smallest:
+            return WIDE
+        if not self.names:
+            return NARROW
+        name = require_name(path, "keep_wide", "whether it is an embedding", "names=()")
+        return WIDE if name in self.embeddings or any(re.search(one, name) for one in self.names) else NARROW
+
+    def with_embeddings(self, names: Collection[str]) -> Wide:
+        """Return the same labels, for a model of which these parameters are embeddings, whatever they are called."""
+        return replace(self, embeddings=frozenset(names)) if self.names else self
 
 
 def keep_wide(
@@ -49,11 +61,13 @@ def keep_wide(
         policy: For matrices and other parameters with two dimensions or more, ``smallest`` elements or more, and other names.
         wide: For all others: vectors have little memory, and the gradients of embeddings come seldom and with very different sizes.
         smallest: Number of elements, at least 0.
-        names: Regular expressions; a parameter in whose dotted name one is found is stored under ``wide``.
+        names: Regular expressions; a parameter in whose dotted name one is found is stored under ``wide``. So are, unless there are none,
+            the tables of ``nn.Embedding`` where the model is known.
 
     Raises:
         TypeError: A policy that is none.
-        ValueError: An unknown name of a policy, a negative ``smallest``, or a pattern that is no regular expression.
+        ValueError: An unknown name of a policy, a negative ``smallest``, or a pattern that is no regular expression; from the labels, a
+            parameter without a name.
 
     Reference:
         Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, section 2.3, for embeddings; bitsandbytes and torchao keep parameters with

@@ -101,6 +101,30 @@ def test_trainer_knows_every_optimizer_of_the_list(tmp_path: Path) -> None:
         trained(tmp_path, optim="everybit_rprop", optim_args="policy=LEAN_BF16", weight_decay=0.1)
 
 
+@pytest.mark.parametrize("name", ["muon", "normuon", "adam_mini"])
+def test_trainer_gives_names_and_modules_to_optimizers_that_go_by_them(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    import_module("everybit_torch.names.trainer").register()
+    trainer = trained(
+        tmp_path,
+        optim=f"everybit_{name}",
+        optim_args="policy=LEAN_BF16, compile=false",
+        learning_rate=2e-2,
+        weight_decay=0.1,
+    )
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    assert type(optimizer) is OPTIMIZERS[name]
+    # Trainer's own groups: biases and norms do not decay.
+    decayed, others = (set(group["param_names"]) for group in optimizer.param_groups)
+    assert decayed == set(trainer.get_decay_parameter_names(trainer.model)) - {"lm_head.weight"}  # which is tied
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all("bias" in one or "ln_" in one for one in others)
+    if name != "adam_mini":
+        table = everybit_torch.routing(optimizer)
+        assert "  transformer.wte.weight (256, 16) by the type of its module\n" in table
+        assert "matrix: 4 parameters, 3072 elements\n" in table
+
+
 def test_the_patch_brings_adamw_anyprecision_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     installed: Any = import_module("transformers.trainer_optimizer")
@@ -130,22 +154,27 @@ def test_the_patch_brings_adamw_anyprecision_back(tmp_path: Path, monkeypatch: p
 def test_timm_knows_the_names(name: eb.OptimizerName) -> None:
     timm, kind = pytest.importorskip("timm"), OPTIMIZERS[name]
     import_module("everybit_torch.names.timm").register()  # a second time, too
+    torch.manual_seed(0)
     first = nn.Linear(4, 4)
     model = nn.Sequential(first, nn.LayerNorm(4)).bfloat16()
-    optimizer = timm.optim.create_optimizer_v2(
-        model,
-        opt=f"everybit{name.replace('_', '')}",
-        lr=0.5,
-        weight_decay=0.0 if name == "rprop" else 0.25,
-        policy="LEAN_BF16",
-    )
+    given: dict[str, Any] = {
+        "opt": f"everybit{name.replace('_', '')}",
+        "lr": 0.5,
+        "weight_decay": 0.0 if name == "rprop" else 0.25,
+        "policy": "LEAN_BF16",
+    }
+    if name in ("muon", "normuon", "adam_mini"):
+        with pytest.raises(ValueError, match="has no name"):
+            timm.optim.create_optimizer_v2(model, **given)
+        given["names_from"] = model  # timm gives groups without names
+    optimizer = timm.optim.create_optimizer_v2(model, **given)
     assert type(optimizer) is kind
     if name != "rprop":
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.25]
     before = first.weight.detach().clone()
-    for _ in range(2):  # ADOPT moves nothing in its first step
+    for _ in range(8):  # ADOPT moves nothing in its first step, schedule-free RAdam in its first five
         optimizer.zero_grad()
-        model(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum().backward()
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).pow(3).sum().backward()
         optimizer.step()
     # In full precision: some first steps are smaller than bfloat16 shows.
     weights = {one.shape: one for group in optimizer.export_fp32() for one in group}

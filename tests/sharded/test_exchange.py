@@ -149,7 +149,9 @@ def captured() -> str:
 
 def test_a_capture_is_refused_and_the_optimizer_goes_on() -> None:
     for found in run(2, captured):
-        assert found == "matrix: 1 parameter, 48 elements\n  weight (8, 6)"
+        assert (
+            found == "labels by types of modules, names and shapes\nmatrix: 1 parameter, 48 elements\n  weight (8, 6)"
+        )
 
 
 def test_work_is_distributed_evenly_and_in_order() -> None:

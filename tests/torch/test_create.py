@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 import everybit as eb
 import everybit_torch
 from everybit_torch import TorchOptimizer, create
-from everybit_torch.creating import CLASSES
+from everybit_torch.creating import CLASSES, Choice
 from everybit_torch.hyperparameter_names import torch_defaults
 
 
@@ -91,3 +91,16 @@ def test_policies_and_options_are_passed_on() -> None:
 def test_mistakes_are_named(name: Any, options: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         create(name, model(torch.bfloat16 if "policy" in options else torch.float32), **options)
+
+
+def test_the_words_that_create_takes_are_those_of_all_optimizers() -> None:
+    """So that `create("muon", model, scale="match_rms_adamw")` type-checks, and a misspelt word does not."""
+
+    def words(annotation: Any) -> set[str]:
+        if get_origin(annotation) is Literal:
+            return {word for word in get_args(annotation) if isinstance(word, str)}
+        parts = [part for part in get_args(annotation) if not isinstance(part, (str, int, list))]
+        return {word for part in parts for word in words(part)}
+
+    annotations = [one.annotation for named in eb.optimizers().values() for one in named.arguments.values()]
+    assert {word for annotation in annotations for word in words(annotation)} == set(get_args(Choice))

@@ -7,7 +7,7 @@ from typing import Any, assert_type
 import torch
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer, create, weight_decay_groups
+from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, Muon, TorchOptimizer, create, weight_decay_groups
 
 model = torch.nn.Linear(2, 2)
 optimizer: torch.optim.Optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16, compile=True)
@@ -34,3 +34,13 @@ assert_type(create("ademamix", model, policy="LEAN_BF16", lr=1e-3, betas=(0.9, 0
 wanted: eb.OptimizerName = "lamb"
 create(wanted, groups, lr=torch.tensor(1e-3), max_grad_norm=None, always_adapt=False)
 assert_type(eb.optimizers()["sgd"].state_bytes("FP32", momentum=0.9), dict[str, float])
+
+
+def embeds(path: str, _: torch.Tensor) -> str:
+    return "others" if "embed" in path else "matrix"
+
+
+AdamW(model.parameters(), lr=3e-4, unsafe="warn")
+assert_type(AdamW.from_torch(torch.optim.AdamW(model.parameters()), unsafe="allow"), AdamW)
+create("muon", groups, model=model, scale="match_rms_adamw", views={"qkv": eb.heads(4)}, others=eb.adamw, labels=embeds)
+Muon(model.parameters(), 0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw", policy="LEAN_BF16")

@@ -13,12 +13,15 @@ from functools import partial
 from types import NoneType
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
+from torch import nn
+
 import everybit as eb
 from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizer_named
 from everybit_torch import drop_ins
 from everybit_torch.arguments import by_given_name
 from everybit_torch.config.structure import Choice
 from everybit_torch.creating import CLASSES
+from everybit_torch.embeddings import embeddings_of, for_model, policy_with_embeddings
 from everybit_torch.hyperparameter_names import (
     ARGUMENTS,
     argument_names,
@@ -70,14 +73,18 @@ class Algorithm:
             )
         return replace(self, weight_decay=0.0)
 
-    def build(self, params: Params, **options: Any) -> TorchOptimizer:
+    def build(self, params: Params, model: nn.Module | None = None, **options: Any) -> TorchOptimizer:
         """Return the torch optimizer with these hyperparameters.
 
         Args:
             params: Parameters, or param groups.
+            model: The model that they are of, whose modules tell what is an embedding; None: their names alone do.
             options: Other arguments of :class:`everybit_torch.TorchOptimizer`, such as ``policy``.
         """
-        kind: Any = type(self).optimizer or partial(TorchOptimizer, factory=type(self).factory)
+        params, factory = for_model(params, type(self).factory, model)
+        if model is not None:
+            options["policy"] = policy_with_embeddings(options.get("policy"), embeddings_of(model))
+        kind: Any = type(self).optimizer or partial(TorchOptimizer, factory=factory)
         made: TorchOptimizer = kind(params, **options, **self.hyperparameters())
         return made
 

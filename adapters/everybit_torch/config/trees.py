@@ -85,7 +85,7 @@ class OptimizerConfig:
         groups: list[dict[str, Any]] = [{"params": [one for one in named if one[0] not in exempt]}]
         groups.append({"params": [one for one in named if one[0] in exempt], "weight_decay": 0.0})
         return self.algorithm.build(
-            [group for group in groups if group["params"]],
+            [group for group in groups if group["params"]], model,
             policy=_policy(self.policy), layout=self.layout, flat_gradients=self.flat_gradients, compile=self.compile,
             metrics=self.metrics, seed=self.seed, unsafe=self.unsafe,
         )  # fmt: skip

@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizers
 from everybit.policy_names import PolicyName
 from everybit_torch import drop_ins
 from everybit_torch.creating import CLASSES
+from everybit_torch.embeddings import for_model
 from everybit_torch.hyperparameter_names import torch_defaults
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.param_groups import Params
@@ -110,21 +111,25 @@ def _generated(entry: NamedOptimizer) -> type[TorchOptimizer]:
     defaults = {name: value for name, value in torch_defaults(entry.function).items() if name not in _CODE}
     known = {**defaults, **_SETTINGS}
 
-    def begin(self: Any, params: Params, **given: Any) -> None:
+    def begin(self: Any, params: Params, names_from: nn.Module | None = None, **given: Any) -> None:
         if "weight_decay" not in known and given.get("weight_decay") == 0:
             del given["weight_decay"]  # which other programs always give
         for name in given:
             if name not in known:
                 raise TypeError(f"{title}: {name}: there is no such argument; accepted are {', '.join(known)}.")
         if base is TorchOptimizer:
-            base.__init__(self, params, entry.function, **(defaults | given))
+            params, function = for_model(params, entry.function, names_from)
+            base.__init__(self, params, function, **(defaults | given))
         else:
             base.__init__(self, params, **given)
 
     title = "Everybit" + "".join(part.capitalize() for part in entry.name.split("_"))
     one, keyword = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY), inspect.Parameter.KEYWORD_ONLY
     signature = inspect.Signature([one, *(inspect.Parameter(name, keyword, default=known[name]) for name in known)])
-    doc = f":func:`everybit.{entry.name}` as a torch optimizer, with the policy by name; see :class:`EverybitAdamW`."
+    doc = (
+        f":func:`everybit.{entry.name}` as a torch optimizer, with the policy by name; see :class:`EverybitAdamW`. ``names_from`` is the"
+        " model, for parameters without names."
+    )
     space = {"__init__": begin, "__doc__": doc, "__module__": __name__, "__signature__": signature}
     made: type[TorchOptimizer] = type(title, (base,), space)
     return made

@@ -3,7 +3,8 @@
     optimizer = timm.optim.create_optimizer_v2(model, opt="everybitadamw", lr=1e-3, policy="LEAN_BF16")
 
 timm's training script takes them as ``--opt everybitadamw --opt-kwargs policy=LEAN_BF16``. The names have no underscore, by which timm
-would split them: ``everybitschedulefreeadamw``.
+would split them: ``everybitschedulefreeadamw``. Parameters come without names from timm; ``names_from=model`` gives them to optimizers that
+go by names, such as ``everybitmuon``.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from everybit_torch.creating import CLASSES
 from everybit_torch.names.optimizers import OPTIMIZERS
 
 _FLAGS = {"true": True, "false": False}
@@ -64,6 +65,9 @@ def _handler(name: str, context: Any) -> tuple[type[Any], dict[str, Any]]:
             accepted = [one for one in parameters if one not in of_arguments]
             raise ValueError(f"optim_args: {key}: there is no such argument; accepted are {', '.join(accepted)}.")
         arguments[key] = _value(f"optim_args: {key}", text, parameters[key].default)
+    if name not in CLASSES and context.model is not None:
+        # Trainer gives param groups without names, by which optimizers such as Muon know embeddings and heads.
+        arguments["names_from"] = context.model
     return kind, arguments
 
 

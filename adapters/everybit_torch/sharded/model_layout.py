@@ -20,6 +20,7 @@ from everybit.routing import matrices_of
 from everybit.transform import any_per_tensor, require_transform
 from everybit_torch.choosing import choices, chosen, require_labels_used
 from everybit_torch.dtensors import local, mesh_of
+from everybit_torch.embeddings import embeddings_of, policy_with_embeddings, with_embeddings
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.mixed_precision import MixedPrecision
@@ -107,6 +108,7 @@ def describe(
     homes = _homes(found)
     by_name = {names[key][0]: parameter for key, parameter in parameters.items()}
     require_in_parts(by_name, ranks)
+    transform, policy = _for_model(model, transform, policy)
     label_of, labelled = _label(by_name, transform, policy, labels, _require_names(copies, by_name), is_part=is_part)
     if copies and any_per_tensor(one.transform for one in labelled.values()):
         raise ValueError(
@@ -157,6 +159,16 @@ def describe(
         if name not in copies:  # whose places are those of another part's parameter
             counted[parameter.dtype] += parameter.numel()
     return ModelLayout(tuple(specs), tuple(parameters.values()), tuple(found.items()), labelled)
+
+
+def _for_model(model: nn.Module, transform: Transforms, policy: AnyPrecision) -> tuple[Transforms, AnyPrecision]:
+    """Transforms and policy whose labels know the embeddings of a model."""
+    names = embeddings_of(model)
+    if isinstance(transform, Mapping):
+        return {label: with_embeddings(one, names) for label, one in transform.items()}, policy_with_embeddings(
+            policy, names
+        )
+    return with_embeddings(transform, names), policy_with_embeddings(policy, names)
 
 
 def _find_units(model: nn.Module, units: Units | None) -> dict[str, nn.Module]:

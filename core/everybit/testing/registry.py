@@ -25,7 +25,7 @@ from everybit.combinators.masked import masked, partition
 from everybit.combinators.skipping import skip_large_updates
 from everybit.context import Context
 from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
-from everybit.matrix_aliases import muon, normuon
+from everybit.matrix_aliases import muon, normuon, torch_muon
 from everybit.memory_aliases import adafactor, adam_mini, came, sm3
 from everybit.more_aliases import (
     adabelief,
@@ -208,6 +208,9 @@ _BUILDS: dict[str, Build] = {
         scale="match_rms_adamw",
         decay_kind="cautious",
         others=sgd,
+    ),
+    "torch muon": lambda lr: partition(
+        {"matrix": torch_muon(lr), "tensor": sgd(lr)}, lambda _, leaf: "matrix" if leaf.ndim == 2 else "tensor"
     ),
     "muon with others": lambda lr: muon(lr, arithmetic="float64", others=adamw),
     "muon equalized": lambda lr: muon(

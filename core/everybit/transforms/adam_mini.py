@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
-from everybit.labels import plain_name
+from everybit.labels import require_name
 from everybit.scalars import Hyperparameter, at, bias_correction, require, require_count, require_step
 from everybit.transform import Cut, SlotDecay
 from everybit.tree import Slot
@@ -123,9 +124,15 @@ class AdamMiniBlocks:
 
     Attributes:
         heads: Whether the size of a head is known; if it is not, a query or key is an error.
+        embeddings: Names of the embeddings of a model, by the types of its modules: they are ``"row"``, whatever they are called.
     """
 
     heads: bool = True
+    embeddings: frozenset[str] = frozenset()
+
+    def with_embeddings(self, names: Collection[str]) -> AdamMiniBlocks:
+        """Return the same labels, for a model of which these parameters are embeddings."""
+        return replace(self, embeddings=frozenset(names))
 
     def __call__(self, path: str, parameter: Tensor) -> str:
         """Return the label of a parameter.
@@ -133,12 +140,10 @@ class AdamMiniBlocks:
         Raises:
             ValueError: A parameter without a name; a query or key without the size of a head.
         """
-        name = plain_name(path).lower()
-        if not name or name.isdecimal():
-            raise ValueError(
-                f"adam_mini: params{path} has no name, which would tell what shares a second moment; accepted are named parameters,"
-                " such as model.named_parameters(), or labels=."
-            )
+        given = require_name(path, "adam_mini", "what shares a second moment", "labels=")
+        if given in self.embeddings:
+            return "row"
+        name = given.lower()
         if "bias" in name:
             return "element"
         if parameter.ndim < 2:
@@ -146,7 +151,7 @@ class AdamMiniBlocks:
         if any(one in name for one in ("q_proj", "k_proj", "wq", "wk", "query", "key")):
             if not self.heads:
                 raise ValueError(
-                    f"head_size: got None, and {plain_name(path)!r} is a query or key by its name; accepted is a head's number of rows."
+                    f"head_size: got None, and {given!r} is a query or key by its name; accepted is a head's number of rows."
                 )
             return "head"
         return "row" if any(one in name for one in _BY_ROW) else "tensor"

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import everybit as eb
 from everybit.barriers import sum_of_squares
+from everybit.blocks import FirstElement
 from everybit.combinators.chain import Chain, NamedChain
 from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
@@ -128,7 +129,6 @@ class Reads:
         none = no_members_of(unit)
         ctx = eb.Context(
             axis=ReplayAxis(totals),
-            first_element=unit.first,
             members=none,
             seed=optimizer.seed,
             due=due,
@@ -225,7 +225,7 @@ def ask_without_elements(optimizer: eb.Optimizer[Any], unit: Unit, axis: eb.Axis
         # The state of a matrix is not that of a vector.
         state = optimizer.init([tensor])
     none = torch.empty_like(tensor, dtype=torch.float32)
-    ctx = eb.Context(first_element=unit.first, axis=axis, members=no_members_of(unit), due=due)
+    ctx = eb.Context(axis=axis, members=no_members_of(unit), due=due)
     # Where there are no elements nothing has to be decoded.
     return ask(optimizer, tensor, none, state, ctx, frozenset())
 
@@ -284,7 +284,7 @@ def partial_result(
     tensors: list[Tensor],
     grads: list[Tensor],
     state: OptimizerState[Any],
-    first: int | Tensor,
+    first: FirstElement,
     *,
     totals: Sequence[Tensor],
     members: tuple[eb.Members, ...] | None,
@@ -298,10 +298,10 @@ def partial_result(
     pending reduction.
     """
     if not torch.compiler.is_compiling():
-        replay = ReplayAxis(totals, counted=counted)
+        replay = ReplayAxis(totals, counted=counted, first=first)
         ctx = eb.Context(first_element=first, axis=replay, members=members, due=due)
         return ask(optimizer, tensors[0], grads[0], state, ctx, reads)
-    axis = RecordingAxis(totals, counted=counted)
+    axis = RecordingAxis(totals, counted=counted, first=first)
     optimizer.ask(
         tensors, grads, state, eb.Context(first_element=first, axis=axis, members=members, due=due), reads=reads
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 from everybit.optimizer import OptimizerState
 from everybit_torch.compiling import is_whole
 
@@ -50,13 +51,13 @@ class DirectCalls:
         state: OptimizerState[Any],
         numbers: Tensor,
         given: Mapping[str, Tensor],
-        first: Tensor,
+        first: Tensor | Blocks,
         totals: Sequence[Tensor],
         members: tuple[eb.Members, ...] | None = None,
     ) -> None:
         """Step in place; the arguments are those of a compiled step that is not measured."""
         (tensor,), (grad,) = tensors, grads
-        inputs = [tensor, grad, *eb.tree.leaves(state), first, *given.values(), *totals]
+        inputs = [tensor, grad, *eb.tree.leaves((state, first)), *given.values(), *totals]
         # Members are vectors of other lengths, of which code may depend; Dynamo looks at them.
         kind = _kind(inputs) if members is None else None
         known = None if kind is None else self._known.get(kind)

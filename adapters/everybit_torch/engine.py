@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState
 from everybit_torch import byte_account, full_precision
@@ -114,7 +115,7 @@ class Engine:
         self,
         optimizer: eb.Optimizer[Any],
         tensor: Tensor,
-        first: int,
+        first: int | Blocks,
         *,
         chunk: int = CHUNK,
         parameters: Sequence[Tensor] = (),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import everybit as eb
 from everybit.dtypes import torch_dtype
 from everybit.entries import WEIGHTS, former_names
 from everybit_torch.choosing import applied
@@ -82,9 +81,8 @@ def expectations(
         )
     for run in placement.runs if placement is not None else []:
         tensor = run.shadow()
-        state = run.optimizer.init([tensor], eb.Context(first_element=run.first))
-        state = begun(run.optimizer, run.parameters, state, run.first)
-        units.append(run.unit(tensor, state, run.first))
+        state = begun(run.optimizer, run.parameters, run.optimizer.init([tensor]), run.firsts[0])
+        units.append(run.unit(tensor, state, run.firsts))
     return {id(member.parameter): _kinds(unit, member, full=full) for unit in units for member in unit.members}
 
 

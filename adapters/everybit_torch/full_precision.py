@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks, FirstElement
 from everybit.entries import WEIGHTS
 from everybit.optimizer import OptimizerState
 from everybit_torch.dtensors import like, local
+from everybit_torch.gradients import gather_with_gaps
 from everybit_torch.units import Member, Unit, init_state, write
 from everybit_torch.work_rows import stored_work
 
@@ -123,9 +125,13 @@ def export_weights(stepped: Stepped, export: Export = eb.Optimizer.export_fp32) 
 def import_weights(stepped: Stepped, given: Mapping[int, Tensor]) -> None:
     """Store full-precision weights, by id of the parameter; state stays as it is, but for residuals."""
     for unit, optimizer in stepped:
-        pieces = [local(given[id(p)]).to(unit.tensor.device).reshape(-1) for p in unit.parameters]
-        weights = torch.cat(pieces).view(unit.tensor.shape)
-        write(([unit.tensor], unit.state), optimizer.import_fp32([weights], [unit.tensor], unit.state))
+        pieces = [local(given[id(p)]).to(unit.tensor.device) for p in unit.parameters]
+        ranges = [(member.start, member.stop) for member in unit.members]
+        weights = gather_with_gaps(pieces, ranges, unit.tensor.numel()).view(unit.tensor.shape)
+        write(
+            ([unit.tensor], unit.state),
+            optimizer.import_fp32([weights], [unit.tensor], unit.state, eb.Context(first_element=unit.first)),
+        )
 
 
 def export_piece(optimizer: eb.Optimizer[Any], tensor: Tensor, state: OptimizerState[Any], into: Tensor) -> None:
@@ -141,16 +147,19 @@ def export_piece(optimizer: eb.Optimizer[Any], tensor: Tensor, state: OptimizerS
     into.view(weights.shape).copy_(weights)
 
 
-def begin_again(optimizer: eb.Optimizer[Any], tensor: Tensor, state: OptimizerState[Any]) -> None:
+def begin_again(optimizer: eb.Optimizer[Any], tensor: Tensor, state: OptimizerState[Any], first: FirstElement) -> None:
     """Have what is kept beside a parameter be that of its present values; moments and counts stay.
 
     Args:
         optimizer: How it is stored.
         tensor: The parameter.
         state: Of it, which is written to.
+        first: The global indices of the elements.
     """
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    write(state.extra, optimizer.import_fp32([tensor.to(wide)], [tensor], state)[1].extra)
+    write(
+        state.extra, optimizer.import_fp32([tensor.to(wide)], [tensor], state, eb.Context(first_element=first))[1].extra
+    )
 
 
 def pieces_of(block: int) -> int:
@@ -159,7 +168,7 @@ def pieces_of(block: int) -> int:
 
 
 def begin_at(
-    optimizer: eb.Optimizer[Any], weights: Tensor, like: Tensor, step: Tensor, first: int
+    optimizer: eb.Optimizer[Any], weights: Tensor, like: Tensor, step: Tensor, first: int | Blocks
 ) -> tuple[list[Tensor], OptimizerState[Any]]:
     """Return the parameter and the state before a first step that begins at these weights, with all of their bits that are kept.
 
@@ -168,7 +177,7 @@ def begin_at(
         weights: In the compute dtype.
         like: The parameter, whose values do not matter.
         step: The count of steps.
-        first: The global index of the first element.
+        first: The global indices of the elements.
     """
     begun = OptimizerState(step, [()], optimizer.transform.init([weights.clone()]))
     return optimizer.encode([weights], begun, [like], eb.Context(first_element=first))

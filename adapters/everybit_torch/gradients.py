@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import is_
 from typing import Any, Protocol
 
@@ -157,16 +157,15 @@ class GradientBuffer:
     Args:
         parameters: Of one device; gradients they hold already are kept.
         dtype: In which gradients are accumulated.
+        starts: Where that of each begins.
+        numel: Length of the buffer.
     """
 
-    def __init__(self, parameters: list[Tensor], dtype: torch.dtype) -> None:
-        size = sum(parameter.numel() for parameter in parameters)
-        self.buffer = torch.zeros(size, dtype=dtype, device=parameters[0].device)
-        self.slots: list[GradientSlot] = []
-        start = 0
-        for parameter in parameters:
-            self.slots.append(GradientSlot(parameter, self.buffer, start))
-            start += parameter.numel()
+    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, starts: Sequence[int], numel: int) -> None:
+        self.buffer = torch.zeros(numel, dtype=dtype, device=parameters[0].device)
+        self.slots = [
+            GradientSlot(parameter, self.buffer, start) for parameter, start in zip(parameters, starts, strict=True)
+        ]
 
     def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
         """Return the parameters' gradients; None for one without."""
@@ -203,13 +202,11 @@ class GradientBuffer:
             else:
                 slot.put_back(parameter)
 
-    def restore(self, parameters: list[Tensor]) -> None:
+    def restore(self, parameters: list[Tensor], starts: Sequence[int]) -> None:
         """Restore the views of this buffer and the hooks after a copy, which does not copy them."""
-        start = 0
-        for parameter, slot in zip(parameters, self.slots, strict=True):
+        for parameter, slot, start in zip(parameters, self.slots, starts, strict=True):
             slot.lie_in(self.buffer, start, slot.view.shape)
             slot.watch(parameter)
-            start += slot.view.numel()
 
 
 # Elements that are gathered at a time: enough for a call of compiled code, and few enough to stay in a cache.
@@ -296,6 +293,18 @@ def gather(grads: Sequence[Tensor]) -> Tensor:
         return grads[0].reshape(-1)
     dtypes = {grad.dtype for grad in grads}
     return flatten(grads if len(dtypes) == 1 else [grad.to(_widest(dtypes)) for grad in grads])
+
+
+def gather_with_gaps(tensors: Sequence[Tensor], ranges: Sequence[tuple[int, int]], numel: int) -> Tensor:
+    """One vector of several tensors, each in its range, in the widest of their dtypes; zeros are in the gaps between them."""
+    dtype = _widest({tensor.dtype for tensor in tensors})
+    zeros = tensors[0].new_zeros(
+        max((b - a for (_, a), (b, _) in pairwise([*ranges, (numel, numel)])), default=0), dtype=dtype
+    )
+    parts: list[Tensor] = []
+    for tensor, (_, stop), (begin, _) in zip(tensors, ranges, [*ranges[1:], (numel, numel)], strict=True):
+        parts += [tensor.reshape(-1).to(dtype), zeros[: begin - stop]]
+    return torch.cat(parts)
 
 
 def _widest(dtypes: set[torch.dtype]) -> torch.dtype:

@@ -310,10 +310,7 @@ class Group:
         return self._partial_results.step(inputs, self.arguments, self._read_numbers(unit.tensor.device), uncompiled)
 
     def _can_compile(self, unit: Unit) -> bool:
-        # Inductor (torch 2.13, CPU) splits a loop in which an index is divided by a constant, such as that of a block, and leaves out the
-        # elements after the last multiple of it (CppScheduling.try_loop_split).
-        short = unit.block > 1 and unit.tensor.numel() % unit.block
-        return can_compile(unit.tensor.device) and unit.tensor.numel() > 0 and not short
+        return can_compile(unit.tensor.device) and unit.tensor.numel() > 0
 
     def _inputs(
         self,

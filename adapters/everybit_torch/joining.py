@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 from everybit.entries import fields
 from everybit.optimizer import OptimizerState
 from everybit_torch.host_counts import HostCount
@@ -27,12 +28,12 @@ class Cuttable(Protocol):
 
     Attributes:
         state: The optimizer's state, changed in place.
-        first_tensor: The global index of its first element, 0-d.
+        first_tensor: The global index of its first element, 0-d, or those of its blocks.
         host_count: What the host knows of ``state.step``.
     """
 
     state: OptimizerState[Any]
-    first_tensor: Tensor
+    first_tensor: Tensor | Blocks
     host_count: HostCount
 
     @property

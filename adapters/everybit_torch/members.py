@@ -42,7 +42,8 @@ class ParameterTable:
             return
         device = unit.tensor.device
         numbers = [self._numbers[id(member.parameter)] for member in unit.members]
-        edges = [*(member.start for member in unit.members), unit.members[-1].stop] if unit.members else [0]
+        # A gap counts as the parameter's before it: it is zero in every reduction.
+        edges = [*(member.start for member in unit.members), unit.tensor.numel()] if unit.members else [0]
         unit.whole = eb.Members(
             torch.tensor(numbers, dtype=torch.int64, device=device),
             torch.tensor(edges, dtype=torch.int64, device=device),

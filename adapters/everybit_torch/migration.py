@@ -97,7 +97,7 @@ def plan_migration(unit: Unit, optimizer: eb.Optimizer[Any]) -> Migration:
 def shadow_state(unit: Unit, optimizer: eb.Optimizer[Any]) -> OptimizerState[Any]:
     """The state that an optimizer would keep for a unit, without its memory."""
     tensor = torch.empty_like(unit.tensor, device="meta")
-    return begun(optimizer, unit.parameters, optimizer.init([tensor], eb.Context(first_element=unit.first)), unit.first)
+    return begun(optimizer, unit.parameters, optimizer.init([tensor]), unit.first)
 
 
 def _initial(unit: Unit, optimizer: eb.Optimizer[Any]) -> OptimizerState[Any]:

@@ -26,7 +26,7 @@ from everybit_torch.gradients import UnitGradients
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
 from everybit_torch.parted import require_parted
 from everybit_torch.sharded_blocks import require_whole_blocks
-from everybit_torch.units import Unit, can_be_flat
+from everybit_torch.units import Unit, can_be_flat, laid_out
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Run:
         optimizer: Their optimizer.
         names: What messages call them.
         parameters: In order.
-        first: Number of the first element.
+        firsts: Global index of the first element of each.
         flat: Whether they will become pieces of one buffer; else they stay where they are.
         decision: What the group's masks and labels said of them.
     """
@@ -62,7 +62,7 @@ class Run:
     optimizer: eb.Optimizer[Any]
     names: list[str]
     parameters: list[Tensor]
-    first: int
+    firsts: list[int]
     flat: bool
     decision: Decision | None
 
@@ -75,17 +75,21 @@ class Run:
     def shadow(self) -> Tensor:
         """The tensor of the unit, without its memory."""
         if self.flat:
-            size = sum(p.numel() for p in self.parameters)
+            _, size = laid_out([p.numel() for p in self.parameters], block_of(self.optimizer.policy))
             return torch.empty(size, dtype=self.parameters[0].dtype, device="meta")
         return torch.empty_like(self.tensor(), device="meta")
 
     def unit(
-        self, tensor: Tensor, state: OptimizerState[Any], first: int, gradients: UnitGradients | None = None
+        self,
+        tensor: Tensor,
+        state: OptimizerState[Any],
+        firsts: Sequence[int],
+        gradients: UnitGradients | None = None,
     ) -> Unit:
-        """The unit, over this tensor and with this state."""
-        named = zip(self.names, self.parameters, strict=True)
+        """The unit, over this tensor and with this state, of parameters with these indices."""
+        named = list(zip(self.names, self.parameters, firsts, strict=True))
         return Unit.of(
-            self.group, self.optimizer, tensor, named, state, first,
+            self.group, self.optimizer, tensor, named, state,
             flat=self.flat, gradients=gradients, decision=self.decision,
         )  # fmt: skip
 
@@ -227,7 +231,7 @@ def _runs(
     What a transform asks of everything that is stepped is asked of all runs, and of all ranks.
     """
     block = block_of(optimizer.policy)
-    runs: list[tuple[list[Tensor], int, bool, Decision | None]] = []
+    runs: list[tuple[list[Tensor], list[int], bool, Decision | None]] = []
     end = -1
     names = {id(p): f"param group {number}, parameter {index}" for index, p in enumerate(tree.values())}
     named = {id(p): name if isinstance(name, str) else names[id(p)] for name, p in tree.items()}
@@ -246,16 +250,16 @@ def _runs(
             except ValueError as error:
                 raise ValueError(f"{named[id(parameter)]}: {error}") from None
         flat = allow_flat and not whole and id(parameter) not in apart and can_be_flat(parameter)
-        # Blocks are counted from each parameter's first element, so that a parameter in a run begins at a multiple of the block.
-        # One that ends inside a block is a run of its own, because it is stepped uncompiled.
-        at_block = runs and (first - runs[-1][1]) % block == 0 == parameter.numel() % block
-        if runs and flat and runs[-1][2] and first == end and at_block and decision == runs[-1][3]:
+        # Blocks of a run have indices of their own; without blocks its elements have consecutive ones.
+        follows = block > 1 or first == end
+        if runs and flat and runs[-1][2] and follows and decision == runs[-1][3]:
             runs[-1][0].append(parameter)
+            runs[-1][1].append(first)
         else:
-            runs.append(([parameter], first, flat, decision))
+            runs.append(([parameter], [first], flat, decision))
         end = first + parameter.numel()
-    for run, first, flat, decision in runs:
-        yield Run(number, applied(optimizer, decision), [names[id(p)] for p in run], run, first, flat, decision)
+    for run, firsts, flat, decision in runs:
+        yield Run(number, applied(optimizer, decision), [names[id(p)] for p in run], run, firsts, flat, decision)
 
 
 def _parted(

@@ -17,7 +17,7 @@ from everybit_torch.gradients import GradientBuffer
 from everybit_torch.groups import Optimizers
 from everybit_torch.members import ParameterTable
 from everybit_torch.placement import Placement, Run, Settled, is_settled, plan_placement
-from everybit_torch.units import Unit, flatten
+from everybit_torch.units import Unit, flatten, laid_out, numbered
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
@@ -129,19 +129,22 @@ class Places:
         self._engine.table = ParameterTable.of(parameter for group in self._settled for parameter in group.known)
 
     def _place_run(self, run: Run) -> None:
-        optimizer, first = run.optimizer, run.first
+        optimizer, firsts = run.optimizer, run.firsts
         gradients = None
+        (one,) = resolve_tree(optimizer.policy, [run.parameters[0].detach()])
+        lengths = [local(parameter).numel() for parameter in run.parameters]
+        starts, numel = laid_out(lengths, one.policy.block)
         if run.flat:
             if self._flat_gradients:
-                (one,) = resolve_tree(optimizer.policy, [run.parameters[0].detach()])
-                gradients = GradientBuffer(run.parameters, torch_dtype(one.grads_main))
-            tensor = flatten(run.parameters)
+                gradients = GradientBuffer(run.parameters, torch_dtype(one.grads_main), starts, numel)
+            tensor = flatten(run.parameters, one.policy.block)
         else:
-            tensor = run.tensor()
+            tensor, numel = run.tensor(), lengths[0]
             if optimizer.draws_bits:
-                first += first_element(run.parameters[0])
+                firsts = [firsts[0] + first_element(run.parameters[0])]
+        first = numbered(lengths, firsts, starts, numel, one.policy.block, tensor.device)
         state = self._engine.init_state(optimizer, tensor, first, parameters=run.parameters)
-        self._engine.add(run.unit(tensor, state, first, gradients))
+        self._engine.add(run.unit(tensor, state, firsts, gradients))
 
     def number_elements(self, model: torch.nn.Module) -> None:
         """Number elements through all parameters of a model, as a ``FlatStepper`` does, whichever of them are this optimizer's.
@@ -164,15 +167,15 @@ class Places:
             return numbers[parameter] + first_element(parameter)
 
         def gaps(unit: Unit) -> list[int]:
-            if not draws(unit):
-                return []
+            if not draws(unit) or unit.block > 1:
+                return []  # blocks are numbered one by one
             ends = [first_of(p) + local(p).numel() for p in unit.parameters]
             return [i for i in range(1, len(ends)) if first_of(unit.parameters[i]) != ends[i - 1]]
 
         self._engine.cut(gaps)
         for unit in self._engine.units:
             if draws(unit):
-                unit.renumber(first_of(unit.parameters[0]))
+                unit.renumber([first_of(parameter) for parameter in unit.parameters])
 
     # -- gradients that lie in a buffer ---------------------------------------------------------------------------------------
 
@@ -191,7 +194,7 @@ class Places:
         for unit in self._engine.units:
             self._engine.states.show(unit)
             if isinstance(unit.gradients, GradientBuffer):
-                unit.gradients.restore(unit.parameters)
+                unit.gradients.restore(unit.parameters, [member.start for member in unit.members])
 
     # -- what one sees --------------------------------------------------------------------------------------------------------
 

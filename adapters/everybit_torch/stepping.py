@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import FirstElement
 from everybit.joint_work import Answers
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState
@@ -81,7 +82,7 @@ def step_in_place(
     tensors: list[Tensor],
     grads: list[Tensor],
     state: OptimizerState[Any],
-    first: int | Tensor,
+    first: FirstElement,
     *,
     metrics: bool,
     totals: Sequence[Tensor] = (),
@@ -96,8 +97,9 @@ def step_in_place(
     ctx = eb.Context(first_element=first, members=members, due=due)
     if answers:
         ctx, totals = replace(ctx, joint=Answers(totals[-answers:])), totals[:-answers]
-    # Who measures adds up what is measured of the parts.
-    trace = optimizer.step_traced(tensors, grads, state, replace(ctx, axis=ReplayAxis(totals)) if totals else ctx)
+    axis = ReplayAxis(totals, first=first)
+    trace = optimizer.step_traced(tensors, grads, state, replace(ctx, axis=axis) if totals else ctx)
+    # What is measured of the parts is added up afterwards.
     measured = measure(optimizer, trace, ctx) if metrics else None
     write((tensors, state), (trace.params, trace.state))
     return measured

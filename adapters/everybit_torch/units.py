@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 from everybit.entries import Entry, cut, entries, map_parts
 from everybit.formats import PartSpec
 from everybit.optimizer import OptimizerState
@@ -25,7 +26,15 @@ from everybit.policy import Resolved
 from everybit_torch import streams
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, like, local
-from everybit_torch.gradients import Gathered, MemberGradients, UnitGradients, gather, gathered_at_once, piece
+from everybit_torch.gradients import (
+    Gathered,
+    MemberGradients,
+    UnitGradients,
+    gather,
+    gather_with_gaps,
+    gathered_at_once,
+    piece,
+)
 from everybit_torch.host_counts import HostCount
 from everybit_torch.work_rows import WorkRows, begun
 
@@ -48,12 +57,57 @@ class Member:
         parameter: The parameter.
         start: Its first element is this element of the unit's tensor.
         stop: Its last element is the one before this.
+        first: Global index of its first element, counted over all parameters of one dtype.
     """
 
     name: str
     parameter: Tensor
     start: int
     stop: int
+    first: int
+
+
+def laid_out(lengths: Iterable[int], block: int) -> tuple[list[int], int]:
+    """Where parameters of these lengths begin in a buffer, at multiples of a block, and its length: with gaps a multiple, too."""
+    starts, stop, gaps = [], 0, False
+    for length in lengths:
+        start = -(-stop // block) * block
+        gaps = gaps or length % block > 0
+        starts.append(start)
+        stop = start + length
+    return starts, -(-stop // block) * block if gaps else stop
+
+
+def numbered_by_block(lengths: Sequence[int], firsts: Sequence[int], numel: int, block: int) -> bool:
+    """Whether each block of a buffer has an index of its own: there are gaps, or parameters that are no neighbours in the model."""
+    ends = [first + length for first, length in zip(firsts, lengths, strict=True)]
+    return block > 1 and (numel != sum(lengths) or list(firsts[1:]) != ends[:-1])
+
+
+def numbered(
+    lengths: Sequence[int], firsts: Sequence[int], starts: Sequence[int], numel: int, block: int, device: torch.device
+) -> int | Blocks:
+    """The global indices of the elements of a buffer.
+
+    Args:
+        lengths: Of the parameters in it.
+        firsts: Global index of the first element of each.
+        starts: Where they begin in it.
+        numel: Its length.
+        block: At whose multiples they begin.
+        device: Where it lies.
+
+    Returns:
+        That of the first, which the others follow; or of each block, where there are gaps, or parameters that are no neighbours. Without
+        blocks, whose bits depend on indices, parameters are neighbours.
+    """
+    if not numbered_by_block(lengths, firsts, numel, block):
+        return firsts[0] if firsts else 0
+    parts = list(zip(lengths, firsts, starts, strict=True))
+    every = [torch.arange(0, length, block) for length in lengths]
+    blocks = [(first + at, (length - at).clamp(max=block)) for at, (length, first, _) in zip(every, parts, strict=True)]
+    first, count = (torch.cat(found) for found in zip(*blocks, strict=True))
+    return Blocks(first.to(device), count.to(device, torch.int32), block)
 
 
 @dataclass(slots=True)
@@ -65,7 +119,7 @@ class Unit:
         tensor: What the optimizer sees; changed in place.
         members: The parameters in it, in order.
         state: The optimizer's state for ``tensor``, changed in place.
-        first: Global index of the first element, counted over all parameters of one dtype.
+        first: Global index of the first element, which the others follow; or those of each block.
         flat: Whether the members are pieces of ``tensor``, and it may be cut between them.
         gradients: Where autograd accumulates their gradients; None if it does as it likes.
         decision: What the optimizer's masks and labels said of the parameters; None if it has none.
@@ -74,7 +128,7 @@ class Unit:
         table: The table by which they are numbered.
         work: How the state of work that is done elsewhere lies on ranks; None: there is none.
         block: The least number of elements at whose multiples a flat unit may be cut.
-        first_tensor: ``first``, int64, 0-d, on the device.
+        first_tensor: ``first`` on the device: int64, 0-d; or the same blocks.
         host_count: What the host knows of ``state.step``.
     """
 
@@ -82,7 +136,7 @@ class Unit:
     tensor: Tensor
     members: list[Member]
     state: OptimizerState[Any]
-    first: int
+    first: int | Blocks
     flat: bool
     gradients: UnitGradients | None = None
     decision: Decision | None = None
@@ -92,7 +146,7 @@ class Unit:
     work: WorkRows | None = None
     block: int = field(init=False)
     parameters: list[Tensor] = field(init=False)
-    first_tensor: Tensor = field(init=False)
+    first_tensor: Tensor | Blocks = field(init=False)
     host_count: HostCount = field(init=False, default_factory=HostCount)
     _places: Places = field(init=False)
     _shapes: list[torch.Size] = field(init=False)
@@ -104,32 +158,61 @@ class Unit:
         group: int,
         optimizer: eb.Optimizer[Any],
         tensor: Tensor,
-        named: Iterable[tuple[str, Tensor]],
+        named: Sequence[tuple[str, Tensor, int]],
         state: OptimizerState[Any],
-        first: int,
         *,
         flat: bool,
         gradients: UnitGradients | None = None,
         decision: Decision | None = None,
     ) -> Unit:
-        """The unit of parameters that lie in a tensor one after the other, with their names, as an optimizer stores it."""
-        stop = 0
-        members = [Member(name, p, stop, stop := stop + local(p).numel()) for name, p in named]
+        """The unit of parameters that lie in a tensor one after the other, as an optimizer stores it.
+
+        Args:
+            group: Number of the group.
+            optimizer: That steps it.
+            tensor: With the parameters, as :func:`laid_out` lays them out.
+            named: The parameters with their names, and the global index of the first element of each.
+            state: Of the optimizer.
+            flat: Whether it may be cut.
+            gradients: Where gradients are accumulated.
+            decision: What masks and labels said of the parameters.
+        """
         (stored,) = optimizer.formats([tensor])
+        lengths = [local(p).numel() for _, p, _ in named]
+        starts, numel = laid_out(lengths, stored.policy.block) if flat else ([0] * len(lengths), tensor.numel())
+        firsts = [first for *_, first in named]
+        first = numbered(lengths, firsts, starts, numel, stored.policy.block, tensor.device)
+        members = [
+            Member(name, p, start, start + length, first)
+            for (name, p, first), start, length in zip(named, starts, lengths, strict=True)
+        ]
         work = WorkRows.of(optimizer, [member.parameter for member in members], state)
         return cls(group, tensor, members, state, first, flat, gradients, decision, stored, work=work)
 
     def __post_init__(self) -> None:
         self.block = 1 if self.stored is None else self.stored.policy.block
         self.parameters = [member.parameter for member in self.members]
-        self.first_tensor = torch.full((), self.first, dtype=torch.int64, device=self.tensor.device)
+        self.first_tensor = self.first_on(self.tensor.device)
         self._sharded = any(map(is_dtensor, self.parameters))
         self.note_places()
 
-    def renumber(self, first: int) -> None:
-        """Let the first element have another global index."""
-        self.first = first
-        self.first_tensor.fill_(first)
+    def renumber(self, firsts: Sequence[int]) -> None:
+        """Let the first elements of its parameters have other global indices."""
+        for member, first in zip(self.members, firsts, strict=True):
+            member.first = first
+        lengths, starts = [m.stop - m.start for m in self.members], [m.start for m in self.members]
+        self.first = numbered(lengths, firsts, starts, self.tensor.numel(), self.block, self.tensor.device)
+        self.first_tensor = self.first_on(self.tensor.device)
+
+    def first_on(self, device: torch.device) -> Tensor | Blocks:
+        """``first`` on a device: int64, 0-d; or the blocks."""
+        if isinstance(self.first, Blocks):
+            return eb.tree.map(lambda x: x.to(device), self.first)
+        return torch.full((), self.first, dtype=torch.int64, device=device)
+
+    def _first_of(self, start: int, stop: int) -> int | Blocks:
+        """The global indices of the elements ``start`` to ``stop``."""
+        return self.first.cut(start, stop) if isinstance(self.first, Blocks) else self.first + start
 
     # -- where parameters lie -------------------------------------------------------------------------------------------------
 
@@ -173,6 +256,8 @@ class Unit:
             return self.gradients.buffer
         if self.flat:
             long = len(grads) > 1 and self.block == 1 and self.tensor.numel() > gathered_at_once(self.tensor.device)
+            if isinstance(self.first, Blocks):
+                return gather_with_gaps(grads, [(m.start, m.stop) for m in self.members], self.tensor.numel())
             return MemberGradients(grads) if long else gather(grads)
         (grad,) = grads
         return grad if grad.shape == self.tensor.shape else grad.reshape(self.tensor.shape)
@@ -185,13 +270,14 @@ class Unit:
         edges = [0, *boundaries, len(self.members)]
         for low, high in pairwise(edges):
             members = self.members[low:high]
-            start, stop = members[0].start, members[-1].stop
+            start = members[0].start
+            stop = self.members[high].start if high < len(self.members) else self.tensor.numel()
             part = Unit(
                 self.group,
                 self.tensor[start:stop],
-                [Member(m.name, m.parameter, m.start - start, m.stop - start) for m in members],
+                [Member(m.name, m.parameter, m.start - start, m.stop - start, m.first) for m in members],
                 self._cut_state(start, stop, torch.clone),
-                self.first + start,
+                self._first_of(start, stop),
                 flat=True,
                 gradients=None if self.gradients is None else self.gradients.part(low, high, start, stop),
                 decision=self.decision,
@@ -229,7 +315,7 @@ class Unit:
         start = 0
         for stop in stops:
             state = self._cut_state(start, stop, on_shared)
-            part = Unit(self.group, self.tensor[start:stop], [], state, self.first + start, flat=True)
+            part = Unit(self.group, self.tensor[start:stop], [], state, self._first_of(start, stop), flat=True)
             part.decision, part.stored, part.block = self.decision, self.stored, self.block
             part.whole = None if self.whole is None else self.whole.cut(start, stop)
             yield slice(start, stop), part
@@ -333,7 +419,7 @@ def new_room(x: Tensor, numel: int) -> Tensor:
 def init_state(
     optimizer: eb.Optimizer[Any],
     tensor: Tensor,
-    first: int,
+    first: int | Blocks,
     *,
     allocate: Callable[[Tensor, int], Tensor] = new_room,
     chunk: int = CHUNK,
@@ -353,21 +439,20 @@ def init_state(
         return allocate(x, tensor.numel() if part is None else part.count(tensor.numel()))
 
     none = tensor[:0]
-    state = map_parts(optimizer.init([none], eb.Context(first_element=first)), [none], [stored], room, torch.clone)
+    state = map_parts(optimizer.init([none]), [none], [stored], room, torch.clone)
     for _, part in Unit(0, tensor, [], state, first, flat=True, stored=stored).pieces(chunk, lambda x: x):
         write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
     return begun(optimizer, parameters, state, first)
 
 
-def flatten(parameters: list[Tensor]) -> Tensor:
-    """One buffer with the parameters' values, of which they become pieces."""
-    buffer = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-    start = 0
-    for parameter in parameters:
-        stop = start + parameter.numel()
+def flatten(parameters: list[Tensor], block: int) -> Tensor:
+    """One buffer with the parameters' values, of which they become pieces; see :func:`laid_out`."""
+    starts, numel = laid_out([parameter.numel() for parameter in parameters], block)
+    ranges = [(start, start + parameter.numel()) for start, parameter in zip(starts, parameters, strict=True)]
+    buffer = gather_with_gaps([parameter.detach() for parameter in parameters], ranges, numel)
+    for parameter, (start, stop) in zip(parameters, ranges, strict=True):
         streams.keep(parameter)  # which may have been made on another stream
         parameter.data = piece(buffer, start, stop, parameter.shape)
-        start = stop
     return buffer
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 from everybit.optimizer import OptimizerState
 from everybit.policy import AnyPolicy
 from everybit_torch import notices
@@ -58,7 +59,7 @@ class Inputs:
         tensors: The unit's tensor, alone in a list.
         grads: Its gradient, in the same shape.
         state: The optimizer's state for it.
-        first: Number of the first element, int64, 0-d.
+        first: Global index of the first element, int64, 0-d; or those of the blocks.
         totals: The totals of the transform's reductions.
         members: The parameters that the tensor's elements belong to, of a transform that reduces.
         policy: How all of it is stored: the param group's, for parameters of this dtype.
@@ -71,7 +72,7 @@ class Inputs:
     tensors: list[Tensor]
     grads: list[Tensor]
     state: OptimizerState[Any]
-    first: Tensor
+    first: Tensor | Blocks
     totals: list[Tensor]
     members: tuple[eb.Members, ...] | None
     policy: AnyPolicy
@@ -189,7 +190,9 @@ class Variants(Generic[R]):
         started = time.perf_counter() if not variant.ran else 0.0
         if not variant.ran and inputs.tensors[0].ndim == 1:
             # Units are cut, and stepped in pieces: code for any length is as fast, and it is made once.
-            let_length_vary(eb.tree.leaves((inputs.tensors, inputs.grads, inputs.state, inputs.answers())))
+            let_length_vary(
+                eb.tree.leaves((inputs.tensors, inputs.grads, inputs.state, inputs.first, inputs.answers()))
+            )
         given = {name: arguments[name] for name in variant.given}
         try:
             measured = variant.run(
@@ -301,7 +304,7 @@ class Variants(Generic[R]):
             state: OptimizerState[Any],
             numbers: Tensor,
             given: dict[str, Tensor],
-            first: Tensor,
+            first: Tensor | Blocks,
             totals: list[Tensor],
             members: tuple[eb.Members, ...] | None,
         ) -> R:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 from everybit.entries import entries
 from everybit.optimizer import OptimizerState
 from everybit.parts import transforms_in
@@ -165,14 +166,15 @@ def _as_numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.clone() if x.storage_offset() % dtype.itemsize else x).view(dtype)
 
 
-def stored_work(optimizer: eb.Optimizer[Any], parameter: Tensor, first: int) -> StoredWork:
+def stored_work(optimizer: eb.Optimizer[Any], parameter: Tensor, first: int | Blocks) -> StoredWork:
     """How the work on a parameter keeps its state, where the first element of this rank's rows has the number ``first``."""
+    assert isinstance(first, int)  # a parameter that is not flat has no gaps
     whole = first - first_element(parameter) if optimizer.draws_bits else first
     return StoredWork(optimizer, parameter.shape, parameter.dtype, whole)
 
 
 def begun(
-    optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], parts: OptimizerState[Any], first: int
+    optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], parts: OptimizerState[Any], first: int | Blocks
 ) -> OptimizerState[Any]:
     """A unit's state before its first step, with the rows of its work's. Of work that looks at weights all ranks have to call it.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everybit import rounding, tree
+from everybit.blocks import FirstElement, first_of_whole, without_gaps
 from everybit.dtypes import FLOAT_DTYPES, torch_dtype
 from everybit.formats import BUILT_IN, Format, Parts, PartSpec
 from everybit.policy import Resolved
@@ -33,12 +34,13 @@ class Codec:
     step: Tensor
     numbering: tuple[Numbering, ...]
     drawn: list[list[Tensor]]
+    first: FirstElement
 
     @staticmethod
-    def of(params: object, formats: list[Resolved], seed: int | Tensor, step: Tensor, first: int | Tensor) -> Codec:
+    def of(params: object, formats: list[Resolved], seed: int | Tensor, step: Tensor, first: FirstElement) -> Codec:
         """No random bits drawn yet. Each dtype is numbered by itself, because elements of two dtypes may have one number in two buffers."""
         numbering = Numbering.through(tree.leaves(params), first, [one.model for one in formats])
-        return Codec(params, formats, seed, step, numbering, [[] for _ in formats])
+        return Codec(params, formats, seed, step, numbering, [[] for _ in formats], first)
 
     def keys(self, name: str) -> list[Key]:
         """A key per leaf. Each dtype has streams of its own."""
@@ -73,9 +75,13 @@ class Codec:
     def encode_params(self, values: Sequence[Tensor]) -> list[Parts]:
         """Encode weights: for each the tuple of its parts, of which the first is the model's own tensor."""
         return [
-            _encoded(one.params, x, key, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
+            _encoded(one.params, self._kept(x), key, lambda index=index: f"params{tree.paths(self.params)[index]}")  # type: ignore[misc]
             for index, (x, one, key) in enumerate(zip(values, self.formats, self.keys("params"), strict=True))
         ]
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """What is stored of a value: zeros in gaps, where a step may have computed anything, and which scales of blocks must not see."""
+        return without_gaps(self.first, x)
 
     def decode_state(self, inner: S, wanted: Collection[str] | None = None) -> S:
         """Decode the slots of a transform's state; zeros without memory stand for those that are not ``wanted``, if that is given.
@@ -135,7 +141,7 @@ class Codec:
                 )
             if value.dtype is not torch_dtype(one.policy.compute):
                 raise ValueError(f"{where()}: got {value.dtype}; accepted before encoding is {one.policy.compute}.")
-            first, *rest = parts = _encoded(one.slot(name), value, key, where)
+            first, *rest = parts = _encoded(one.slot(name), self._kept(value), key, where)
             return parts if rest else first
 
         return self._map_slots(encode, inner, keys=self.keys)
@@ -190,7 +196,7 @@ def _of_factor(key: Key, name: str, one: Resolved) -> Key:
     The indices of the next parameter's factor lie 2**24 times as far as that parameter, and a factor of a matrix has at most the square of
     one of its sides.
     """
-    first = key.first << 24
+    first = first_of_whole(key.first) << 24
     return replace(key, stream=stream(f"{name}:{one.model}"), first=first, lane=None)
 
 

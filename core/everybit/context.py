@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.axis import Axis, Local
+from everybit.blocks import FirstElement
 from everybit.joint_work import AtOnce, JointWork
 from everybit.per_tensor import Members, PerTensor
 from everybit.random_bits import Key, Numbering, stream
@@ -32,7 +33,7 @@ class Context:
         step: Number of this update, 1 at the first; int64, 0-d. Filled in by what counts steps: ``chain``, ``accumulate``,
             ``apply_if_finite``, the optimizer.
         first_element: Global index of the first element of the tree, for shards and flat buffers: random bits are drawn by global index,
-            so that a shard draws the same bits as the whole model.
+            so that a shard draws the same bits as the whole model. Of a buffer with gaps between parameters its :class:`Blocks`.
         members: The parameters that the elements of each leaf belong to, for shards and flat buffers; None: every leaf is one whole
             parameter. See :attr:`per_tensor`.
         seed: Of random draws. An optimizer fills in its own.
@@ -49,7 +50,7 @@ class Context:
     axis: Axis = Local
     value: Tensor | None = None
     step: Tensor | None = None
-    first_element: int | Tensor = 0
+    first_element: FirstElement = 0
     members: tuple[Members, ...] | None = None
     seed: int | Tensor = 0
     due: tuple[tuple[int, bool], ...] = ()

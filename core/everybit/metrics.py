@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.axis import Local
+from everybit.blocks import without_gaps
 from everybit.context import Context
 from everybit.optimizer import Optimizer, OptimizerState, StepTrace
 from everybit.transform import Cut
@@ -169,10 +170,11 @@ def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
 
 def measure(optimizer: Optimizer[Any], trace: StepTrace, ctx: Context | None = None) -> Metrics:
     """The metrics of a step, summed over ``ctx.axis``."""
-    axis = Local if ctx is None else ctx.axis
+    axis, first = (Local, 0) if ctx is None else (ctx.axis, ctx.first_element)
     reached = tree.leaves(optimizer.export_fp32(trace.params, trace.state))
     total = Metrics.zero(trace.state.step.device)
-    before, updates, grads = (axis.owned(values) for values in (trace.before, trace.updates, trace.grads))
+    counted = (axis.owned(without_gaps(first, values)) for values in (trace.before, trace.updates, trace.grads))
+    before, updates, grads = counted
     for x, y, u, g in zip(tree.leaves(before), reached, tree.leaves(updates), tree.leaves(grads), strict=True):
         moving = u != 0
         total = total + Metrics(

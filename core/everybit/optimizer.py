@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.blocks import FirstElement
 from everybit.checks import problems, undeclared
 from everybit.codec import Codec, widened, widened_param, zeros
 from everybit.combinators.chain import zero_step
@@ -288,13 +289,16 @@ class Optimizer(Generic[S]):
         tree.require_same_structure(found, params, name="eval_params", reference_name="params")
         return tree.map(torch.clone, found)
 
-    def import_fp32(self, weights: P, params: P, state: OptimizerState[S] | None = None) -> tuple[P, OptimizerState[S]]:
+    def import_fp32(
+        self, weights: P, params: P, state: OptimizerState[S] | None = None, ctx: Context | None = None
+    ) -> tuple[P, OptimizerState[S]]:
         """Store full-precision ``weights``: the model's tensors get the rounded values, the residuals get the rest.
 
         Args:
             weights: float32 (or better) tensors, with the structure and shapes of ``params``.
             params: The model's tensors, which tell how weights are stored; their values do not matter.
             state: Its step and moments are kept. None: a fresh one.
+            ctx: Its ``first_element`` is that of the tree, for formats that draw random bits.
 
         Returns:
             New parameters and state.
@@ -304,8 +308,8 @@ class Optimizer(Generic[S]):
         """
         tree.require_same_structure(weights, params, name="weights", reference_name="params")
         formats = self.formats(params)
-        fresh = self.init(params) if state is None else state
-        codec = Codec.of(params, formats, self.seed, fresh.step, 0)
+        fresh = self.init(params, ctx) if state is None else state
+        codec = Codec.of(params, formats, self.seed, fresh.step, _first(ctx))
         wide = widened(weights, params, formats, name="weights")
         parts = codec.encode_params(tree.leaves(wide))
         stored = OptimizerState(fresh.step, tree.replace(params, [p[1:] for p in parts]), fresh.inner)
@@ -440,7 +444,7 @@ def _warn_of_growing_graphs(params: object) -> None:
             return
 
 
-def _first(ctx: Context | None) -> int | Tensor:
+def _first(ctx: Context | None) -> FirstElement:
     return 0 if ctx is None else ctx.first_element
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from everybit import tree
+from everybit.blocks import first_of_whole
 from everybit.context import Context
 from everybit.dimensions import mean
 from everybit.labels import require_each
@@ -228,7 +229,7 @@ class Projection:
         found = {}
         for part in self.parts(g.shape):
             like = g.new_empty((*part.batch, part.size, part.rank))
-            keys = (replace(key, first=key.first + part.start) for key in (radius, angle))
+            keys = (replace(key, first=first_of_whole(key.first) + part.start) for key in (radius, angle))
             found[part.name] = (normal(like, *keys) / math.sqrt(part.rank)).to(g.dtype)
         return found or nothing(g)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everybit.barriers import materialize
+from everybit.blocks import Blocks, FirstElement
 
 
 class Lane(NamedTuple):
@@ -35,25 +36,27 @@ class Numbering(NamedTuple):
     """The indices of a tensor's elements.
 
     Attributes:
-        first: Index of the first; the others follow.
+        first: Index of the first, which the others follow; or the blocks of a buffer with gaps.
         kind: Name of what is counted together: elements of two kinds may have one index, and draw from different streams.
     """
 
-    first: int | Tensor
+    first: FirstElement
     kind: str
 
     @staticmethod
     def through(
-        tensors: Sequence[Tensor], first: int | Tensor, kinds: Sequence[str] | None = None
+        tensors: Sequence[Tensor], first: FirstElement, kinds: Sequence[str] | None = None
     ) -> tuple[Numbering, ...]:
         """Number the elements of several tensors, those of each kind through all tensors, as they lie in a flat buffer.
 
         Args:
             tensors: In order.
-            first: Index of the first element of each kind.
+            first: Index of the first element of each kind; of a single tensor with gaps its blocks.
             kinds: For each tensor; None: all are of one.
         """
         named = [""] * len(tensors) if kinds is None else kinds
+        if isinstance(first, Blocks):
+            return (Numbering(first, *named),)
         offsets = dict.fromkeys(named, 0)
         found = []
         for tensor, kind in zip(tensors, named, strict=True):
@@ -71,14 +74,14 @@ class Key:
             member of a population may have a seed of its own.
         step: Number of the update, int64, 0-d.
         stream: Tells apart tensors that are rounded in the same step; see :func:`stream`.
-        first: Global index of the tensor's first element.
+        first: Global index of the tensor's first element, or the blocks of a buffer with gaps.
         lane: Where 16 bits come from, if another tensor of the same elements takes the other 16.
     """
 
     seed: int | Tensor
     step: Tensor
     stream: int
-    first: int | Tensor = 0
+    first: FirstElement = 0
     lane: Lane | None = None
 
     def bits(self, like: Tensor) -> Tensor:
@@ -96,12 +99,24 @@ class Key:
 
     def _draw(self, like: Tensor, stream: int) -> Tensor:
         word, inner = self._words(stream)
+        if isinstance(self.first, Blocks):
+            return self._draw_blocks(like, self.first, word, inner)
         count, low, high, carry = _index(like, _known(self.first, self.step))
         # Indices and the key's first word are added before the elements are looked at: one operation on each element, not two.
         start = materialize(_mix(word ^ high) + low)
         if carry is not None:
             start = torch.where(carry, materialize(_mix(word ^ (high + 1)) + low), start)
         return _mix(count + start, materialize(inner)).reshape(like.shape)
+
+    def _draw_blocks(self, like: Tensor, blocks: Blocks, word: Tensor, inner: Tensor) -> Tensor:
+        """The same words as of the parameters of a buffer with gaps each by itself; those in gaps are other elements', and not used."""
+        low, high = blocks.first.to(torch.int32), (blocks.first >> 32).to(torch.int32)
+        place = blocks.places(like)
+        start = blocks.spread(materialize(_mix(word ^ high) + low))
+        left = ((1 << 32) - (blocks.first & _WORD)).clamp(max=blocks.size).to(torch.int32)
+        carried = blocks.spread(materialize(_mix(word ^ (high + 1)) + low))
+        start = torch.where(place >= blocks.spread(materialize(left)), carried, start)
+        return _mix(place + start, materialize(inner)).reshape(like.shape)
 
     def _words(self, stream: int) -> tuple[Tensor, Tensor]:
         """Two words that depend on every bit of seed, stream and step, each in its own way: computed once for the whole tensor.

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from everybit.blocks import FirstElement, without_gaps
 from everybit.tree import zeros_like
 
 P = TypeVar("P")
@@ -45,10 +46,11 @@ class ReplayAxis:
     Args:
         totals: The totals that are known.
         counted: Whether this process contributes the elements on which the transform is run.
+        first: Their indices; those of a buffer with gaps tell what is padding.
     """
 
-    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
-        self._totals, self._counted = totals, counted
+    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True, first: FirstElement = 0) -> None:
+        self._totals, self._counted, self._first = totals, counted, first
         self._answered = 0
 
     def sum(self, value: Tensor) -> Tensor:
@@ -60,8 +62,8 @@ class ReplayAxis:
         return self._answer("max", value)
 
     def owned(self, tree: P) -> P:
-        """Return ``tree``, or zeros if another process contributes these elements."""
-        return tree if self._counted else zeros_like(tree)
+        """Return ``tree`` with zeros in gaps, or zeros if another process contributes these elements."""
+        return without_gaps(self._first, tree) if self._counted else zeros_like(tree)
 
     def known(self) -> Tensor | None:
         """Return the next total, which then counts as asked for; None if it is not known. No partial result has to be computed then."""
@@ -87,8 +89,8 @@ class RecordingAxis(ReplayAxis):
         pending: The first reduction whose total is not known; None if there is none.
     """
 
-    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
-        super().__init__(totals, counted=counted)
+    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True, first: FirstElement = 0) -> None:
+        super().__init__(totals, counted=counted, first=first)
         self.pending: Pending | None = None
 
     def _pending(self, kind: Kind, value: Tensor) -> Tensor:

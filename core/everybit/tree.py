@@ -49,8 +49,8 @@ _SLOTS: dict[type[Any], dict[str, bool]] = {}
 def state(cls: C) -> C:
     """Register a frozen dataclass as optimizer state: a tree node for optree, and for ``torch.func`` and ``torch.compile``.
 
-    Fields annotated ``Slot[P]`` hold one tensor per parameter; a policy finds them by name. Every other field is a tensor (a
-    counter, say) or nested state.
+    Fields annotated ``Slot[P]`` hold one tensor per parameter; a policy finds them by name. A field annotated ``int`` is part of the
+    structure, and constant where code is compiled. Every other field is a tensor (a counter, say) or nested state.
 
     Raises:
         TypeError: ``cls`` is not a dataclass, or its annotations cannot be resolved.
@@ -66,19 +66,21 @@ def state(cls: C) -> C:
             f"@state on {cls.__qualname__}: {error}; names in its annotations must be defined in its module, not inside a function."
         ) from None
     _SLOTS[cls] = {name: _SlotMark in get_args(hints[name]) for name in names}
+    numbers = tuple(name for name in names if hints[name] is int)
+    held = tuple(name for name in names if name not in numbers)
 
-    def flatten(node: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
-        return tuple(getattr(node, name) for name in names), None, names
+    def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[str, ...]]:
+        return tuple(getattr(node, name) for name in held), tuple(getattr(node, name) for name in numbers), held
 
-    def unflatten(_: None, children: Iterable[Any]) -> Any:
-        return cls(*children)
+    def unflatten(fixed: tuple[int, ...], children: Iterable[Any]) -> Any:
+        return cls(**dict(zip(held, children, strict=True)), **dict(zip(numbers, fixed, strict=True)))
 
     register: Any = optree.register_pytree_node  # its stub wants a Collection, which a dataclass need not be
     register(cls, flatten, unflatten, path_entry_type=optree.DataclassEntry, namespace=NAMESPACE)
     torch_pytree.register_pytree_node(
         cls,
-        lambda node: ([_with_holes(child) for child in flatten(node)[0]], None),
-        lambda children, _: cls(*(_without_holes(child) for child in children)),
+        lambda node: ([_with_holes(child) for child in flatten(node)[0]], flatten(node)[1]),
+        lambda children, fixed: unflatten(fixed, (_without_holes(child) for child in children)),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
     )
     return cls

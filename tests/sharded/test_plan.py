@@ -137,7 +137,7 @@ def measured(
                 *(
                     t
                     for unit in stepper.as_optimizer().engine.units
-                    for t in [unit.first_tensor, *eb.tree.leaves(unit.state)]
+                    for t in eb.tree.leaves((unit.first_tensor, unit.state))
                 ),
                 stepper._passes.nonfinite,
                 *([] if stepper._pass_counts is None else [stepper._pass_counts.numbers]),
@@ -163,6 +163,9 @@ CASES: list[tuple[eb.Policy | None, bool, int, Any]] = [
     ),
     (None, False, 1, eb.sgd(1e-3)),  # whose step takes less than the norm of the gradient
     (eb.policies.LEAN_BF16, True, 1, lamb(1e-3)),  # whose norms of each parameter are computed from all slots
+    # Formats with a number for each block, of parameters that end inside of one: buffers have gaps.
+    (eb.policies.LEAN_8BIT, True, 2, eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(1e-3))),
+    (eb.policies.LEAN_8BIT, True, 1, eb.lamb(1e-3)),
     # Whole tensors, with factors in the place of a slot; ranks without a tensor.
     (eb.policies.LEAN_BF16, True, 1, eb.chain(eb.clip_by_global_norm(1.0), eb.torch_adafactor(1e-3))),
     (None, False, 2, eb.novograd(1e-3)),

@@ -64,7 +64,9 @@ def engine_of(
             if flat
             else optimizer.init([tensor], eb.Context(first_element=first))
         )
-        engine.add(Unit.of(0, optimizer, tensor, [(name, members[name]) for name in names], state, first, flat=flat))
+        firsts = [first, first + 15]
+        named = [(name, members[name], number) for name, number in zip(names, firsts, strict=False)]
+        engine.add(Unit.of(0, optimizer, tensor, named, state, flat=flat))
     return engine, members
 
 

@@ -121,7 +121,7 @@ class HostCopies:
                 piece.state = map_state(home, up, lambda x: x.to(device))
                 if self.offload.weights:
                     # Filled, and not copied: for a copy of memory that is not pinned the host waits.
-                    piece.first_tensor = torch.full((), piece.first, dtype=torch.int64, device=device)
+                    piece.first_tensor = piece.first_on(device)
                     piece.tensor = up(tensor)
                 if fetched is not None and grad is not None:
                     fetched.parts[where.start] = up(grad[where])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
-from everybit.policy import Policy
+from everybit.policy import Policy, block_of
 from everybit_torch.arguments import as_python
 from everybit_torch.collectives.communicator import GroupAxis
 from everybit_torch.compiling import can_compile
@@ -32,7 +32,7 @@ from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.torch_internals import optimizers as torch_optimizers
-from everybit_torch.units import Unit, map_state
+from everybit_torch.units import Unit, laid_out, map_state, numbered
 
 if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
@@ -256,17 +256,21 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         shape: tuple[int, ...] | None = None,
     ) -> None:
         """Step slices that lie one after the other as a vector, or a single one, of whole tensors or parts of one, in a ``shape``."""
-        low = shard.slices[run[0]].offset if run else 0
-        high = shard.slices[run[-1]].offset + shard.parameters[run[-1]].numel() if run else 0
-        first = shard.slices[run[0]].placement.spec.index + shard.slices[run[0]].low if run else 0
-        tensor = shard.weights.own[low:high]
+        slices = [shard.slices[n] for n in run]
+        low, block = slices[0].offset if slices else 0, block_of(optimizer.policy)
+        lengths, firsts = [s.high - s.low for s in slices], [s.placement.spec.index + s.low for s in slices]
+        starts, numel = laid_out(lengths, block) if shape is None else ([0], sum(lengths))
+        tensor = shard.weights.own[low : low + numel]
         tensor = tensor if shape is None else tensor.view(shape)
-        named = [(shard.slices[n].placement.spec.name, shard.parameters[n]) for n in run]
+        first = numbered(lengths, firsts, starts, numel, block, tensor.device)
         state = self.engine.init_state(optimizer, tensor, first, chunk=PIECE)
         # Counts lie where steps are computed.
         state = map_state(state, lambda x: x, lambda x: x.to(self._device))
-        gradients, flat = _ShardGradients(shard.gradients, low, high, shape), shape is None
-        self.engine.add(Unit.of(number, optimizer, tensor, named, state, first, flat=flat, gradients=gradients))
+        gradients = _ShardGradients(shard.gradients, low, low + numel, shape)
+        named = [
+            (s.placement.spec.name, shard.parameters[n], first) for n, s, first in zip(run, slices, firsts, strict=True)
+        ]
+        self.engine.add(Unit.of(number, optimizer, tensor, named, state, flat=shape is None, gradients=gradients))
 
     def _parameter_table(self) -> ParameterTable:
         """Number all parameters that are trained, wherever they lie, those of other stages too."""
@@ -482,18 +486,18 @@ def _with_gradients_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parame
 def contiguous_runs(slices: Sequence[Slice], *, by_index: bool, block: int) -> list[list[int]]:
     """Numbers of the slices that are stepped together: all, or those whose elements have consecutive global indices; one run if none.
 
-    Slices between which the buffer has padding are stepped apart; so is one that ends inside a ``block``, which is stepped uncompiled.
+    Slices between which the buffer has padding are stepped apart, unless each begins with a ``block`` of its own, which has an index.
 
-    Elements that are neighbours in a buffer but not in the model draw bits of indices that are apart. Nobody sees it where no bits
+    Elements that are neighbours in a buffer but not in the model draw bits of indices that are apart. It makes no difference where no bits
     are drawn.
     """
     runs: list[list[int]] = [[]]
     expected = end = None
     for number, s in enumerate(slices):
-        apart = s.offset != end or (s.high - s.low) % block or (by_index and s.placement.spec.index + s.low != expected)
+        apart = s.offset != end or (by_index and block == 1 and s.placement.spec.index + s.low != expected)
         if runs[-1] and apart:
             runs.append([])
         runs[-1].append(number)
-        end = s.offset + s.high - s.low
+        end = -(-(s.offset + s.high - s.low) // block) * block
         expected = s.placement.spec.index + s.high
     return runs

@@ -331,6 +331,6 @@ def _follow(unit: Unit, engine: Engine, written: set[str]) -> None:
     # Where state lies, which is the host's memory if it is offloaded.
     places = [x.device for x in eb.tree.leaves(unit.state.extra)]
     tensor = unit.tensor if not places else unit.tensor.to(places[0])
-    begin_again(optimizer, tensor, unit.state)
+    begin_again(optimizer, tensor, unit.state, unit.first_on(tensor.device))
     for value, before in kept:
         value.copy_(before)

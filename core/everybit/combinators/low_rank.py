@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from everybit import tree
+from everybit.blocks import first_of_whole
 from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.masked import Masked, Partition
 from everybit.combinators.wrapping import Wrapping
@@ -157,7 +158,9 @@ class LowRank(Wrapping):
         numbering: list[Numbering] = []
         for (first, kind), leaf in zip(known, leaves, strict=True):
             parts = self.projection.parts(leaf.shape)
-            numbering += [Numbering(first + part.start, kind) for part in parts] or [Numbering(first, kind)]
+            numbering += [Numbering(first_of_whole(first) + part.start, kind) for part in parts] or [
+                Numbering(first, kind)
+            ]
         return replace(ctx, members=None, numbering=tuple(numbering))
 
 

@@ -16,7 +16,7 @@ from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.metering import Meter, StepBytes
 from everybit_torch.sharded.planning.peaks import SMALLEST
-from everybit_torch.sharded.planning.runs import Shape, elements, remembered, state_of
+from everybit_torch.sharded.planning.runs import Shape, elements, indices, remembered, state_of
 from everybit_torch.sharded.scheduling.copies import copy_out
 from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
@@ -173,13 +173,15 @@ def _followed(one: GroupPlan, labelled: Mapping[str, LabelledTransform]) -> int:
         return 0
     label = labelled[one.group.label]
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
-    return max((_followed_run(optimizer, one.group.dtype, shape) for shape in set(one.runs(labelled))), default=0)
+    block, runs = one.block(labelled), set(one.runs(labelled))
+    return max((_followed_run(optimizer, one.group.dtype, shape, block) for shape in runs), default=0)
 
 
 @remembered
-def _followed_run(optimizer: eb.Optimizer[Any], dtype: torch.dtype, shape: Shape) -> int:
+def _followed_run(optimizer: eb.Optimizer[Any], dtype: torch.dtype, shape: Shape, block: int) -> int:
     tensor, state = elements(dtype, shape), state_of(optimizer, dtype, shape)
-    return _peak_of(lambda: begin_again(optimizer, tensor, state))
+    first = indices(shape, block)
+    return _peak_of(lambda: begin_again(optimizer, tensor, state, first))
 
 
 def _peak_of(call: Callable[[], object]) -> int:

@@ -15,7 +15,7 @@ from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.peaks import SMALLEST
-from everybit_torch.sharded.planning.runs import Shape, elements, remembered, state_of
+from everybit_torch.sharded.planning.runs import Shape, elements, indices, remembered, state_of
 from everybit_torch.sharded.scheduling.construction import ConstructionEvent, Tensors
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.units import init_state
@@ -67,7 +67,7 @@ def construction_peak(
             for shape in one.runs(labelled):
                 key = (label, one.group.dtype, shape)
                 if key not in known:
-                    known[key] = _state_bytes(one, labelled[label], shape, offload)
+                    known[key] = _state_bytes(one, labelled[label], shape, one.block(labelled), offload)
                 kept, most = known[key]
                 peak, live = max(peak, live + most), live + kept
     for number in later:
@@ -76,7 +76,8 @@ def construction_peak(
         wide = torch_dtype(one.resolved.policy.compute).itemsize
         staged = _seen((one.high - one.low) * wide)
         sent = _sent(one, wide, chunk)
-        stored = max((_stored_bytes(one, labelled[one.group.label], n) for n in one.runs(labelled)), default=0)
+        of_label, block = labelled[one.group.label], one.block(labelled)
+        stored = max((_stored_bytes(one, of_label, shape, block) for shape in one.runs(labelled)), default=0)
         peak = max(peak, live + staged + max(sent, stored))
     numbers = sum(len(one.group.placements) for one in groups) * torch.int64.itemsize  # counts of non-finite gradients
     return max(peak - live - _seen(numbers), 0)
@@ -153,7 +154,9 @@ def _seen(size: int) -> int:
     return size if size >= SMALLEST else 0
 
 
-def _state_bytes(one: GroupPlan, label: LabelledTransform, shape: Shape, offload: Offload) -> tuple[int, int]:
+def _state_bytes(
+    one: GroupPlan, label: LabelledTransform, shape: Shape, numbered: int, offload: Offload
+) -> tuple[int, int]:
     """The bytes of a run's first state, and the most that is allocated while it is made."""
     if offload.weights:
         return 0, 0  # it is computed where the weights are
@@ -161,40 +164,42 @@ def _state_bytes(one: GroupPlan, label: LabelledTransform, shape: Shape, offload
     dtype = one.group.dtype
     numel = math.prod(shape)
     if one.whole or (numel <= PIECE and not offload.state):
-        return _made(optimizer, dtype, shape)
+        return _made(optimizer, dtype, shape, numbered)
     block = label.policy.block
     size = max(PIECE // block, 1) * block
     kept = sum(_seen(nbytes(leaf)) for leaf in eb.tree.leaves(state_of(optimizer, dtype, shape)))
     pieces = {min(size, numel), numel % size} - {0}
     kept = 0 if offload.state else kept
-    return kept, kept + max((_made(optimizer, dtype, (length,))[1] for length in pieces), default=0)
+    return kept, kept + max((_made(optimizer, dtype, (length,), numbered)[1] for length in pieces), default=0)
 
 
-def _stored_bytes(one: GroupPlan, label: LabelledTransform, shape: Shape) -> int:
+def _stored_bytes(one: GroupPlan, label: LabelledTransform, shape: Shape, numbered: int) -> int:
     """The bytes allocated while main weights are made from values with more bits, a piece at a time."""
     optimizer = eb.Optimizer(label.transform, label.policy, unsafe="allow")
     block = label.policy.block
     piece = shape if one.whole else (min(*shape, max(PIECE // block, 1) * block),)
-    return _begun(optimizer, one.group.dtype, piece, label.policy.compute)
+    return _begun(optimizer, one.group.dtype, piece, numbered, label.policy.compute)
 
 
 @remembered
-def _begun(optimizer: eb.Optimizer[object], dtype: torch.dtype, shape: Shape, compute: ComputeDType) -> int:
+def _begun(
+    optimizer: eb.Optimizer[object], dtype: torch.dtype, shape: Shape, numbered: int, compute: ComputeDType
+) -> int:
     """What is allocated while a piece of main weights is made."""
     tensor = elements(dtype, shape)
-    wide = tensor.to(torch_dtype(compute))
+    wide, first = tensor.to(torch_dtype(compute)), indices(shape, numbered)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        begin_at(optimizer, wide, tensor, torch.zeros((), dtype=torch.int64, device="meta"), 0)
+        begin_at(optimizer, wide, tensor, torch.zeros((), dtype=torch.int64, device="meta"), first)
     peak: int = counter.peak
     return peak
 
 
 @remembered
-def _made(optimizer: eb.Optimizer[object], dtype: torch.dtype, shape: Shape) -> tuple[int, int]:
+def _made(optimizer: eb.Optimizer[object], dtype: torch.dtype, shape: Shape, numbered: int) -> tuple[int, int]:
     """The bytes of a run's first state, and the most that is allocated while it is made."""
-    tensor = elements(dtype, shape)
+    tensor, first = elements(dtype, shape), indices(shape, numbered)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        state = init_state(optimizer, tensor, 0, chunk=PIECE)
+        state = init_state(optimizer, tensor, first, chunk=PIECE)
         kept = counter.live
     del state
     return kept, counter.peak

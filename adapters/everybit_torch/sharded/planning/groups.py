@@ -16,10 +16,11 @@ from everybit.policy import Resolved, resolve
 from everybit_torch.collectives.reduction import Wire, chunk_size
 from everybit_torch.sharded.layout import Group, ParameterSpec
 from everybit_torch.sharded.planning.report import Ranks
-from everybit_torch.sharded.planning.runs import Shape, state_of
+from everybit_torch.sharded.planning.runs import Shape, indices, state_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.sharded.strategies import Sharding
+from everybit_torch.units import laid_out, numbered_by_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +167,16 @@ class GroupPlan:
         slices = list(self.group.slices(self.low, self.high))
         if self.whole:
             return [s.placement.spec.stepped_as(s.low, s.high) for s in slices] or [(0,)]
-        own = labelled[self.group.label]
-        runs = contiguous_runs(slices, by_index=own.draws_bits, block=own.policy.block)
-        return [(sum(slices[number].high - slices[number].low for number in run),) for run in runs]
+        own, block = labelled[self.group.label], labelled[self.group.label].policy.block
+        runs = contiguous_runs(slices, by_index=own.draws_bits, block=block)
+        return [(laid_out([slices[number].high - slices[number].low for number in run], block)[1],) for run in runs]
+
+    def block(self, labelled: Mapping[str, LabelledTransform]) -> int:
+        """Elements of a block, where each block of the runs has an index of its own; else 0."""
+        slices, block = list(self.group.slices(self.low, self.high)), labelled[self.group.label].policy.block
+        lengths, firsts = [s.high - s.low for s in slices], [s.placement.spec.index + s.low for s in slices]
+        apart = not self.whole and numbered_by_block(lengths, firsts, laid_out(lengths, block)[1], block)
+        return block if apart else 0
 
     def members(
         self, labelled: Mapping[str, LabelledTransform], numbers: Mapping[ParameterSpec, int]
@@ -176,14 +184,17 @@ class GroupPlan:
         """Return the parameters in each run, by their numbers; of a label whose transform asks for them."""
         slices = iter(self.group.slices(self.low, self.high))
         sizes = torch.tensor([spec.numel for spec in numbers], dtype=torch.float64)
+        block = 1 if self.whole else labelled[self.group.label].policy.block
         found = []
         for shape in self.runs(labelled):
-            here, edges, numel = [], [0], math.prod(shape)
-            while edges[-1] < numel:
+            here: list[int] = []
+            lengths: list[int] = []
+            while laid_out(lengths, block)[1] < math.prod(shape):
                 one = next(slices)
                 here.append(numbers[one.placement.spec])
-                edges.append(edges[-1] + one.high - one.low)
-            found.append(eb.Members(torch.tensor(here, dtype=torch.int64), torch.tensor(edges), sizes))
+                lengths.append(one.high - one.low)
+            edges = torch.tensor([*laid_out(lengths, block)[0], math.prod(shape)])
+            found.append(eb.Members(torch.tensor(here, dtype=torch.int64), edges, sizes))
         return found
 
     def persistent(self, labelled: Mapping[str, LabelledTransform]) -> Counter[str]:
@@ -208,7 +219,8 @@ class GroupPlan:
             state = state_of(optimizer, self.group.dtype, shape)
             found[beside] += nbytes(state.extra)
             found.update(state_bytes(state.inner, counters=state.step.nbytes))
-            found["bookkeeping"] += torch.int64.itemsize  # the run's first global index
+            first = indices(shape, self.block(labelled))
+            found["bookkeeping"] += torch.int64.itemsize if isinstance(first, int) else nbytes(first)
         return found
 
     def state_saved(self, labelled: Mapping[str, LabelledTransform]) -> int:

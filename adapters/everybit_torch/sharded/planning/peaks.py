@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 from everybit.transform import any_per_tensor
 from everybit_torch import reductions
 from everybit_torch.asking import Reads
@@ -25,7 +26,7 @@ from everybit_torch.sharded.layout import ParameterSpec
 from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import answers_of, no_members, reduced_numbers, totals_of, unit_of
-from everybit_torch.sharded.planning.runs import Shape, state_of
+from everybit_torch.sharded.planning.runs import Shape, indices, state_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.stepping import PIECE, step_in_place
@@ -134,7 +135,7 @@ def asked_peak(
     return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered, fetches))
 
 
-Run = Callable[[eb.Optimizer[Any], Tensor, Tensor, eb.Members, Due], int]
+Run = Callable[[eb.Optimizer[Any], Tensor, Tensor, eb.Members, int | Blocks, Due], int]
 
 
 def _peak_of_pieces(
@@ -147,7 +148,7 @@ def _peak_of_pieces(
 ) -> int:
     """Return the peak temporary bytes of ``run``, over pieces of at most ``piece`` elements; of ``largest`` it is measured."""
     peak = 0
-    known: dict[tuple[str, torch.dtype, Shape, int], int] = {}
+    known: dict[tuple[str, torch.dtype, Shape, int, int], int] = {}
     for one in groups:
         if one.resolved is None:
             continue
@@ -158,10 +159,14 @@ def _peak_of_pieces(
         for shape, members in zip(runs, one.members(labelled, numbers) if asks else [nobody] * len(runs), strict=True):
             block = one.resolved.policy.block
             size = shape if one.whole else (min(*shape, max(piece // block, 1) * block),)
-            key = (one.group.label, one.group.dtype, size, len(members.numbers))
+            numbered = one.block(labelled)
+            key = (one.group.label, one.group.dtype, size, len(members.numbers), numbered)
             if math.prod(size) and key not in known:
-                measured = _tensor_bytes(one, label, members, size, run) if one.whole else None
-                known[key] = _piece_bytes(one, label, members, size[0], largest, run) if measured is None else measured
+                known[key] = (
+                    _tensor_bytes(one, label, members, size, run)
+                    if one.whole
+                    else _piece_bytes(one, label, members, size[0], largest, run, numbered)
+                )
             peak = max(peak, known.get(key, 0))
     return peak
 
@@ -190,7 +195,8 @@ def _tensor_bytes(one: GroupPlan, label: LabelledTransform, members: eb.Members,
     optimizer = eb.Optimizer(label.transform, label.policy)
     tensor, gradient = torch.zeros(smaller, dtype=one.group.dtype), torch.zeros(smaller, dtype=one.main)
     measured = max(
-        run(optimizer, tensor, gradient, members, due) for due in answers_of(optimizer, members.sizes, alone=one.alone)
+        run(optimizer, tensor, gradient, members, 0, due)
+        for due in answers_of(optimizer, members.sizes, alone=one.alone)
     )
     return measured * math.prod(shape) // math.prod(smaller)
 
@@ -223,31 +229,46 @@ def _peak_together(groups: list[GroupPlan], labelled: Mapping[str, LabelledTrans
 
 
 def _piece_bytes(
-    one: GroupPlan, label: LabelledTransform, members: eb.Members, size: int, largest: int, run: Run
+    one: GroupPlan, label: LabelledTransform, members: eb.Members, size: int, largest: int, run: Run, numbered: int
 ) -> int:
     assert one.resolved is not None
     block = one.resolved.policy.block
     known = max(largest // block, 1) * block
     if size > known:
         # What is computed on the way grows with the piece, element by element.
-        return _piece_bytes(one, label, members, known, largest, run) * size // known
+        return _piece_bytes(one, label, members, known, largest, run, numbered) * size // known
     optimizer = eb.Optimizer(label.transform, label.policy)
     tensor, gradient = torch.zeros(size, dtype=one.group.dtype), torch.zeros(size, dtype=one.main)
-    answers = answers_of(optimizer, members.sizes, alone=one.alone)
-    return max(run(optimizer, tensor, gradient, members, due) for due in answers)
+    answers, first = answers_of(optimizer, members.sizes, alone=one.alone), indices((size,), numbered, "cpu")
+    return max(run(optimizer, tensor, gradient, members, first, due) for due in answers)
 
 
-def _step_one(optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members, due: Due) -> int:
+def _step_one(
+    optimizer: eb.Optimizer[Any],
+    tensor: Tensor,
+    gradient: Tensor,
+    members: eb.Members,
+    first: int | Blocks,
+    due: Due,
+) -> int:
     state, totals = optimizer.init([tensor]), totals_of(optimizer, members.sizes, due)
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         here = (members.cut(0, tensor.numel()) if tensor.numel() < members.edges[-1] else members,)
-        step_in_place(optimizer, [tensor], [gradient], state, 0, metrics=False, totals=totals, members=here, due=due)
+        step_in_place(
+            optimizer, [tensor], [gradient], state, first, metrics=False, totals=totals, members=here, due=due
+        )
     peak: int = counter.peak
     return peak
 
 
 def _step_together(
-    count: int, optimizer: eb.Optimizer[Any], tensor: Tensor, gradient: Tensor, members: eb.Members, due: Due
+    count: int,
+    optimizer: eb.Optimizer[Any],
+    tensor: Tensor,
+    gradient: Tensor,
+    members: eb.Members,
+    first: int | Blocks,
+    due: Due,
 ) -> int:
     """As :func:`_step_one`, for so many tensors of one shape."""
     totals = totals_of(optimizer, members.sizes, due)
@@ -262,7 +283,7 @@ def _step_together(
                 [unit.tensor],
                 [gradient],
                 unit.state,
-                0,
+                first,
                 metrics=False,
                 totals=[*totals, *answers],
                 members=(members,),
@@ -280,9 +301,10 @@ def _ask_one(
     tensor: Tensor,
     gradient: Tensor,
     members: eb.Members,
+    first: int | Blocks,
     due: Due,
 ) -> int:
-    unit, fetch = unit_of(optimizer, tensor, members), torch.clone if fetches else None
+    unit, fetch = unit_of(optimizer, tensor, members, first), torch.clone if fetches else None
     part, reads = reductions.Part(optimizer, unit, gradient, due=due, fetch=fetch), Reads()
     known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:

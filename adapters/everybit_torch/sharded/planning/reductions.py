@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 from everybit.dtypes import torch_dtype
 from everybit.policy import Policy
 from everybit.transform import periods
@@ -75,10 +76,10 @@ def _empty_unit(optimizer: eb.Optimizer[Any], sizes: Tensor) -> Unit:
     return unit_of(optimizer, empty, no_members(sizes))
 
 
-def unit_of(optimizer: eb.Optimizer[Any], tensor: Tensor, members: eb.Members) -> Unit:
+def unit_of(optimizer: eb.Optimizer[Any], tensor: Tensor, members: eb.Members, first: int | Blocks = 0) -> Unit:
     """A unit of one flat tensor, to be asked."""
     (stored,) = optimizer.formats([tensor])
-    return Unit(0, tensor, [], optimizer.init([tensor]), 0, flat=True, stored=stored, whole=members)
+    return Unit(0, tensor, [], optimizer.init([tensor]), first, flat=True, stored=stored, whole=members)
 
 
 def no_members(sizes: Tensor) -> eb.Members:

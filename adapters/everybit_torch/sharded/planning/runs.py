@@ -6,6 +6,7 @@ memory takes as long as one of real tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.blocks import Blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +39,21 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
 
 Shape = tuple[int, ...]
 """Of what is stepped at once: a vector of the elements of several parameters, or a whole tensor."""
+
+
+def indices(shape: Shape, block: int, device: torch.device | str = "meta") -> int | Blocks:
+    """The global indices of a run's elements, whose values do not matter: of the first, or of each block of so many elements.
+
+    Args:
+        shape: Of the run, or of a piece of it.
+        block: Elements of a block, where each has an index of its own; else 0.
+        device: Where the run lies.
+    """
+    if not block:
+        return 0
+    count = math.prod(shape) // block
+    full = torch.full((count,), block, dtype=torch.int32, device=device)
+    return Blocks(torch.zeros(count, dtype=torch.int64, device=device), full, block)
 
 
 def elements(dtype: torch.dtype, shape: Shape) -> Tensor:

@@ -113,6 +113,8 @@ def test_the_advice_is_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "message"),
     [
         (["--memory", "much"], "--memory: got much; accepted: a number with a unit, such as 80GB"),
+        (["--memory", "80"], "--memory: got 80; accepted: a number with a unit, 80GB; without one it is a number of bytes"),
+        (["--reserve", "0.5"], "--reserve: got 0.5; accepted: a number with a unit, 0.5GB; without one"),
         (["--memory", "1GB", "--reserve", "2GB"], "--reserve: got 2GB; accepted: less than --memory, which is 1GB"),
         (["--policies", "LEAN"], "--policies: got LEAN (did you mean LEAN_BF16?)"),
         (["--model", f"{__name__}:mixed_dtypes", "--dtype", "model"], "--policies: got nothing, for parameters in bfloat16, float32"),
@@ -129,7 +131,7 @@ def test_options_that_cannot_be_used_are_named(
 @settings(max_examples=50, deadline=None)
 @given(
     number=st.integers(0, 10**6),
-    unit=st.sampled_from(["", "B", "kB", "KiB", "MB", "MiB", "GB", "gib", "TB", "TiB", " GB"]),
+    unit=st.sampled_from(["B", "kB", "KiB", "MB", "MiB", "GB", "gib", "TB", "TiB", " GB"]),
 )
 def test_sizes_are_read_as_they_are_written(number: int, unit: str) -> None:
     letter = unit.strip().lower().removesuffix("b")
@@ -139,6 +141,11 @@ def test_sizes_are_read_as_they_are_written(number: int, unit: str) -> None:
     for wrong in (f"-{number}{unit}", f"{number}{unit}x", unit or "GB"):
         with pytest.raises(OptionError, match="--memory: got"):
             parsed_size("--memory", wrong)
+
+
+def test_a_number_without_a_unit_is_a_number_of_bytes_where_it_can_be_one() -> None:
+    assert parsed_size("--memory", "85899345920") == 80 * 2**30
+    assert parsed_size("--reserve", "0") == 0
 
 
 def test_sizes_are_shown_in_units_of_which_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,9 @@ FORMAT = 1
 MOST_RANKS = 1 << 14
 """How far ranks are doubled when nothing fits."""
 
+_FEWEST_BYTES = 1 << 20
+"""The least number without a unit that is taken as a number of bytes: smaller ones lack their unit."""
+
 _SIZES = {
     "": 1,
     "k": 1000,
@@ -131,6 +134,8 @@ def parsed_size(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
         raise OptionError(option, text, "a number with a unit, such as 80GB, 79.6GiB or 512MiB")
+    if text.strip().replace(".", "").isdigit() and 0 < float(match[1]) < _FEWEST_BYTES:
+        raise OptionError(option, text, f"a number with a unit, {match[1]}GB; without one it is a number of bytes")
     return int(float(match[1]) * _SIZES[match[2] or ""])
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from torch import nn
 
 import everybit as eb
@@ -109,6 +110,22 @@ def test_the_advice_is_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     assert "AdamW(model.parameters(), policy=eb.policies.EXACT_BF16, flat_gradients=True)" in shown
 
 
+def test_the_line_of_the_budget_stands_in_the_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+    legend = Figure.legend
+
+    def noted(figure: Figure, handles: Any, labels: list[str], **options: Any) -> Any:
+        named.extend(labels)
+        return legend(figure, handles, labels, **options)
+
+    monkeypatch.setattr(Figure, "legend", noted)
+    assert cli.main(["advise", "--model", "tiny", "--memory", "1GB", "--out", str(tmp_path), "--quiet"]) == 0
+    assert named[-2:] == ["transient", "budget"]
+    named.clear()
+    assert cli.main(["plan", "--model", "tiny", "--out", str(tmp_path), "--quiet"]) == 0
+    assert named[-1] == "transient"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,7 +168,7 @@ def test_a_number_without_a_unit_is_a_number_of_bytes_where_it_can_be_one() -> N
 def test_sizes_are_shown_in_units_of_which_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, said = advised(capsys, "--ranks", "1", "--memory", "2MB", "--policies", "LEAN_BF16")
     assert code == 0
-    assert "1 ranks of 1.9 MiB, 0 bytes of it reserved" in said
+    assert "1 rank of 1.9 MiB, 0 bytes of it reserved" in said
     assert "KiB of one rank at the step's peak. The budget is 1.9 MiB;" in said
     peak = re.search(
         r"LEAN_BF16 under no_shard: ([\d.]+) KiB at the peak, [\d.]+ KiB of the budget are left; 0 bytes are sent", said

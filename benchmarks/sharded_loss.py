@@ -98,7 +98,7 @@ def worker(rank: int, store: str, arguments: Arguments, wire: str, seed: int, ou
 
 
 def _rate(steps: int) -> eb.Schedule:
-    return eb.warmup_cosine_decay_schedule(1e-3, steps // 10, steps, end=1e-4)
+    return eb.warmup_cosine_decay_schedule(1e-3, steps // 10, steps=steps, end=1e-4)
 
 
 def _windows(text: Tensor, arguments: Arguments, generator: torch.Generator) -> Tensor:

@@ -32,6 +32,11 @@ class TorchNames:
     computed: Mapping[str, Callable[[Mapping[str, Any], int], float]] = field(default_factory=dict)
     eager: bool = False
 
+    @property
+    def kept(self) -> frozenset[str]:
+        """The names of what torch's optimizer keeps for a parameter, without its count of steps."""
+        return frozenset({*self.slots.values(), *self.shared.values(), *self.computed})
+
 
 class Front(Protocol):
     """A front end with param groups.

@@ -176,6 +176,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
     placement = front.places.plan(front.param_groups, wanted, settings.optimizers)
     require_followable(front.engine.units, parameters)
     expected = expectations(front.engine, settings.optimizers, placement, full=full)
+    torchs = front.torch_names.kept if front.torch_names is not None else frozenset()
     own: dict[int, dict[str, Tensor]] = {}
     kept: dict[int, dict[Any, Any]] = {}
     for position, given in saved.entries.items():
@@ -190,7 +191,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
             given = {paths.get(name, name): value for name, value in given.items()}
         mine = {name for name in given if name in kinds}
         if mine or any(map(is_own_name, given)):
-            _require_names(position, given, kinds, full=full)
+            _require_names(position, given, kinds, torchs, full=full)
             own[id(parameter)] = {
                 name: require_entry(
                     f"state_dict: parameter {position}, {name!r}", given[name], kind, parameter, full=full
@@ -199,7 +200,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
                 if name in given
             }
         elif _TORCHS & {name for name in given if isinstance(name, str)}:
-            _require_names(position, given, kinds, full=full)
+            _require_names(position, given, kinds, torchs, full=full)
         where = f"state_dict['state'][{shown(saved.numbers[position])}]"
         kept[id(parameter)] = {
             name.removeprefix(KEPT) if isinstance(name, str) else name: copied(
@@ -225,14 +226,16 @@ def _renamed(given: Mapping[Any, Any], kinds: Mapping[str, Kind]) -> Mapping[Any
     return {former.get(name, name) if isinstance(name, str) else name: value for name, value in given.items()}
 
 
-def _require_names(position: int, given: Mapping[Any, Any], kinds: Mapping[str, Kind], *, full: bool) -> None:
+def _require_names(
+    position: int, given: Mapping[Any, Any], kinds: Mapping[str, Kind], torchs: frozenset[str], *, full: bool
+) -> None:
     needed = {name for name in kinds if not (full and name == WEIGHTS)}
     strange = [name for name in given if name not in kinds and is_own_name(name)]
     if needed <= set(given) and not strange:
         return
     accepted = "in full precision" if full else "under this policy"
     told = ""
-    if _TORCHS & {name for name in given if isinstance(name, str)}:
+    if (torchs - kinds.keys()) & given.keys():
         told = " This is a checkpoint of torch.optim: load_torch_state_dict() takes it."
     raise ValueError(
         f"state_dict: parameter {position} has state {names(given)}; accepted {accepted} is {names(needed)}.{told}"

@@ -28,7 +28,8 @@ def require_parameters(number: int, tensors: Sequence[Any]) -> None:
     for index, tensor in enumerate(tensors):
         where = f"param group {number}, parameter {index}"
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{where}: got {shown(tensor)}; accepted are tensors.")
+            named = " model.named_parameters() gives them with their names." if isinstance(tensor, str) else ""
+            raise TypeError(f"{where}: got {shown(tensor)}; accepted are tensors.{named}")
         if tensor.is_complex() or not tensor.is_floating_point():
             raise TypeError(
                 f"{where}: got {tensor.dtype}; accepted are real floating-point parameters."
@@ -75,16 +76,25 @@ def described(policies: Mapping[torch.dtype, AnyPolicy]) -> str:
 
 
 def as_lists(params: Params) -> Params:
-    """The constructor's argument with its generators read, so that it can be gone through twice; torch refuses what it cannot take."""
+    """The constructor's argument with its generators read, so that it can be gone through twice; torch refuses what it cannot take.
+
+    Raises:
+        TypeError: A module in the place of its parameters.
+    """
+    _require_no_module("params", params)
     if isinstance(params, (Tensor, Mapping, str, set)) or not isinstance(params, Iterable):
         return params
+    given = list(params)
+    for number, one in enumerate(given):
+        if isinstance(one, dict):
+            _require_no_module(f"param group {number}, 'params'", one.get("params"))
     return cast(
         Params,
         [
             {**one, "params": list(one["params"])}
             if isinstance(one, dict) and isinstance(one.get("params"), Iterator)
             else one
-            for one in params
+            for one in given
         ],
     )
 
@@ -101,6 +111,14 @@ def named_by(params: Params, model: nn.Module) -> Params:
         {**one, "params": [(names[id(parameter)], parameter) for parameter in each]}
         for one, each in zip(groups, lists, strict=True)
     ]
+
+
+def _require_no_module(where: str, given: object) -> None:
+    if isinstance(given, nn.Module):
+        raise TypeError(
+            f"{where}: write model.parameters(), or model.named_parameters(). Got a {type(given).__name__}, a module; accepted are"
+            " its parameters."
+        )
 
 
 def tensors_of(params: Params) -> Iterator[Tensor]:

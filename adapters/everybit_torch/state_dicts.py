@@ -67,8 +67,7 @@ def from_torch(front: Front, state_dict: object) -> Saved:
                 raise ValueError(
                     f"state_dict: param group {number}, {option!r}: got {shown(group[option])}; accepted by {kind} is {agrees!r}."
                 )
-    known = {*torchs.slots.values(), *torchs.shared.values(), *torchs.computed}
-    known |= {STEP} if torchs.counts else set()
+    known = torchs.kept | ({STEP} if torchs.counts else set())
     entries: dict[int, dict[Any, Any]] = {}
     for position, given in saved.entries.items():
         entry = {name: value for name, value in given.items() if value is not None}

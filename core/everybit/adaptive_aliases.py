@@ -71,7 +71,7 @@ def schedule_free_radam(
         add_decayed_weights(weight_decay),
         schedule_free(
             learning_rate,
-            b1,
+            b1=b1,
             r=r,
             weight_lr_power=weight_lr_power,
             rectified_by=b2,

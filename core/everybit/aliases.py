@@ -47,7 +47,7 @@ def sgd(
     return chain(
         *_ascent(maximize),
         add_decayed_weights(weight_decay),
-        identity() if momentum is None else trace(momentum, dampening, nesterov),
+        identity() if momentum is None else trace(momentum, dampening=dampening, nesterov=nesterov),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -81,7 +81,7 @@ def adam(
     return chain(
         *_ascent(maximize),
         add_decayed_weights(weight_decay),
-        scale_by_adam(b1, b2, eps, eps_root, amsgrad),
+        scale_by_adam(b1, b2, eps, eps_root, amsgrad=amsgrad),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -129,7 +129,7 @@ def adamw(
             f"max_learning_rate: got {max_learning_rate!r} without fully_decoupled=True, where it has no meaning."
         )
     descent = scale_by_learning_rate(learning_rate)
-    adam = scale_by_adam(b1, b2, eps, eps_root, amsgrad)
+    adam = scale_by_adam(b1, b2, eps, eps_root, amsgrad=amsgrad)
     if fully_decoupled:
         relative = None if max_learning_rate is None else learning_rate
         decay: Transform[Any] = subtract_decayed_weights(weight_decay, relative, max_learning_rate)
@@ -197,7 +197,7 @@ def rmsprop(
     return chain(
         *_ascent(maximize),
         add_decayed_weights(weight_decay),
-        scale_by_rms(decay, eps, centered, eps_inside_root),
+        scale_by_rms(decay, eps, centered=centered, eps_inside_root=eps_inside_root),
         identity() if momentum is None else trace(momentum),
         scale_by_learning_rate(learning_rate),
     )

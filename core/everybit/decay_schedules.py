@@ -21,6 +21,7 @@ from everybit.schedules import (
     progress,
     require_above_zero,
     require_steps,
+    taken_by_name,
 )
 
 
@@ -113,7 +114,8 @@ class RelativeStepSchedule:
         return torch.minimum(limit, 1 / sqrt(number))
 
 
-def polynomial_schedule(start: float, end: float, steps: int, *, power: float = 1.0) -> PolynomialSchedule:
+@taken_by_name(2, "steps")
+def polynomial_schedule(start: float, end: float, *, steps: int, power: float = 1.0) -> PolynomialSchedule:
     """Return a schedule ``end + (start - end) * (1 - t / steps) ** power`` up to ``steps``, then ``end``.
 
     As optax's, and torch's ``PolynomialLR`` with ``end=0``. To begin later, put a constant before it with :func:`everybit.join_schedules`.
@@ -159,12 +161,13 @@ def warmup_constant_schedule(peak: float, warmup_steps: int, *, start: float = 0
     return LinearSchedule(start, peak, warmup_steps)
 
 
+@taken_by_name(2, "rate", "steps")
 def warmup_exponential_decay_schedule(
     peak: float,
     warmup_steps: int,
+    *,
     rate: float,
     steps: int = 1,
-    *,
     start: float = 0.0,
     staircase: bool = False,
     end: float | None = None,

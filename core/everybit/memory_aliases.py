@@ -95,7 +95,15 @@ def adafactor(
     else:
         after = [subtract_decayed_weights(weight_decay, rate, 1.0)]
     return chain(
-        scale_by_factored_rms(beta2_decay, b2_cap, eps1, clip_threshold, dimensions, min_size_to_factor, step_offset),
+        scale_by_factored_rms(
+            beta2_decay=beta2_decay,
+            b2_cap=b2_cap,
+            eps1=eps1,
+            clip_threshold=clip_threshold,
+            dimensions=dimensions,
+            min_size_to_factor=min_size_to_factor,
+            step_offset=step_offset,
+        ),
         *first,
         *before,
         size,
@@ -213,7 +221,7 @@ def sm3(
         ValueError: A hyperparameter out of range.
     """
     return chain(
-        scale_by_sm3(b2, eps, keep_greatest),
+        scale_by_sm3(b2=b2, eps=eps, keep_greatest=keep_greatest),
         identity() if b1 is None else running_mean(b1),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),

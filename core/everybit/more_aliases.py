@@ -52,7 +52,7 @@ def ademamix(
         ValueError: A hyperparameter out of range.
     """
     return chain(
-        scale_by_ademamix(b1, b2, b3, alpha, eps, eps_root, alpha_warmup, b3_warmup),
+        scale_by_ademamix(b1, b2, b3, alpha, eps, eps_root, alpha_warmup=alpha_warmup, b3_warmup=b3_warmup),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
@@ -86,7 +86,7 @@ def adopt(
         ValueError: A hyperparameter out of range.
     """
     return chain(
-        scale_by_adopt(b1, b2, eps, clip_power, nesterov),
+        scale_by_adopt(b1, b2, eps, clip_power=clip_power, nesterov=nesterov),
         add_decayed_weights(weight_decay),
         begin_after(0 if decay_at_first else 1),
         scale_by_learning_rate(learning_rate),
@@ -117,7 +117,10 @@ def schedule_free_sgd(
     Raises:
         ValueError: A hyperparameter out of range.
     """
-    return chain(add_decayed_weights(weight_decay), schedule_free(learning_rate, b1, warmup_steps, r, weight_lr_power))
+    return chain(
+        add_decayed_weights(weight_decay),
+        schedule_free(learning_rate, b1=b1, warmup_steps=warmup_steps, r=r, weight_lr_power=weight_lr_power),
+    )
 
 
 def schedule_free_adamw(
@@ -151,7 +154,7 @@ def schedule_free_adamw(
     return chain(
         scale_by_running_square(b2, eps),
         add_decayed_weights(weight_decay),
-        schedule_free(learning_rate, b1, warmup_steps, r, weight_lr_power),
+        schedule_free(learning_rate, b1=b1, warmup_steps=warmup_steps, r=r, weight_lr_power=weight_lr_power),
     )
 
 
@@ -219,7 +222,7 @@ def lars(
         ValueError: A hyperparameter out of range; Nesterov without momentum.
     """
     ratio = (
-        (add_decayed_weights(weight_decay), scale_by_trust_ratio(trust_coefficient, eps))
+        (add_decayed_weights(weight_decay), scale_by_trust_ratio(coefficient=trust_coefficient, eps=eps))
         if joint_norm
         else (scale_by_lars(weight_decay, trust_coefficient, eps),)
     )
@@ -316,7 +319,7 @@ def yogi(
         ValueError: A hyperparameter out of range.
     """
     return chain(
-        scale_by_yogi(b1, b2, eps, initial_mean, initial_square),
+        scale_by_yogi(b1, b2, eps, initial_mean=initial_mean, initial_square=initial_square),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
@@ -475,4 +478,4 @@ def novograd(
     Raises:
         ValueError: A hyperparameter out of range.
     """
-    return chain(scale_by_novograd(b1, b2, eps, weight_decay), scale_by_learning_rate(learning_rate))
+    return chain(scale_by_novograd(b1, b2, eps, weight_decay=weight_decay), scale_by_learning_rate(learning_rate))

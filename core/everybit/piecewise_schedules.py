@@ -22,6 +22,7 @@ from everybit.schedules import (
     join_schedules,
     require_above_zero,
     require_steps,
+    taken_by_name,
     warmup_cosine_decay_schedule,
 )
 
@@ -143,8 +144,9 @@ def piecewise_constant_schedule(start: float, factors: Mapping[int, float]) -> P
     return PiecewiseConstantSchedule(start, tuple(sorted(factors.items())))
 
 
+@taken_by_name(2, "interpolation")
 def piecewise_interpolate_schedule(
-    start: float, factors: Mapping[int, float], interpolation: Interpolation = "linear"
+    start: float, factors: Mapping[int, float], *, interpolation: Interpolation = "linear"
 ) -> InterpolatedSchedule:
     """Return a schedule that goes from ``start`` to ``start * factors[t]`` at the first ``t``, from there to the second, and so on.
 

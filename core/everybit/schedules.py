@@ -7,14 +7,60 @@ values: they compare, print and pickle. They read the step on its device and nev
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from everybit.barriers import cos
 from everybit.scalars import Schedule, is_zero, require, require_count
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def taken_by_name(
+    positions: int, *names: str, refused_for: str | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Say what to write where arguments that are taken by name are given by position.
+
+    A schedule with a name of optax's takes by position what optax takes there, so that no call of optax's means something else here.
+
+    Args:
+        positions: Number of arguments that are taken by position.
+        *names: The arguments that followed these in versions before 0.3, in order.
+        refused_for: Why they are refused there. None: they are accepted with a DeprecationWarning until version 0.4.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def by_name(*args: P.args, **kwargs: P.kwargs) -> R:
+            extra = args[positions:]
+            if not extra or len(extra) > len(names):
+                return function(*args, **kwargs)
+            title = function.__name__
+            write = ", ".join(f"{name}={value!r}" for name, value in zip(names, extra, strict=False))
+            if refused_for is not None:
+                raise TypeError(
+                    f"{title}: write {write}. Got {', '.join(map(repr, extra))} by position; {refused_for}."
+                )
+            named: dict[str, Any] = dict(zip(names, extra, strict=False))
+            result = function(*args[:positions], **named, **kwargs)  # type: ignore[arg-type]  # names are the function's own
+            warnings.warn(
+                f"{title}: write {write}. By position this is deprecated, because optax's function of this name has another"
+                f" argument there; version 0.4 refuses it.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return result
+
+        return by_name
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +163,8 @@ def linear_schedule(start: float, end: float, steps: int) -> LinearSchedule:
     return LinearSchedule(start, end, steps)
 
 
-def cosine_decay_schedule(start: float, steps: int, end: float = 0.0, *, exponent: float = 1.0) -> CosineDecaySchedule:
+@taken_by_name(2, "end", refused_for="optax's third argument, alpha, is a share of the first value, and end is a value")
+def cosine_decay_schedule(start: float, steps: int, *, end: float = 0.0, exponent: float = 1.0) -> CosineDecaySchedule:
     """Return a schedule from ``start`` to ``end`` along half a cosine in ``steps`` updates, then ``end``.
 
     The first update has ``start``, and the update with ``steps`` before it is the first that has ``end``.
@@ -125,8 +172,12 @@ def cosine_decay_schedule(start: float, steps: int, end: float = 0.0, *, exponen
     Args:
         start: First value.
         steps: Updates from ``start`` to ``end``.
-        end: Last value.
+        end: Last value. optax has ``alpha`` instead, a share of the first: ``end=alpha * start``.
         exponent: Power of the falling cosine, above zero.
+
+    Raises:
+        TypeError: ``end`` by position.
+        ValueError: A number that is not finite, or out of range.
     """
     return CosineDecaySchedule(start, steps, end, exponent)
 
@@ -138,8 +189,9 @@ def join_schedules(
     return JoinSchedules(tuple(schedules), tuple(boundaries))
 
 
+@taken_by_name(2, "steps")
 def warmup_cosine_decay_schedule(
-    peak: float, warmup_steps: int, steps: int, *, start: float = 0.0, end: float = 0.0, exponent: float = 1.0
+    peak: float, warmup_steps: int, *, steps: int, start: float = 0.0, end: float = 0.0, exponent: float = 1.0
 ) -> JoinSchedules:
     """Linearly from ``start`` to ``peak`` in ``warmup_steps``, then along half a cosine to ``end`` at ``steps`` in all.
 

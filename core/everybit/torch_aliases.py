@@ -80,7 +80,7 @@ def radam(
     Raises:
         ValueError: A hyperparameter out of range.
     """
-    adam = scale_by_radam(b1, b2, eps, threshold, eps_after_correction)
+    adam = scale_by_radam(b1, b2, eps, threshold=threshold, eps_after_correction=eps_after_correction)
     return _chain(adam, learning_rate, weight_decay, decoupled_weight_decay, maximize)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from everybit.context import ALONE, Context
@@ -163,6 +164,28 @@ def eval_params(transform: object, params: P, state: Any) -> P:
     return transform.eval_params(params, state) if isinstance(transform, HasEvalParams) else params
 
 
+_SHOWN = 100
+"""The longest representation of a value that an error prints, in characters."""
+
+
+def _instead(value: object) -> str | None:
+    """What to write in the place of a value that stands for a transform; None for other values."""
+    if isinstance(value, str):
+        name = value if value.isidentifier() else "adamw"
+        return (
+            f"call the function of that name, everybit.{name}(...). Got {value!r}; accepted are transforms, and everybit.optimizers()"
+            " lists the names."
+        )
+    if isinstance(value, (list, tuple)):
+        return (
+            f"write each transform as an argument, chain(a, b) or chain(*transforms). Got a {type(value).__name__} of {len(value)};"
+            " accepted are transforms."
+        )
+    if isinstance(value, FunctionType):
+        return f"call it, {value.__name__}(...). Got the function {value.__name__}; accepted are transforms."
+    return None
+
+
 def require_transform(value: object, *, who: str) -> None:
     """Refuse what is not a transform, an optimizer made by ``with_policy`` above all.
 
@@ -174,6 +197,8 @@ def require_transform(value: object, *, who: str) -> None:
             f"{who}: got the class {value.__name__}; accepted are transforms: call it, {value.__name__}(...)."
         )
     missing = [name for name in PARTS if not hasattr(value, name)]
+    if missing and (instead := _instead(value)) is not None:
+        raise TypeError(f"{who}: {instead}")
     if missing:
         hint = (
             " An Optimizer is the last word: build it around the whole chain, with_policy(chain(...), policy)."
@@ -182,7 +207,9 @@ def require_transform(value: object, *, who: str) -> None:
             if hasattr(value, "scope")
             else ""
         )
-        raise TypeError(f"{who}: got {value!r}, which has no {', '.join(missing)}; accepted are transforms.{hint}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN and "\n" not in shown else f"a {type(value).__name__}"
+        raise TypeError(f"{who}: got {shown}, which has no {', '.join(missing)}; accepted are transforms.{hint}")
     promised: Any = value
     if promised.cut not in get_args(Cut):
         accepted = ", ".join(map(repr, get_args(Cut)))

@@ -271,7 +271,7 @@ def places(state: object) -> dict[str, Any]:
     return {place.removeprefix("."): value for place, value in found.items()}
 
 
-def get(state: object, name: str, path: str | None = None) -> Any:
+def get(state: object, name: str, *, path: str | None = None) -> Any:
     """Return a slot or another field of a state, as it is stored.
 
     Args:
@@ -290,7 +290,7 @@ def get(state: object, name: str, path: str | None = None) -> Any:
         >>> import torch, everybit as eb
         >>> opt = eb.with_policy(eb.sgd(0.1, momentum=0.9), eb.policies.FP32)
         >>> state = opt.init({"w": torch.ones(2)})
-        >>> eb.tree.get(state, "momentum", "['w']")
+        >>> eb.tree.get(state, "momentum", path="['w']")
         tensor([0., 0.])
         >>> int(eb.tree.get(eb.tree.set(state, "inner.step", 3), "inner.step"))
         3
@@ -299,7 +299,7 @@ def get(state: object, name: str, path: str | None = None) -> Any:
     return value if path is None else _part(value, place, path)
 
 
-def set(state: P, name: str, value: Any, path: str | None = None) -> P:
+def set(state: P, name: str, value: Any, *, path: str | None = None) -> P:
     """Return a state with another value for a slot or another field; ``state`` is not changed.
 
     Args:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from torch import nn
 
 import everybit as eb
@@ -109,10 +110,28 @@ def test_the_advice_is_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     assert "AdamW(model.parameters(), policy=eb.policies.EXACT_BF16, flat_gradients=True)" in shown
 
 
+def test_the_line_of_the_budget_stands_in_the_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+    legend = Figure.legend
+
+    def noted(figure: Figure, handles: Any, labels: list[str], **options: Any) -> Any:
+        named.extend(labels)
+        return legend(figure, handles, labels, **options)
+
+    monkeypatch.setattr(Figure, "legend", noted)
+    assert cli.main(["advise", "--model", "tiny", "--memory", "1GB", "--out", str(tmp_path), "--quiet"]) == 0
+    assert named[-2:] == ["transient", "budget"]
+    named.clear()
+    assert cli.main(["plan", "--model", "tiny", "--out", str(tmp_path), "--quiet"]) == 0
+    assert named[-1] == "transient"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--memory", "much"], "--memory: got much; accepted: a number with a unit, such as 80GB"),
+        (["--memory", "80"], "--memory: got 80; accepted: a number with a unit, 80GB; without one it is a number of bytes"),
+        (["--reserve", "0.5"], "--reserve: got 0.5; accepted: a number with a unit, 0.5GB; without one"),
         (["--memory", "1GB", "--reserve", "2GB"], "--reserve: got 2GB; accepted: less than --memory, which is 1GB"),
         (["--policies", "LEAN"], "--policies: got LEAN (did you mean LEAN_BF16?)"),
         (["--model", f"{__name__}:mixed_dtypes", "--dtype", "model"], "--policies: got nothing, for parameters in bfloat16, float32"),
@@ -129,7 +148,7 @@ def test_options_that_cannot_be_used_are_named(
 @settings(max_examples=50, deadline=None)
 @given(
     number=st.integers(0, 10**6),
-    unit=st.sampled_from(["", "B", "kB", "KiB", "MB", "MiB", "GB", "gib", "TB", "TiB", " GB"]),
+    unit=st.sampled_from(["B", "kB", "KiB", "MB", "MiB", "GB", "gib", "TB", "TiB", " GB"]),
 )
 def test_sizes_are_read_as_they_are_written(number: int, unit: str) -> None:
     letter = unit.strip().lower().removesuffix("b")
@@ -141,10 +160,15 @@ def test_sizes_are_read_as_they_are_written(number: int, unit: str) -> None:
             parsed_size("--memory", wrong)
 
 
+def test_a_number_without_a_unit_is_a_number_of_bytes_where_it_can_be_one() -> None:
+    assert parsed_size("--memory", "85899345920") == 80 * 2**30
+    assert parsed_size("--reserve", "0") == 0
+
+
 def test_sizes_are_shown_in_units_of_which_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, said = advised(capsys, "--ranks", "1", "--memory", "2MB", "--policies", "LEAN_BF16")
     assert code == 0
-    assert "1 ranks of 1.9 MiB, 0 bytes of it reserved" in said
+    assert "1 rank of 1.9 MiB, 0 bytes of it reserved" in said
     assert "KiB of one rank at the step's peak. The budget is 1.9 MiB;" in said
     peak = re.search(
         r"LEAN_BF16 under no_shard: ([\d.]+) KiB at the peak, [\d.]+ KiB of the budget are left; 0 bytes are sent", said

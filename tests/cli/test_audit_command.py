@@ -65,14 +65,21 @@ def test_the_worst_come_first_and_the_rest_are_counted(tmp_path: Path, capsys: p
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "train.py").write_text("import torch")
     (tmp_path / "empty.json").write_text(json.dumps({"kind": "everybit audit", "format": 1, "layers": []}))
     for name, message in (
         ("absent.json", "path: got {path} (no such file or directory); accepted: a file that can be read"),
-        ("other.json", "accepted: what Audit.save wrote, or a checkpoint"),
+        ("other.json", "path: got {path}: something else; accepted: what Audit.save wrote, or a checkpoint\n"),
+        (
+            "train.py",
+            "path: got {path}: no JSON (Expecting value: line 1 column 1 (char 0)); accepted: what Audit.save wrote, or",
+        ),
         ("empty.json", "in which no step was audited; accepted: an audit of one step or more"),
     ):
         assert cli.main(["audit", str(tmp_path / name)]) == BAD_OPTION
-        assert message.format(path=tmp_path / name) in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert message.format(path=tmp_path / name) in said
+        assert said.count("accepted") == 1
     assert cli.main(["audit", "x.json", "--rows", "-1"]) == BAD_OPTION
     assert "--rows: got -1" in capsys.readouterr().err
     (tmp_path / "folder").mkdir()
@@ -110,9 +117,7 @@ def test_a_checkpoint_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[s
         options = [] if policy is None else ["--policy", policy.lower()]
         assert cli.main(["audit", str(tmp_path / "checkpoint.pt"), *options]) == found
         printed = capsys.readouterr().out
-        assert "checkpoint.pt:2parameters,1auditedsteps(4to4)" in "".join(
-            printed.split()
-        )  # a long path is cut anywhere
+        assert "checkpoint.pt:2parameters,1auditedstep(4to4)" in "".join(printed.split())  # a long path is cut anywhere
         assert shown in " ".join(printed.split())
     assert cli.main(["audit", str(tmp_path / "checkpoint.pt")]) == BAD_OPTION
     said = capsys.readouterr().err

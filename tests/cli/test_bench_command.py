@@ -86,7 +86,7 @@ def test_another_optimizer_is_timed_beside_torchs(
         (["--optimizer", "lien"], "--optimizer: got lien (did you mean lion?); accepted: sgd, adam"),
         (
             ["--optimizer", "lion", "--policies", "PURE_BF16"],
-            "--policies: got PURE_BF16, which lion refuses (Policy.momentum",
+            "--policies: lion refuses PURE_BF16: Policy.momentum",
         ),
         (["--seconds", "0"], "--seconds: got 0.0; accepted: a number above 0"),
         (["--device", "gpu"], "--device: got gpu; accepted: cpu"),

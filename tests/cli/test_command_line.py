@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +15,7 @@ import pytest
 import everybit as eb
 from everybit_torch import cli
 from everybit_torch.cli import setup
+from everybit_torch.cli.command_line import COMMANDS
 from everybit_torch.cli.errors import BAD_OPTION, FAILED, INTERRUPTED
 
 PLAN = ["plan", "--model", "tiny", "--policies", "LEAN_BF16", "--strategies", "optim"]
@@ -25,8 +31,85 @@ def test_without_arguments_it_prints_its_help(capsys: pytest.CaptureFixture[str]
         cli.main([])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    for name in ("compare", "plan", "advise", "bench"):
+    for name, command in COMMANDS.items():
         assert name in printed
+        assert command.summary in " ".join(printed.split())
+
+
+def test_the_list_of_commands_fits_a_terminal_and_loads_none_of_them() -> None:
+    code = (
+        "import sys\nfrom everybit_torch import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print({'tyro', 'rich', 'matplotlib', 'everybit_torch.sharded.plan'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"}
+    )
+    *help, loaded = done.stdout.splitlines()
+    assert loaded == "set()"
+    assert len(help) <= 24
+    assert max(map(len, help)) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_is_broken_at_the_terminals_width_and_nowhere_else(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    text = [line.strip("│ ") for line in lines]
+    for one, following in itertools.pairwise(text):
+        word = following.split()[0] if following.split() else ""
+        # A line ends where the next word does not fit: next to a column of options that is 38 characters wide.
+        assert not word[:1].islower() or one[-1:] in ".)]" or one.startswith("-") or len(one) + 1 + len(word) > 36, (
+            one,
+            following,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "meant"), [("bench", "--polices", "--policies"), ("audit", "--ou", "--out")]
+)
+def test_an_option_that_there_is_not_is_one_line_about_its_own_command(
+    name: str, option: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([name, option, "x"]) == BAD_OPTION
+    assert capsys.readouterr().err == (
+        f"everybit {name}: {option}: there is no such option (did you mean {meant}?); everybit {name} --help lists them\n"
+    )
+    assert cli.main(["--hlep"]) == BAD_OPTION
+    assert "got --hlep (did you mean --help?)" in capsys.readouterr().err
+
+
+def test_options_are_taken_as_they_may_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, "--no-json", "--keep_weights", "--microbatches=2"]) == 0
+    assert "2 microbatches a step" in capsys.readouterr().out
+
+
+def test_shells_are_completed_for_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--tyro-print-completion", "bash"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
+
+
+def test_one_is_no_plural_and_a_heading_of_two_lines_is_one_word_in_a_block(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main([*PLAN, "--ranks", "1"]) == 0
+    assert cli.main(["advise", "--model", "tiny", "--ranks", "1", "--memory", "1GB"]) == 0
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(["advise", "--model", "tiny", "--ranks", "1", "--memory", "1GB"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 rank, 1 microbatch a step" in printed
+    assert "1 rank of" in printed
+    assert "1 ranks" not in printed
+    assert re.search(r" transient \d", printed)
+    assert "optim_grads_params 0" in printed or "optim_grads_params 1" in printed
+    assert "tran-" not in printed
 
 
 def test_a_command_that_there_is_not_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
         (["--model", "json:"], "--model: got json: (module 'json' has no attribute '')"),
         (["--model", "mini", "--ranks", "0"], "--ranks: got 0; accepted: a whole number, at least 1"),
         (["--model", "mini", "--policies", "KAHAN"], "--policies: got KAHAN (did you mean KAHAN_BF16?)"),
-        (["--model", "mini", "--dtype", "fp32"], "MIXED_BF16, which does not go with the model (embedding.weight: Policy.params"),
+        (["--model", "mini", "--dtype", "fp32"], "--policies: MIXED_BF16 does not go with the model: embedding.weight: Policy.params"),
         (["--model", "mini", "--units", "Layer"], "--units: got Layer; accepted: classes of the model's modules: Attention, Block, "),
         (
             ["--model", "mini", "--outer", "2", "--outer-strategy", "optim", "--strategies", "optim", "no_shard"],
@@ -291,11 +291,11 @@ def test_hyperparameters_that_change_what_is_kept_are_part_of_the_name(capsys: p
         (["--optimizer", "sgd,nesterov=1"], "--optimizer: got sgd with nesterov=1; accepted: true or false"),
         (["--optimizer", "ademamix,alpha_warmup=0.5"], "got ademamix with alpha_warmup=0.5; accepted: a whole number or none"),
         (["--optimizer", "adamw,mask=none"], "--optimizer: got adamw with mask=none; accepted: mask in a program only"),
-        (["--optimizer", "adamw,b1=1"], "--optimizer: got adamw,b1=1 (b1: got 1.0; accepted is a finite number in [0, 1).); accepted: "),
-        (["--optimizer", "sgd,nesterov=true"], "--optimizer: got sgd,nesterov=true (nesterov: got True without momentum"),
+        (["--optimizer", "adamw,b1=1"], "--optimizer adamw,b1=1: b1: got 1.0; accepted is a finite number in [0, 1).\n"),
+        (["--optimizer", "sgd,nesterov=true"], "--optimizer sgd,nesterov=true: nesterov: got True without momentum"),
         (
             ["--optimizer", "ademamix", "--policies", "PURE_BF16"],
-            "--policies: got PURE_BF16, which ademamix refuses (Policy.state: got Nearest(dtype='bfloat16'); 'slow' has a decay rate",
+            "--policies: ademamix refuses PURE_BF16: Policy.state: got Nearest(dtype='bfloat16'); 'slow' has a decay rate",
         ),
     ],
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import everybit as eb
+from tests.support.optax_positions import POSITIONS, VERSION
 
 jax.config.update("jax_enable_x64", True)
 
@@ -64,7 +67,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: optax.chain(optax.scale_by_sign(), optax.scale(-0.1)),
     ),
     "schedule": (
-        lambda: eb.adamw(eb.warmup_cosine_decay_schedule(1e-2, 5, 30, end=1e-4), weight_decay=0.1),
+        lambda: eb.adamw(eb.warmup_cosine_decay_schedule(1e-2, 5, steps=30, end=1e-4), weight_decay=0.1),
         lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, 30, 1e-4), weight_decay=0.1),
     ),
     "masked decay": (
@@ -134,7 +137,7 @@ def test_the_same_gradients_give_the_same_parameters(name: str) -> None:
         (eb.linear_schedule(0.1, 0.9, 10), optax.linear_schedule(0.1, 0.9, 10)),
         (eb.cosine_decay_schedule(0.7, 20, end=0.07), optax.cosine_decay_schedule(0.7, 20, alpha=0.1)),
         (
-            eb.warmup_cosine_decay_schedule(1.0, 4, 24, start=0.1, end=0.05),
+            eb.warmup_cosine_decay_schedule(1.0, 4, steps=24, start=0.1, end=0.05),
             optax.warmup_cosine_decay_schedule(0.1, 1.0, 4, 24, 0.05),
         ),
         (
@@ -145,9 +148,9 @@ def test_the_same_gradients_give_the_same_parameters(name: str) -> None:
             eb.cosine_decay_schedule(0.7, 20, end=0.07, exponent=1.5),
             optax.cosine_decay_schedule(0.7, 20, alpha=0.1, exponent=1.5),
         ),
-        (eb.polynomial_schedule(0.7, 0.1, 25, power=2.5), optax.polynomial_schedule(0.7, 0.1, 2.5, 25)),
+        (eb.polynomial_schedule(0.7, 0.1, steps=25, power=2.5), optax.polynomial_schedule(0.7, 0.1, 2.5, 25)),
         (
-            eb.join_schedules([eb.constant_schedule(0.7), eb.polynomial_schedule(0.7, 0.1, 25, power=2.5)], [6]),
+            eb.join_schedules([eb.constant_schedule(0.7), eb.polynomial_schedule(0.7, 0.1, steps=25, power=2.5)], [6]),
             optax.polynomial_schedule(0.7, 0.1, 2.5, 25, transition_begin=6),
         ),
         (eb.exponential_decay_schedule(0.7, 0.5, 9), optax.exponential_decay(0.7, 9, 0.5)),
@@ -160,7 +163,7 @@ def test_the_same_gradients_give_the_same_parameters(name: str) -> None:
             optax.exponential_decay(0.1, 9, 1.5, end_value=0.3),
         ),
         (
-            eb.warmup_exponential_decay_schedule(0.7, 5, 0.5, 9, start=0.1),
+            eb.warmup_exponential_decay_schedule(0.7, 5, rate=0.5, steps=9, start=0.1),
             optax.warmup_exponential_decay_schedule(0.1, 0.7, 5, 9, 0.5),
         ),
         (eb.warmup_constant_schedule(0.7, 6, start=0.1), optax.warmup_constant_schedule(0.1, 0.7, 6)),
@@ -173,7 +176,7 @@ def test_the_same_gradients_give_the_same_parameters(name: str) -> None:
             optax.piecewise_interpolate_schedule("linear", 0.7, {20: 0.1, 7: 0.5}),
         ),
         (
-            eb.piecewise_interpolate_schedule(0.7, {20: 0.1, 7: 0.5}, "cosine"),
+            eb.piecewise_interpolate_schedule(0.7, {20: 0.1, 7: 0.5}, interpolation="cosine"),
             optax.piecewise_interpolate_schedule("cosine", 0.7, {20: 0.1, 7: 0.5}),
         ),
         (eb.cosine_one_cycle_schedule(0.7, 33), optax.cosine_onecycle_schedule(33, 0.7)),
@@ -264,3 +267,21 @@ def test_a_bfloat16_second_moment_follows_here_and_not_there() -> None:
     inner: Any = state_a.inner
     assert float(np.asarray(state_b.nu[0], dtype=np.float64)) > 0.19
     assert float(inner.states[0].variance.double().mean()) == pytest.approx(0.00415, rel=0.02)
+
+
+def test_what_optax_takes_by_position_is_what_the_table_says() -> None:
+    assert optax.__version__ == VERSION
+    for own, (path, names) in POSITIONS.items():
+        module, _, name = path.rpartition(".")
+        parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
+        theirs = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        assert theirs == names.split(), own
+
+
+def test_the_table_has_every_name_that_both_have() -> None:
+    def functions(module: Any) -> set[str]:
+        return {name for name in dir(module) if name[0].islower() and callable(getattr(module, name))}
+
+    shared = functions(eb) & (functions(optax) | functions(optax.contrib))
+    shared |= {f"tree.{name}" for name in functions(eb.tree) & functions(optax.tree)}
+    assert shared == set(POSITIONS)

@@ -189,6 +189,29 @@ class Old:
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("adamw", r"call the function of that name, everybit\.adamw\(\.\.\.\)\. Got 'adamw'; accepted are transforms"),
+        ([eb.scale_by_adam()], r"write each transform as an argument, chain\(a, b\) or chain\(\*transforms\)\. Got a list of 1"),
+        ((eb.scale(1.0), eb.scale(2.0)), r"Got a tuple of 2; accepted are transforms\."),
+        (eb.adamw, r"call it, adamw\(\.\.\.\)\. Got the function adamw; accepted are transforms\."),
+        (torch.nn.Sequential(torch.nn.Linear(2, 2)), r"got a Sequential, which has no cut, reduces, init, update; accepted are"),
+    ],
+)  # fmt: skip
+def test_what_stands_in_the_place_of_a_transform_is_told_what_to_write_in_one_line(given: Any, message: str) -> None:
+    uses: list[Any] = [
+        lambda t: eb.with_policy(t, "FP32"),
+        eb.chain,
+        eb.apply_if_finite,
+        lambda t: eb.named_chain({"x": t}),
+    ]
+    for use in uses:
+        with pytest.raises(TypeError, match=message) as raised:
+            use(given)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("made", "message"),
     [
         (Elementwise, r"Elementwise\.cut: got 'elementwise'; accepted are 'element', 'tensor'\."),

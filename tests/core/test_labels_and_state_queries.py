@@ -119,15 +119,15 @@ def test_what_is_got_is_what_is_stored_and_set_puts_it_back(policy: eb.PolicyNam
     slot = eb.tree.get(state, "variance")
     assert slot is eb.tree.get(state, "inner.states[1].states[0].variance")
     for path in eb.tree.paths(params):
-        one = eb.tree.get(state, "variance", path)
+        one = eb.tree.get(state, "variance", path=path)
         zero = eb.tree.zeros_like(one)
-        changed = eb.tree.set(state, "variance", zero, path)
+        changed = eb.tree.set(state, "variance", zero, path=path)
         for other in eb.tree.paths(params):
-            expected = zero if other == path else eb.tree.get(state, "variance", other)
+            expected = zero if other == path else eb.tree.get(state, "variance", path=other)
             assert all(
-                map(torch.equal, eb.tree.leaves(eb.tree.get(changed, "variance", other)), eb.tree.leaves(expected))
+                map(torch.equal, eb.tree.leaves(eb.tree.get(changed, "variance", path=other)), eb.tree.leaves(expected))
             )
-        again = eb.tree.set(changed, "variance", one, path)
+        again = eb.tree.set(changed, "variance", one, path=path)
         assert all(map(torch.equal, eb.tree.leaves(again), eb.tree.leaves(state)))
     opt.step(params, params, eb.tree.set(state, "variance", eb.tree.zeros_like(slot)))
 
@@ -150,13 +150,13 @@ def test_what_is_not_there_or_does_not_fit_is_refused() -> None:
     with pytest.raises(KeyError, match=r"'velocity' is no field of the state: step, extra, inner, inner\.step"):
         eb.tree.get(state, "velocity")
     with pytest.raises(KeyError, match=r"'w' is no path in .*variance: \['embed\.weight'\]"):
-        eb.tree.get(state, "variance", "w")
+        eb.tree.get(state, "variance", path="w")
     with pytest.raises(ValueError, match=r"^value: structure differs from inner\.states\[1\]\.states\[0\]\.variance"):
         eb.tree.set(state, "variance", {})
     with pytest.raises(ValueError, match=r"^value: shape \(3,\), but .*\['norm\.weight'\] has \(4,\)"):
-        eb.tree.set(state, "variance", torch.zeros(3), "['norm.weight']")
+        eb.tree.set(state, "variance", torch.zeros(3), path="['norm.weight']")
     with pytest.raises(TypeError, match=r"^value: got torch\.float64 for .* accepted is torch\.float32"):
-        eb.tree.set(state, "variance", torch.zeros(4, dtype=torch.float64), "['norm.weight']")
+        eb.tree.set(state, "variance", torch.zeros(4, dtype=torch.float64), path="['norm.weight']")
 
 
 def test_hyperparameters_in_the_state_are_those_of_the_optimizer() -> None:

@@ -40,7 +40,7 @@ def torch_values(make: Callable[[torch.optim.Optimizer], lr_scheduler.LRSchedule
 
 TORCH: dict[str, tuple[eb.Schedule, Callable[[Any], Any]]] = {
     "polynomial": (
-        eb.polynomial_schedule(0.3, 0.0, 150, power=1.7),
+        eb.polynomial_schedule(0.3, 0.0, steps=150, power=1.7),
         lambda o: lr_scheduler.PolynomialLR(o, 150, power=1.7),
     ),
     "exponential": (eb.exponential_decay_schedule(0.3, 0.97), lambda o: lr_scheduler.ExponentialLR(o, 0.97)),
@@ -93,7 +93,7 @@ def cosine(share: float) -> float:
 
 FORMULAS: dict[str, tuple[eb.Schedule, Callable[[int], float]]] = {
     "polynomial": (
-        eb.polynomial_schedule(0.3, 0.02, 50, power=2.5),
+        eb.polynomial_schedule(0.3, 0.02, steps=50, power=2.5),
         lambda t: 0.02 + 0.28 * (1 - min(t / 50, 1)) ** 2.5,
     ),
     "exponential": (eb.exponential_decay_schedule(0.3, 0.2, 40), lambda t: 0.3 * 0.2 ** (t / 40)),
@@ -106,7 +106,7 @@ FORMULAS: dict[str, tuple[eb.Schedule, Callable[[int], float]]] = {
         lambda t: min(0.01 * 1.1 ** (t / 3), 0.1),
     ),
     "warmup exponential": (
-        eb.warmup_exponential_decay_schedule(0.3, 20, 0.5, 15, start=0.1),
+        eb.warmup_exponential_decay_schedule(0.3, 20, rate=0.5, steps=15, start=0.1),
         lambda t: 0.1 + 0.2 * t / 20 if t < 20 else 0.3 * 0.5 ** ((t - 20) / 15),
     ),
     "warmup constant": (eb.warmup_constant_schedule(0.3, 7), lambda t: 0.3 * min(t / 7, 1)),
@@ -131,7 +131,7 @@ FORMULAS: dict[str, tuple[eb.Schedule, Callable[[int], float]]] = {
         lambda t: 0.3 * (1 - min(t / 60, 1)) ** 2,
     ),
     "cosine to a power": (
-        eb.cosine_decay_schedule(0.3, 70, 0.01, exponent=1.5),
+        eb.cosine_decay_schedule(0.3, 70, end=0.01, exponent=1.5),
         lambda t: 0.01 + 0.29 * cosine(min(t / 70, 1)) ** 1.5,
     ),
 }
@@ -144,10 +144,10 @@ def test_it_is_its_formula_at_every_step(name: str) -> None:
 
 
 ENDS: list[tuple[eb.Schedule, float, int, float]] = [
-    (eb.polynomial_schedule(0.3, 0.1, 9, power=3.0), 0.3, 9, 0.1),
+    (eb.polynomial_schedule(0.3, 0.1, steps=9, power=3.0), 0.3, 9, 0.1),
     (eb.piecewise_constant_schedule(0.5, {3: 0.5, 7: 0.5}), 0.5, 7, 0.125),
     (eb.piecewise_interpolate_schedule(0.5, {3: 2.0, 7: 0.25}), 0.5, 7, 0.25),
-    (eb.piecewise_interpolate_schedule(0.5, {3: 2.0, 7: 0.25}, "cosine"), 0.5, 7, 0.25),
+    (eb.piecewise_interpolate_schedule(0.5, {3: 2.0, 7: 0.25}, interpolation="cosine"), 0.5, 7, 0.25),
     (eb.one_cycle_schedule(0.5, 20, start_divisor=5.0, end_divisor=10.0), 0.1, 19, 0.01),
     (eb.cosine_one_cycle_schedule(0.5, 20, start_divisor=5.0, end_divisor=10.0), 0.1, 20, 0.01),
     (eb.linear_one_cycle_schedule(0.5, 20, start_divisor=5.0, end_divisor=10.0), 0.1, 20, 0.01),
@@ -192,7 +192,7 @@ def test_restarts_are_exact_at_every_boundary(steps: int, growth: int, number: i
 
 
 def test_a_constant_before_a_schedule_lets_it_begin_later() -> None:
-    later = eb.join_schedules([eb.constant_schedule(0.3), eb.polynomial_schedule(0.3, 0.0, 4)], [3])
+    later = eb.join_schedules([eb.constant_schedule(0.3), eb.polynomial_schedule(0.3, 0.0, steps=4)], [3])
     assert values(later, 8) == pytest.approx([0.3, 0.3, 0.3, 0.3, 0.225, 0.15, 0.075, 0.0], rel=CLOSED)
 
 
@@ -212,9 +212,9 @@ def test_schedules_are_values_on_every_device() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: eb.polynomial_schedule(1.0, 0.0, 0), r"^steps: got 0"),
-        (lambda: eb.polynomial_schedule(1.0, 0.0, 3, power=0.0), r"^power: got 0\.0; accepted is a finite number above"),
-        (lambda: eb.polynomial_schedule(math.nan, 0.0, 3), r"^start: got nan"),
+        (lambda: eb.polynomial_schedule(1.0, 0.0, steps=0), r"^steps: got 0"),
+        (lambda: eb.polynomial_schedule(1.0, 0.0, steps=3, power=0.0), r"^power: got 0\.0; accepted is a finite number above"),
+        (lambda: eb.polynomial_schedule(math.nan, 0.0, steps=3), r"^start: got nan"),
         (lambda: eb.exponential_decay_schedule(1.0, 0.0), r"^rate: got 0\.0"),
         (lambda: eb.exponential_decay_schedule(1.0, -0.5), r"^rate: got -0\.5"),
         (lambda: eb.exponential_decay_schedule(1.0, 0.5, 0), r"^steps: got 0"),
@@ -225,7 +225,7 @@ def test_schedules_are_values_on_every_device() -> None:
         (lambda: eb.power_cooldown_schedule(1.0, 10, 9, power=1.0, warmup_steps=-1), r"^warmup_steps: got -1"),
         (lambda: eb.piecewise_constant_schedule(1.0, {0: 0.5}), r"^factors: got 0; accepted is a whole number"),
         (lambda: eb.piecewise_constant_schedule(1.0, {3: -0.5}), r"^factors: got -0\.5"),
-        (lambda: eb.piecewise_interpolate_schedule(1.0, {3: 0.5}, "cubic"), r"^interpolation: got 'cubic'; accepted are 'li"),  # type: ignore[arg-type]
+        (lambda: eb.piecewise_interpolate_schedule(1.0, {3: 0.5}, interpolation="cubic"), r"^interpolation: got 'cubic'; accepted are 'li"),  # type: ignore[arg-type]
         (lambda: eb.piecewise_interpolate_schedule(1.0, {3: -1.0}), r"^factors: got -1\.0"),
         (lambda: eb.one_cycle_schedule(1.0, 10, warmup_share=0.1), r"^warmup_share: got 0\.1, which ends phases after \(0\.0, 9"),
         (lambda: eb.one_cycle_schedule(1.0, 10, warmup_share=0.6, three_phase=True), r"^warmup_share: got 0\.6"),

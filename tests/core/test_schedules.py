@@ -43,8 +43,8 @@ def test_linear_reaches_its_end_exactly_and_stays() -> None:
 
 def test_cosine_is_half_a_cosine() -> None:
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * min(step / 8, 1))) / 2 for step in range(12)]
-    assert values(eb.cosine_decay_schedule(1.0, 8, 0.1), 12) == pytest.approx(expected, rel=1e-15)
-    assert values(eb.cosine_decay_schedule(1.0, 8, 0.1), 9)[8] == 0.1
+    assert values(eb.cosine_decay_schedule(1.0, 8, end=0.1), 12) == pytest.approx(expected, rel=1e-15)
+    assert values(eb.cosine_decay_schedule(1.0, 8, end=0.1), 9)[8] == 0.1
 
 
 def test_linear_is_torchs() -> None:
@@ -55,7 +55,7 @@ def test_linear_is_torchs() -> None:
 def test_cosine_is_torchs() -> None:
     # Up to T_max, after which torch's rises again.
     theirs = torch_values(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=40, eta_min=0.01), 41)
-    assert values(eb.cosine_decay_schedule(0.3, 40, 0.01), 41) == pytest.approx(theirs, rel=1e-12)
+    assert values(eb.cosine_decay_schedule(0.3, 40, end=0.01), 41) == pytest.approx(theirs, rel=1e-12)
 
 
 def test_join_is_torchs_sequence() -> None:
@@ -89,12 +89,14 @@ def test_join_switches_at_its_boundaries_and_each_part_begins_at_its_own_zero() 
 
 
 def test_warmup_cosine_warms_up_peaks_and_decays() -> None:
-    schedule = eb.warmup_cosine_decay_schedule(1.0, 4, 12, start=0.2, end=0.1)
+    schedule = eb.warmup_cosine_decay_schedule(1.0, 4, steps=12, start=0.2, end=0.1)
     got = values(schedule, 15)
     assert got[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0], rel=1e-15)
     assert got[8] == pytest.approx(0.55, rel=1e-15)
     assert got[12:] == [0.1] * 3
-    assert schedule == eb.join_schedules([eb.linear_schedule(0.2, 1.0, 4), eb.cosine_decay_schedule(1.0, 8, 0.1)], [4])
+    assert schedule == eb.join_schedules(
+        [eb.linear_schedule(0.2, 1.0, 4), eb.cosine_decay_schedule(1.0, 8, end=0.1)], [4]
+    )
 
 
 def test_warmup_stable_decay_has_a_plateau() -> None:
@@ -114,7 +116,7 @@ def test_values_are_0d_float64_where_the_step_is() -> None:
 def test_decays_stay_between_their_ends_and_stop_at_the_last(steps: int, start: float, end: float, step: int) -> None:
     low, high = min(start, end), max(start, end)
     slack = 4 * 2.0**-52 * max(abs(low), abs(high))  # a sum of two products, each rounded once
-    for schedule in (eb.linear_schedule(start, end, steps), eb.cosine_decay_schedule(start, steps, end)):
+    for schedule in (eb.linear_schedule(start, end, steps), eb.cosine_decay_schedule(start, steps, end=end)):
         assert low - slack <= schedule(torch.tensor(step)).item() <= high + slack
         assert schedule(torch.tensor(0)).item() == pytest.approx(start, abs=slack)
         assert schedule(torch.tensor(steps + step)).item() == pytest.approx(end, abs=slack)
@@ -125,7 +127,7 @@ SCHEDULES: list[Any] = [
     eb.linear_schedule(0.1, 0.2, 5),
     eb.cosine_decay_schedule(0.1, 5),
     eb.join_schedules([eb.constant_schedule(0.1), eb.constant_schedule(0.2)], [3]),
-    eb.warmup_cosine_decay_schedule(0.1, 3, 9),
+    eb.warmup_cosine_decay_schedule(0.1, 3, steps=9),
     eb.warmup_stable_decay_schedule(0.1, 1, 2, 3),
 ]
 
@@ -178,7 +180,10 @@ def test_accumulation_counts_updates_not_gradients() -> None:
         (lambda: eb.linear_schedule(math.inf, 0.0, 3), r"^start: got inf"),
         (lambda: eb.linear_schedule(0.0, 1.0, 0), r"^steps: got 0; accepted is a whole number of updates, at least 1"),
         (lambda: eb.cosine_decay_schedule(1.0, 2.5), r"^steps: got 2\.5"),  # type: ignore[arg-type]
-        (lambda: eb.warmup_cosine_decay_schedule(1.0, 5, 5), r"^steps: got 5; accepted is more than warmup_steps = 5"),
+        (
+            lambda: eb.warmup_cosine_decay_schedule(1.0, 5, steps=5),
+            r"^steps: got 5; accepted is more than warmup_steps = 5",
+        ),
         (lambda: eb.warmup_stable_decay_schedule(1.0, 1, 0, 1), r"^stable_steps: got 0"),
         (lambda: eb.join_schedules([], []), r"^boundaries: got 0 for 0 schedules"),
         (lambda: eb.join_schedules([eb.constant_schedule(1.0)], [3]), r"^boundaries: got 1 for 1 schedules"),

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import everybit as eb
@@ -117,6 +118,29 @@ def test_what_would_use_weights_that_are_not_there_is_refused_by_name() -> None:
         assert goes_on
         for name, (_, pattern) in USES.items():
             assert re.search(pattern, messages[name]), (name, messages[name])
+
+
+def wrapped() -> list[str]:
+    """What is said to wrappers around a model, a part of it, and a module that has it; and whether wrappers work elsewhere."""
+    model, stepper = made()
+    said = []
+    for module in (model, model.blocks, nn.Sequential(model)):
+        with pytest.raises(RuntimeError) as raised:
+            DistributedDataParallel(module)
+        said.append(str(raised.value))
+    DistributedDataParallel(Generating())
+    nn.Sequential(model)
+    stepper.close()
+    DistributedDataParallel(model)
+    return said
+
+
+def test_a_data_parallel_wrapper_around_a_sharded_model_is_told_to_leave_it_out() -> None:
+    for said in run(1, wrapped):
+        assert len(said) == 3
+        assert all(
+            one.startswith("DistributedDataParallel: call the model without it. A FlatStepper shards") for one in said
+        )
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])

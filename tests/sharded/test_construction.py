@@ -568,6 +568,18 @@ def test_a_model_without_values_says_where_they_may_come_from() -> None:
     assert held() is model.weight
 
 
+def test_a_seed_in_the_place_of_a_function_is_told_what_to_write() -> None:
+    sources: list[Any] = [FromInitializers, FromStateDict]
+    with pytest.raises(TypeError, match=r"^FromInitializers: write seed=11\. Got 11 as function"):
+        sources[0](11)
+    with pytest.raises(
+        TypeError, match=r"^FromInitializers: function: got 'zeros'; accepted is a function of a module\."
+    ):
+        sources[0]("zeros")
+    with pytest.raises(TypeError, match=r"^FromStateDict: buffers: got 3; accepted is a function of a module\."):
+        sources[1]({}, buffers=3)
+
+
 def test_modules_that_cannot_be_initialized_are_refused_by_name_before_anything_is_allocated() -> None:
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Plain()))
     said = refused(model, values=FromInitializers())

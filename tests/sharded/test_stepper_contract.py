@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import everybit as eb
-from everybit_torch import MixedPrecision
+from everybit_torch import MixedPrecision, plan
 from everybit_torch.sharded.reports import NanCheck, NonFinite
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
@@ -362,7 +362,19 @@ REFUSALS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         r"labels: parts\.0 is labelled 'b'; there are transforms for 'a'",
     ),
-    (lambda: FlatStepper(Addend((2,)), eb.adamw), TypeError, r"transform: got .*which has no"),  # type: ignore[arg-type]
+    (lambda: FlatStepper(Addend((2,)), eb.adamw), TypeError, r"transform: call it, adamw\(\.\.\.\)"),  # type: ignore[arg-type]
+    (lambda: FlatStepper(Addend((2,)), "adamw"), TypeError, r"transform: call the function of that name, everybit\.adamw\("),  # type: ignore[arg-type]
+    (lambda: FlatStepper(eb.sgd(0.1), Addend((2,))), TypeError, r"model: got a Chain; accepted is a module, before the transform"),  # type: ignore[arg-type]
+    (
+        lambda: FlatStepper(nn.Sequential(nn.LazyLinear(4)), eb.sgd(0.1)),
+        ValueError,
+        r"model: call it once with a batch, model\(batch\), and then make the stepper\. 0\.weight belongs to a lazy module",
+    ),
+    (
+        lambda: FlatStepper(Addend((2,)), {"a": eb.sgd(0.1), "b": eb.sgd(0.2)}, labels=lambda name, p: "a"),
+        ValueError,
+        r"labels: no parameter is labelled 'b'; the labels given are 'a'\. Drop the transform, or mend the labels\.",
+    ),
     (lambda: FlatStepper(nn.Module(), eb.sgd(0.1)), ValueError, r"model: has no parameters"),
     (lambda: FlatStepper(meta(), eb.sgd(0.1)), ValueError, r"model: is on the meta device.*everybit plan"),
     (
@@ -379,6 +391,23 @@ def test_what_cannot_work_is_refused_by_name(number: int) -> None:
     call, kind, message = REFUSALS[number]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_lazy_module_is_stepped_once_it_was_called() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match="belongs to a lazy module"):
+        plan(model, eb.sgd(0.1), ranks=2)
+    model(torch.ones(2, 3))
+    stepper = FlatStepper(model, eb.sgd(0.1))
+    with stepper.microbatch(last=True):
+        model(torch.ones(2, 3)).sum().backward()
+    assert not stepper.step().skipped
+
+
+def test_a_label_of_frozen_parameters_alone_has_a_transform_for_when_they_are_trained() -> None:
+    model = Addend((2,), (3,))
+    model.parts[1].requires_grad_(False)
+    FlatStepper(model, {"0": eb.sgd(0.1), "1": eb.sgd(0.2)}, labels=lambda name, p: name[-1])
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, cast
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import everybit as eb
+import everybit_torch
 from everybit_torch import SGD, Adam, AdamW, AnyPrecisionAdamW, Lion, RMSprop, TorchOptimizer
 from tests.support.small_models import Awkward, same_bits, train, values
 
@@ -375,3 +377,24 @@ def test_messages_call_policies_by_their_presets() -> None:
     assert "; LEAN_BF16 with momentum=Nearest('float32')" in repr(
         AdamW(Awkward(torch.bfloat16).parameters(), policy=policy)
     )
+
+
+SHARED_WITH_TORCH = [
+    (name, module)
+    for module in (torch.optim, torch.optim.lr_scheduler, torch.optim.swa_utils, nn.utils)
+    for name in sorted(set(everybit_torch.__all__) & set(dir(module)))
+]
+
+
+def test_drop_ins_have_names_of_torchs() -> None:
+    assert {"AdamW", "SGD", "Rprop", "Adafactor"} <= {name for name, _ in SHARED_WITH_TORCH}
+
+
+@pytest.mark.parametrize(("name", "module"), SHARED_WITH_TORCH)
+def test_what_has_a_name_of_torchs_takes_by_position_what_torch_takes_there(name: str, module: Any) -> None:
+    def positions(function: Any) -> list[str]:
+        parameters = inspect.signature(function).parameters.values()
+        return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+    own = positions(getattr(everybit_torch, name))
+    assert own == positions(getattr(module, name))[: len(own)]

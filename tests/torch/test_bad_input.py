@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, RMSprop
+from everybit_torch import SGD, AdamW, RMSprop, TorchOptimizer
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 
@@ -52,6 +52,27 @@ def test_parameters_that_are_not_real_floating_point_are_refused(dtype: torch.dt
     parameter = torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
     with pytest.raises(TypeError, match=rf"param group 0, parameter 0: got {dtype}; .*{hint}"):
         AdamW([parameter])
+
+
+def test_a_module_in_the_place_of_its_parameters_is_told_what_to_write() -> None:
+    class Net(torch.nn.Module):
+        """No iterable, as most modules; nn.Sequential is one."""
+
+    models: list[Any] = [Net(), torch.nn.Sequential(torch.nn.Linear(2, 2))]
+    for model in models:
+        message = (
+            rf"write model\.parameters\(\), or model\.named_parameters\(\)\. Got a {type(model).__name__}, a module"
+        )
+        for make in (AdamW, lambda params: TorchOptimizer(params, eb.adamw, lr=1e-3)):
+            with pytest.raises(TypeError, match=f"^params: {message}"):
+                make(model)
+        with pytest.raises(TypeError, match=f"^param group 1, 'params': {message}"):
+            AdamW([{"params": Awkward().parameters()}, {"params": model}])
+
+
+def test_a_dict_of_parameters_is_told_of_named_parameters() -> None:
+    with pytest.raises(TypeError, match=r"got 'matrix'; accepted are tensors\. model\.named_parameters\(\)"):
+        AdamW(dict(Awkward().named_parameters()))  # type: ignore[arg-type]
 
 
 def test_a_16_bit_model_needs_a_choice() -> None:

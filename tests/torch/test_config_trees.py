@@ -30,6 +30,7 @@ from everybit_torch.config import (
     RMSpropConfig,
     SGDConfig,
     StepperConfig,
+    algorithm,
     config_from_dict,
     config_from_flags,
     config_to_dict,
@@ -108,6 +109,11 @@ MISTAKES: list[tuple[Any, str]] = [
         "algorithm: got 'adamv' (did you mean 'adam'?); accepted is a table with name = one of adamw",
     ),
     ({"algorithm": {"name": "adamw", "lrr": 1}}, "algorithm.lrr: there is no such field (did you mean 'lr'?)"),
+    (
+        {"algorithm": {"name": "adamw", "learning_rate": 1}},
+        "algorithm.learning_rate: there is no such field (did you mean 'lr'?)",
+    ),
+    ({"algorithm": {"name": "adam", "b1": 0.9}}, "algorithm.b1: there is no such field (did you mean 'betas'?)"),
     ({"algorithm": {"lr": 1e-3}}, "algorithm: got {'lr': 0.001}; accepted is a table with name = one of adamw"),
     ({"algorithm": {"name": "adamw", "lr": -1}}, "algorithm.lr: got -1.0; accepted is a finite number in [0, inf)."),
     ({"algorithm": {"name": "adamw", "lr": True}}, "algorithm.lr: got True; accepted is a number."),
@@ -282,6 +288,37 @@ def test_an_optimizer_of_ones_own_gets_a_name() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
     with pytest.raises(ValueError, match=r"^betas\[1\]: got 1.5"):
         OwnConfig(betas=(0.5, 1.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutFactory(Algorithm):
+    pass
+
+
+def test_a_factory_that_does_not_take_what_a_configuration_has_is_told_what_to_write() -> None:
+    def descend(learning_rate: float, weight_decay: float) -> eb.Transform[Any]:
+        return eb.adamw(learning_rate, weight_decay=weight_decay)
+
+    @dataclass(frozen=True, kw_only=True)
+    class DescentConfig(Algorithm):
+        factory = staticmethod(descend)
+
+    said = r"write it with an argument 'maximize', which the configuration has\. It takes learning_rate, weight_decay\."
+    with pytest.raises(TypeError, match=rf"^DescentConfig\.factory: {said}"):
+        DescentConfig()
+    try:
+        register_algorithm("descent", DescentConfig)
+        with pytest.raises(ValueError, match=rf"^algorithm: factory: {said}"):
+            config_from_dict(OptimizerConfig, {"algorithm": "descent"})
+    finally:
+        NAMES_OF_ALGORITHMS.pop("descent")
+    with pytest.raises(TypeError, match=r"^WithoutFactory: has no factory; write factory = staticmethod\("):
+        WithoutFactory()
+
+
+def test_a_name_of_the_cores_is_told_torchs_in_python_too() -> None:
+    with pytest.raises(TypeError, match=r"^learning_rate: there is no such field \(did you mean 'lr'\?\)"):
+        algorithm("ademamix", learning_rate=1e-3)
 
 
 def test_what_matches_nothing_in_a_model_is_refused() -> None:

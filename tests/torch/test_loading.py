@@ -14,6 +14,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit_torch import SGD, AdamW, Lion
+from everybit_torch.creating import CLASSES
 from tests.support import mutations
 from tests.support.mutations import LOADERS, fingerprint, load, make, same, saved_by
 from tests.support.small_models import Awkward, same_bits, train, values
@@ -205,6 +206,22 @@ def test_what_torchs_checkpoints_hold_of_others_is_kept() -> None:
     back = mine.torch_state_dict()["state"]
     assert set(back[0]) == {"step", "exp_avg", "exp_avg_sq", "slow_buffer"}
     assert back["everybody"] == {"k": 1}
+
+
+@pytest.mark.parametrize("kind", [one for one in CLASSES.values() if one.torch_names is not None])
+def test_a_checkpoint_of_torchs_is_told_which_method_takes_it(kind: Any) -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    options = {"lr": 1e-3} | ({"momentum": 0.9} if kind is SGD else {})  # without it torch's keeps nothing
+    theirs, mine = (
+        getattr(torch.optim, kind.__name__)(model.parameters(), **options),
+        kind(other.parameters(), **options),
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    theirs.step()
+    with pytest.raises(ValueError, match=r"a checkpoint of torch\.optim: load_torch_state_dict\(\) takes it\."):
+        mine.load_state_dict(theirs.state_dict())
+    mine.load_torch_state_dict(theirs.state_dict())
+    assert mine.torch_state_dict()["state"].keys() == theirs.state_dict()["state"].keys()
 
 
 @pytest.mark.parametrize("loader", ["load_state_dict", "load_full_state_dict", "load_torch_state_dict"])

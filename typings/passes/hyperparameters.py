@@ -14,7 +14,7 @@ rates: list[eb.Hyperparameter] = [
     1,
     1e-3,
     torch.tensor(1e-3),
-    eb.warmup_cosine_decay_schedule(1e-3, 10, 100),
+    eb.warmup_cosine_decay_schedule(1e-3, 10, steps=100),
     eb.join_schedules([eb.constant_schedule(0.1), inverse_root], [5]),
     inverse_root,
     lambda step: 0.9 * inverse_root(step),

@@ -1,17 +1,22 @@
 """The command line: subcommands, parsing, exit codes.
 
-A subcommand is a frozen dataclass of options, parsed by tyro, and a function that takes it; :func:`_commands` lists them.
+A subcommand is a frozen dataclass of options, parsed by tyro, and a function that takes it; :data:`COMMANDS` lists them.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from everybit_torch.cli.errors import BAD_OPTION, FAILED, INTERRUPTED, OptionError, is_out_of_memory
 
@@ -20,46 +25,74 @@ if TYPE_CHECKING:
 
     from everybit_torch.cli.output import Output, Results
 
-    T = TypeVar("T", bound=Output)
-else:
-    T = TypeVar("T")
-
 _NEEDED = ("tyro", "rich", "matplotlib", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
-class Command(Generic[T]):
-    """A subcommand.
+class Command:
+    """A subcommand, whose modules are imported when it is given.
 
     Args:
-        options: What its command line is parsed into; the docstrings of the fields are the help.
-        run: Does it. Takes the options, the console to write to, and the command line for the record. Raises OptionError.
+        summary: What it does.
+        at: The module and name of its options, a dataclass: the docstrings of the fields are the help.
+        by: The module and name of the function that takes the options, the console to write to, and the command line for the record. It
+            raises OptionError.
     """
 
-    options: type[T]
-    run: Callable[[T, Console, str], Results]
+    summary: str
+    at: str
+    by: str
+
+    @property
+    def options(self) -> type[Output]:
+        """The dataclass that its command line is parsed into."""
+        found: type[Output] = _imported(self.at)
+        return found
+
+    @property
+    def run(self) -> Callable[[Output, Console, str], Results]:
+        """The function that carries it out."""
+        found: Callable[[Output, Console, str], Results] = _imported(self.by)
+        return found
 
 
-def _commands() -> dict[str, Command[Any]]:
-    from everybit_torch.cli.advise.command import AdviseOptions, advise
-    from everybit_torch.cli.audit.command import AuditOptions, audit
-    from everybit_torch.cli.bench.command import bench
-    from everybit_torch.cli.bench.options import BenchOptions
-    from everybit_torch.cli.compare.command import compare
-    from everybit_torch.cli.compare.options import CompareOptions
-    from everybit_torch.cli.plan.command import run_plan
-    from everybit_torch.cli.plan.options import PlanOptions
-    from everybit_torch.cli.sweep.command import run_sweep
-    from everybit_torch.cli.sweep.options import SweepOptions
+COMMANDS = {
+    "compare": Command(
+        "Train one small language model under several policies: loss, lost updates, bytes and time.",
+        "compare.options:CompareOptions",
+        "compare.command:compare",
+    ),
+    "sweep": Command(
+        "Train it by several optimizers, each at the same number of learning rates.",
+        "sweep.options:SweepOptions",
+        "sweep.command:run_sweep",
+    ),
+    "plan": Command(
+        "Print the bytes that each rank keeps, needs at its peak and sends, for your model.",
+        "plan.options:PlanOptions",
+        "plan.command:run_plan",
+    ),
+    "advise": Command(
+        "Find the most precise policy that fits into a memory budget, and its strategy.",
+        "advise.command:AdviseOptions",
+        "advise.command:advise",
+    ),
+    "bench": Command(
+        "Time the optimizer's step here, for your model, beside torch's.",
+        "bench.options:BenchOptions",
+        "bench.command:bench",
+    ),
+    "audit": Command(
+        "Show where a training run loses precision, and which policy would keep it.",
+        "audit.command:AuditOptions",
+        "audit.command:audit",
+    ),
+}
 
-    return {
-        "compare": Command(CompareOptions, compare),
-        "sweep": Command(SweepOptions, run_sweep),
-        "plan": Command(PlanOptions, run_plan),
-        "advise": Command(AdviseOptions, advise),
-        "bench": Command(BenchOptions, bench),
-        "audit": Command(AuditOptions, audit),
-    }
+
+def _imported(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(f"everybit_torch.cli.{module}"), name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_OPTION
     name = "everybit"
     try:
+        name += f" {arguments[0]}" if arguments and arguments[0] in COMMANDS else ""
         options, command = parse(arguments or ["--help"])
-        name = f"everybit {arguments[0]}"
         results = command.run(options, _console(options), shlex.join(["everybit", *arguments]))
     except OptionError as error:
         return _fail(f"{name}: {error}", BAD_OPTION)
@@ -98,30 +131,103 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return results.exit_code
 
 
-def parse(arguments: Sequence[str]) -> tuple[Output, Command[Any]]:
+def parse(arguments: Sequence[str]) -> tuple[Output, Command]:
     """Parse a command line, and do nothing yet.
 
     Returns:
         The options, and the command that takes them.
 
     Raises:
-        OptionError: There is no such command; the message names the nearest.
+        OptionError: There is no such command or option; the message names the nearest.
         SystemExit: After ``--help``, or where it cannot be parsed (code 2).
     """
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        _print_help()
     import tyro
 
-    commands = _commands()
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
-        close = difflib.get_close_matches(arguments[0], commands, n=1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
-        raise OptionError("command", f"{arguments[0]}{meant}", ", ".join(commands))
-    options: Output = tyro.extras.subcommand_cli_from_dict(
-        {name: command.options for name, command in commands.items()},
-        prog="everybit",
-        description="Optimizers for PyTorch that account for every bit. --version prints the version.",
-        args=arguments,
+    if name.startswith("--tyro-"):  # completion scripts, for all commands
+        tyro.extras.subcommand_cli_from_dict(
+            {name: command.options for name, command in COMMANDS.items()}, prog="everybit", args=arguments
+        )
+    if name not in COMMANDS:
+        raise OptionError("command", f"{name}{_meant(name, [*COMMANDS, '--help', '--version'])}", ", ".join(COMMANDS))
+    command = COMMANDS[name]
+    kind = command.options
+    _require_options(name, kind, rest)
+    _join_help(kind)
+    if {"-h", "--help"} & set(rest):
+        sys.stdout.write(_wrapped(inspect.getdoc(kind) or "") + "\n\n")
+    # The description is printed above: tyro does not break its lines.
+    options: Output = tyro.cli(kind, prog=f"everybit {name}", description="", args=rest)
+    return options, command
+
+
+def _print_help() -> NoReturn:
+    """Print the list of commands, which needs none of their modules, and end.
+
+    Raises:
+        SystemExit: With code 0.
+    """
+    indent = " " * (max(map(len, COMMANDS)) + 4)
+    lines = [
+        textwrap.fill(f"  {name:{len(indent) - 4}}  {command.summary}", _columns(), subsequent_indent=indent)
+        for name, command in COMMANDS.items()
+    ]
+    sys.stdout.write(
+        "usage: everybit COMMAND [OPTIONS]\n\nOptimizers for PyTorch that account for every bit.\n\n"
+        + "\n".join(lines)
+        + "\n\n"
+        + _wrapped(
+            "everybit COMMAND --help describes a command and its options. everybit --version prints the version."
+        )
+        + "\n"
     )
-    return options, next(command for command in commands.values() if type(options) is command.options)
+    raise SystemExit(0)
+
+
+def _require_options(name: str, kind: type[Output], arguments: Sequence[str]) -> None:
+    known = ["--help"]
+    for field in fields(kind):
+        option = field.name.replace("_", "-")
+        known += [f"--{option}", f"--no-{option}"] if isinstance(field.default, bool) else [f"--{option}"]
+    for argument in arguments:
+        option = argument.partition("=")[0].replace("_", "-")
+        if option.startswith("--") and option not in known:
+            raise OptionError.saying(
+                ValueError(
+                    f"{option}: there is no such option{_meant(option, known)}; everybit {name} --help lists them"
+                )
+            )
+
+
+def _meant(given: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(given, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _join_help(kind: type[Output]) -> None:
+    """Join the lines of the docstrings of options: tyro would keep the line breaks of the source."""
+    import docstring_parser
+
+    texts = {
+        one.arg_name: " ".join((one.description or "").split())
+        for base in reversed(kind.__mro__[:-1])
+        for one in docstring_parser.parse_from_object(base).params
+    }
+    for field in fields(kind):
+        field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs, each joined and broken anew at the terminal's width."""
+    return "\n\n".join(
+        textwrap.fill(" ".join(one.split()), _columns(), break_on_hyphens=False) for one in text.split("\n\n")
+    )
+
+
+def _columns() -> int:
+    return max(shutil.get_terminal_size().columns, 20)
 
 
 def _console(options: Output) -> Console:

@@ -22,10 +22,15 @@ class OptionError(ValueError):
         super().__init__(f"{option}: got {got}; accepted: {accepted}")
 
     @classmethod
-    def saying(cls, error: ValueError) -> OptionError:
-        """Return one with the message of an error that says all of this itself, in one line."""
+    def saying(cls, error: Exception, where: str = "") -> OptionError:
+        """Return one with the message of an error that says all of this itself, in one line.
+
+        Args:
+            error: Says what it got and what is accepted.
+            where: The option and its value, if the message does not have them.
+        """
         made = cls("", "", "")
-        made.args = (" ".join(str(error).split()),)
+        made.args = (" ".join(f"{where}: {error}".removeprefix(": ").split()),)
         return made
 
 

@@ -145,9 +145,7 @@ def show_routing(optimizer: Chosen, params: Mapping[str, Tensor], console: Conso
         try:
             console.print(eb.routing(transform, dict(params)), highlight=False, markup=False)
         except ValueError as error:
-            raise OptionError(
-                "--optimizer", f"{optimizer.shown} ({error})", "optimizers for the model's shapes"
-            ) from None
+            raise OptionError.saying(error, f"--optimizer {optimizer.shown}") from None
 
 
 def require_policies(optimizer: Chosen, policies: Mapping[str, Any], option: str = "--policies") -> None:
@@ -158,8 +156,7 @@ def require_policies(optimizer: Chosen, policies: Mapping[str, Any], option: str
     """
     for name, policy in policies.items():
         if (reason := refusal(optimizer, policy)) is not None:
-            got = f"{name}, which {optimizer.name} refuses ({reason})"
-            raise OptionError(option, got, "policies under which its state moves")
+            raise OptionError.saying(ValueError(reason), f"{option}: {optimizer.name} refuses {name}")
 
 
 def refusal(optimizer: Chosen, policy: Any) -> str | None:
@@ -185,8 +182,7 @@ def _made(entry: NamedOptimizer, given: Mapping[str, Any], option: str) -> Chose
     try:
         chosen.transform()
     except (TypeError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise OptionError(option, f"{chosen.shown} ({said})", "hyperparameters that the optimizer takes") from None
+        raise OptionError.saying(error, f"{option} {chosen.shown}") from None
     return chosen
 
 

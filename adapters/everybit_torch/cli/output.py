@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +46,8 @@ class Sheet:
     """Rows of text under headings.
 
     Args:
-        headings: Of the columns; the first column is the row's name. A heading may have two lines.
+        headings: Of the columns; the first column is the row's name. A heading may have two lines; a hyphen at the end of the first is one
+            of division, and leaves with the break.
         rows: A row has as many cells as there are headings, or one cell, which is a heading for the rows below it.
         caption: Printed below.
     """
@@ -53,6 +55,11 @@ class Sheet:
     headings: Sequence[str]
     rows: list[tuple[str, ...]] = field(default_factory=list)
     caption: str = ""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun, which has an s but for one: ``1 rank``, ``8 ranks``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def show(sheet: Sheet, console: Console) -> None:
@@ -83,7 +90,7 @@ def _table(sheet: Sheet) -> Table:
 
 
 def _print_blocks(sheet: Sheet, console: Console) -> None:
-    names = [" ".join(heading.replace("/\n", "/").split()) for heading in sheet.headings]
+    names = [" ".join(re.sub(r"-\n|(?<=[/_])\n", "", heading).split()) for heading in sheet.headings]
     for row in sheet.rows:
         console.print(Text(row[0], style="bold"), highlight=False)
         lines = Table.grid(padding=(0, 1, 0, 0))

@@ -34,7 +34,7 @@ def named_policy(name: str, option: str = "--policies", *, autocast: bool = Fals
                 option, f"{name} ({(error.strerror or str(error)).lower()})", "a file that can be read"
             ) from None
         except ValueError as error:
-            raise OptionError(option, " ".join(str(error).split()), "a file that describes a policy") from None
+            raise OptionError.saying(error, option) from None
     if autocast and name.upper() == AUTOCAST:
         return AUTOCAST, eb.policies.FP32
     preset = eb.policies.PRESETS.get(name.upper())

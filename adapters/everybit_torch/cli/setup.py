@@ -126,10 +126,9 @@ def planned(
         return of_rank(first.whole_tensors.fullest) if first.whole_tensors and first.whole_tensors.fullest else first
     except (TypeError, ValueError) as error:
         if str(error).startswith("values: "):
-            got = f"{options.values} ({str(error).removeprefix('values: ')})"
-            raise OptionError("--values", got, "files, or a model whose modules have initializers") from None
-        got = f"{name}, which does not go with the model ({error})"
-        raise OptionError("--policies", got, "one that does, or another --dtype") from None
+            said = ValueError(str(error).removeprefix("values: "))
+            raise OptionError.saying(said, f"--values {options.values}") from None
+        raise OptionError.saying(error, f"--policies: {name} does not go with the model") from None
 
 
 def plan_all(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from types import NoneType
@@ -19,7 +19,7 @@ import everybit as eb
 from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizer_named
 from everybit_torch import drop_ins
 from everybit_torch.arguments import by_given_name
-from everybit_torch.config.structure import Choice
+from everybit_torch.config.structure import Choice, require_fields
 from everybit_torch.creating import CLASSES
 from everybit_torch.embeddings import embeddings_of, for_model, policy_with_embeddings
 from everybit_torch.hyperparameter_names import (
@@ -41,6 +41,7 @@ class Algorithm:
     Attributes:
         factory: From hyperparameters to a transform; in a subclass ``factory = staticmethod(my_optimizer)``.
         optimizer: The torch optimizer with these arguments; None: a :class:`everybit_torch.TorchOptimizer` of the function.
+        meant: The field to propose for a name that is none, such as the core's ``learning_rate``.
 
     Args:
         lr: Learning rate, at least zero.
@@ -50,6 +51,7 @@ class Algorithm:
 
     optimizer: ClassVar[type[TorchOptimizer] | None] = None
     factory: ClassVar[Callable[..., eb.Transform[Any]]]
+    meant: ClassVar[Mapping[str, str]] = {core: name for name, cores in ARGUMENTS.items() for core in cores}
     lr: float = 1e-3
     weight_decay: float = 0.0
     maximize: bool = False
@@ -92,14 +94,18 @@ class Algorithm:
         """What a stepper computes updates with.
 
         Raises:
+            TypeError: No factory, or one that does not take a field of the configuration.
             ValueError: A hyperparameter out of range, by its field's name.
         """
-        factory = type(self).factory
+        factory: Callable[..., eb.Transform[Any]] | None = getattr(type(self), "factory", None)
+        if factory is None:
+            raise TypeError(f"{type(self).__name__}: has no factory; write factory = staticmethod(my_optimizer).")
         known = argument_names(factory)
         names = {name: core_names(name, ARGUMENTS, known) for name in self.hyperparameters()}
         arguments: dict[str, Any] = {}
         for name, value in self.hyperparameters().items():
             arguments |= spread(name, value, names[name])
+        _require_taken(type(self).__name__, factory, arguments)
         if arguments.get("momentum") == 0:
             arguments["momentum"] = None  # keeps none, as torch's 0
         try:
@@ -198,6 +204,21 @@ class RMSpropConfig(Algorithm):
     centered: bool = False
 
 
+def _require_taken(title: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse a factory that does not take an argument which the configuration has, with a TypeError."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    if absent := [name for name in arguments if name not in parameters]:
+        raise TypeError(
+            f"{title}.factory: write it with an argument {' and '.join(map(repr, absent))}, which the configuration has. It takes"
+            f" {', '.join(parameters) or 'none'}."
+        )
+
+
 def _generated(entry: NamedOptimizer) -> type[Algorithm]:
     """A dataclass of an optimizer's hyperparameters, by torch's names."""
     own: list[tuple[str, Any, Any]] = []
@@ -283,7 +304,9 @@ def algorithm(name: OptimizerName, **hyperparameters: Any) -> Algorithm:
         >>> from everybit_torch.config import OptimizerConfig, algorithm
         >>> config = OptimizerConfig(algorithm=algorithm("ademamix", lr=1e-3, betas=(0.9, 0.95)), policy="LEAN_BF16")
     """
-    return ALGORITHMS[optimizer_named(name, field="algorithm: name").name](**hyperparameters)
+    kind = ALGORITHMS[optimizer_named(name, field="algorithm: name").name]
+    require_fields(kind, hyperparameters, "", TypeError)
+    return kind(**hyperparameters)
 
 
 def register_algorithm(name: str, kind: type[Algorithm]) -> None:

@@ -130,11 +130,7 @@ class Reader:
         known = {field.name: field for field in fields(kind)}
         if not isinstance(data, Mapping):
             raise _refusal(path, data, f"a table with {', '.join(known)}")
-        for key in data:
-            if key not in known:
-                raise ValueError(
-                    f"{join(path, key)}: there is no such field{_meant(key, known)}; fields are {', '.join(known)}."
-                )
+        require_fields(kind, data, path)
         hints = _hints(kind)
         given = {key: self._value(hints[key], one, join(path, key)) for key, one in data.items()}
         absent = [name for name, field in known.items() if name not in given and not _has_default(field)]
@@ -232,6 +228,16 @@ class Reader:
             elif one is None and field.default is not None:
                 found[field.name] = NONE
         return found
+
+
+def require_fields(kind: Any, given: Iterable[object], path: str, error: type[Exception] = ValueError) -> None:
+    """Refuse a name that is no field; the error proposes the field that is meant, if one is."""
+    known = [field.name for field in fields(kind)]
+    for key in given:
+        if key not in known:
+            other = getattr(kind, "meant", {}).get(key)  # a field that goes by another name elsewhere
+            meant = f" (did you mean {other!r}?)" if other in known else _meant(key, known)
+            raise error(f"{join(path, key)}: there is no such field{meant}; fields are {', '.join(known)}.")
 
 
 def is_empty(value: object) -> bool:

@@ -25,7 +25,15 @@ from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
 from everybit_torch.sharded.fingerprint import describe as text_of
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.layout import Layout, build
-from everybit_torch.sharded.model_layout import AnyPrecision, Labels, ModelLayout, Transforms, Units, describe
+from everybit_torch.sharded.model_layout import (
+    AnyPrecision,
+    Labels,
+    ModelLayout,
+    Transforms,
+    Units,
+    describe,
+    require_model,
+)
 from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.offload import Offload, is_host
 from everybit_torch.sharded.offload_rules import require_offload
@@ -129,6 +137,7 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
         TypeError: As the stepper.
         ValueError: As the stepper.
     """
+    require_model(model)
     device = next((p.device for p in model.parameters()), None)
     if device is not None and device.type == "meta":
         device = _wanted_device(given.device)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.module_hooks import no_hook
@@ -35,10 +37,14 @@ class Guards:
         for number, unit in enumerate(gathering.units):
             units |= {id(p): number for buffer in unit.buffers for p in buffer.parameters}
         self._lifted = False
-        self._handles: list[Any] = []
+        # torch has hooks on assigning a module for all modules together only, so that this one leaves with the stepper.
+        guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[Any] = [register_module_module_registration_hook(_WrapperCheck(guarded))]
+        weakref.finalize(self, self._handles[0].remove)
         for name, module in model.named_modules():
             own = {units[id(p)] for p in module.parameters(recurse=False) if id(p) in units}
             if own:
+                guarded.add(module)
                 guard = _Guard(self, module, name or "the model", sorted(own))
                 self._handles += [
                     module.register_forward_pre_hook(guard.before_forward),
@@ -69,6 +75,23 @@ class Guards:
             if not gathering.units[number].shown:
                 return str(gathering.units[number])
         return None
+
+
+class _WrapperCheck:
+    """A hook that refuses ``DistributedDataParallel`` around a model whose parameters are sharded, before it sends anything."""
+
+    def __init__(self, guarded: weakref.WeakSet[nn.Module]) -> None:
+        self._guarded = guarded
+
+    def __call__(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
+        """Look at a module that is assigned to an attribute of another; torch calls hooks so."""
+        if not isinstance(wrapper, DistributedDataParallel) or module is None:
+            return
+        if any(one in self._guarded for one in module.modules()):
+            raise RuntimeError(
+                "DistributedDataParallel: call the model without it. A FlatStepper shards the model's parameters and sums their"
+                " gradients over the ranks itself; close() gives the model back."
+            )
 
 
 class _Guard:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit.atoms import atoms, of_atoms, of_row_blocks, row_blocks, step_cost
@@ -59,6 +60,23 @@ class ModelLayout:
 AnyPrecision = PolicyOrName | MixedPrecision | None
 
 
+def require_model(model: object) -> None:
+    """Refuse what is no module, and a module whose parameters have no shapes yet.
+
+    Raises:
+        TypeError: No module.
+        ValueError: A parameter or buffer of a lazy module that was never called.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got a {type(model).__name__}; accepted is a module, before the transform.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"model: call it once with a batch, model(batch), and then make the stepper. {name} belongs to a lazy module, and"
+                " has no shape before that."
+            )
+
+
 def describe(
     model: nn.Module,
     transform: Transforms,
@@ -91,6 +109,7 @@ def describe(
             cuts, a label without transform or without parameters, a parameter that cannot be seen as the matrices that are asked for, or
             a policy that does not fit a parameter. Messages name what it is about.
     """
+    require_model(model)
     found, left_alone = _find_units(model, units), ignored_ids(model, ignored)
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -251,6 +270,14 @@ def _label(
         if label not in transforms:
             raise ValueError(
                 f"labels: {name} is labelled {label!r}; there are transforms for {', '.join(map(repr, transforms))}."
+            )
+    unused = [label for label in transforms if label not in source.values()]
+    if labels and unused and not is_part:
+        of_frozen = {labels(n, p) for n, p in by_name.items() if n not in trained}
+        if absent := [label for label in unused if label not in of_frozen]:
+            raise ValueError(
+                f"labels: no parameter is labelled {', '.join(map(repr, absent))}; the labels given are"
+                f" {', '.join(map(repr, dict.fromkeys(source.values())))}. Drop the transform, or mend the labels."
             )
     decisions: dict[str, tuple[Any, ...]] = {}
     for label, one in transforms.items():

@@ -95,10 +95,10 @@ def _is_large(updates: Any, ctx: Context) -> Tensor:
     return ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))) > 4.0
 
 
-_decay = warmup_cosine_decay_schedule(0.1, 3, 50, end=0.01)
+_decay = warmup_cosine_decay_schedule(0.1, 3, steps=50, end=0.01)
 _schedules = (
     exponential_decay_schedule(1.0, 0.9, 3, end=0.2),
-    polynomial_schedule(1.0, 0.1, 20, power=1.5),
+    polynomial_schedule(1.0, 0.1, steps=20, power=1.5),
     piecewise_constant_schedule(1.0, {2: 0.5}),
     one_cycle_schedule(1.0, 20),
     cosine_restarts_schedule(1.0, 2, growth=2),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -63,6 +63,7 @@ class ScaleByFactoredRms:
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
+    _: KW_ONLY
     beta2_decay: Hyperparameter = -0.8
     b2_cap: Hyperparameter = 1.0
     eps1: Hyperparameter = 1e-30

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -72,6 +72,7 @@ class ScaleByAdam(Elementwise):
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8
     eps_root: Hyperparameter = 0.0
+    _: KW_ONLY
     amsgrad: Amsgrad = False
     eps_before_correction: bool = False
 

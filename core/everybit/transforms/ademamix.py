@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -69,6 +69,7 @@ class ScaleByAdemamix(Elementwise):
     alpha: Hyperparameter = 5.0
     eps: Hyperparameter = 1e-8
     eps_root: Hyperparameter = 0.0
+    _: KW_ONLY
     alpha_warmup: int | None = None
     b3_warmup: int | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -60,6 +60,7 @@ class ScaleByAdopt(Elementwise):
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.9999
     eps: Hyperparameter = 1e-6
+    _: KW_ONLY
     clip_power: Hyperparameter | None = 0.25
     nesterov: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -54,6 +54,7 @@ class ScaleByNovograd:
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.25
     eps: Hyperparameter = 1e-8
+    _: KW_ONLY
     weight_decay: Hyperparameter = 0.0
 
     def __post_init__(self) -> None:

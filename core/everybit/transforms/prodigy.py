@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -73,6 +73,7 @@ class Prodigy(Elementwise):
     """
 
     learning_rate: Hyperparameter = 1.0
+    _: KW_ONLY
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     b3: Hyperparameter | None = None

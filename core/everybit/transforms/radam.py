@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ class ScaleByRadam(Elementwise):
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-8
+    _: KW_ONLY
     threshold: Hyperparameter = 5.0
     eps_after_correction: bool = False
 

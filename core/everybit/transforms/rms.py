@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
@@ -59,6 +59,7 @@ class ScaleByRms(Elementwise):
     reads_weights: ClassVar[bool] = False
     decay: Hyperparameter = 0.99
     eps: Hyperparameter = 1e-8
+    _: KW_ONLY
     centered: bool = False
     eps_inside_root: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -64,6 +64,7 @@ class ScheduleFree(Elementwise):
     """
 
     learning_rate: Hyperparameter = 1.0
+    _: KW_ONLY
     b1: Hyperparameter = 0.9
     warmup_steps: int = 0
     r: Hyperparameter = 0.0

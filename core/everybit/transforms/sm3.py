@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import reduce
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -54,6 +54,7 @@ class ScaleBySm3:
     cut: ClassVar[Cut] = "tensor"
     reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
+    _: KW_ONLY
     b2: Hyperparameter | None = None
     eps: Hyperparameter = 1e-30
     keep_greatest: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -47,6 +47,7 @@ class Trace(Elementwise):
 
     reads_weights: ClassVar[bool] = False
     decay: Hyperparameter = 0.9
+    _: KW_ONLY
     dampening: Hyperparameter = 0.0
     nesterov: bool = False
 

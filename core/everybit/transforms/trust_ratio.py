@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, TypeVar
 
 import torch
@@ -55,6 +55,7 @@ class ScaleByTrustRatio(_PerTensor):
         https://arxiv.org/abs/2011.13584.
     """
 
+    _: KW_ONLY
     coefficient: Hyperparameter = 1.0
     eps: Hyperparameter = 0.0
     max_ratio: Hyperparameter | None = None

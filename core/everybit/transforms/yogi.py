@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -55,6 +55,7 @@ class ScaleByYogi(Elementwise):
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999
     eps: Hyperparameter = 1e-3
+    _: KW_ONLY
     initial_mean: Hyperparameter = 0.0
     initial_square: Hyperparameter = 1e-6
 

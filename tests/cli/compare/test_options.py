@@ -40,14 +40,14 @@ from everybit_torch.config import save_policy
         ({"policies": ("KAHAN_BF61",)}, "--policies", "did you mean KAHAN_BF16?", "LEAN_BF16"),
         ({"policies": ("absent.toml",)}, "--policies", "absent.toml (no such file", "can be read"),
         # bfloat16's second moment does not fall at this rate; the optimizer knows, and its reason is passed on.
-        ({"policies": ("PURE_BF16",), "betas": (0.9, 0.999)}, "--policies", "PURE_BF16, which adamw refuses", "its state moves"),
+        ({"policies": ("PURE_BF16",), "betas": (0.9, 0.999)}, "--policies", ": adamw refuses PURE_BF16: Policy.variance", "Split(8)"),
         ({"optimizer": "adamww"}, "--optimizer", "did you mean adamw?", "lion"),
         ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "--betas", "(0.9, 0.95) with --optimizer sgd", "nothing, as sgd has learning_rate"),
         ({"optimizer": "torch_adafactor", "eps": 1e-8}, "--eps", "1e-08 with --optimizer torch_adafactor", "nothing, as"),
         ({"optimizer": "lamb,b1=0.8", "betas": (0.9, 0.95)}, "--betas", "with --optimizer lamb,b1=0.8", "either this option or"),
         ({"optimizer": "lamb,learning_rate=1", "lr": 1.0}, "--lr", "1.0 with --optimizer lamb,learning_rate=1", "either this option or"),
-        ({"optimizer": "schedule_free_sgd,b1=2"}, "--optimizer", "b1: got 2.0", "hyperparameters that"),
-        ({"optimizer": "lion", "policies": ("FP32", "PURE_BF16")}, "--policies", "which lion refuses (Policy.momentum", "its state moves"),
+        ({"optimizer": "schedule_free_sgd,b1=2"}, "--optimizer", " schedule_free_sgd,b1=2: b1: got 2.0", "a finite number in [0, 1]"),
+        ({"optimizer": "lion", "policies": ("FP32", "PURE_BF16")}, "--policies", ": lion refuses PURE_BF16: Policy.mom", "Split(8)"),
     ],
 )  # fmt: skip
 def test_a_bad_option_is_named_with_what_would_do(
@@ -56,11 +56,12 @@ def test_a_bad_option_is_named_with_what_would_do(
     with pytest.raises(OptionError) as caught:
         check(replace(CompareOptions(), **changes))
     message = str(caught.value)
-    assert message.startswith(f"{option}: got ")
+    assert message.startswith((f"{option}: got ", f"{option}{got}"))
     assert "\n" not in message
-    before, after = message.split("; accepted: ", 1) if message.count("; accepted: ") else (message, "")
+    before, _, after = message.partition("ccepted")
     assert got in before
     assert accepted in after
+    assert "accepted" not in after  # once is enough
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -111,7 +112,7 @@ def test_policies_come_from_files_too(tmp_path: Path) -> None:
 def test_a_policy_file_with_a_mistake_is_named_with_it(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text('parameters = "Split"\n')
-    with pytest.raises(OptionError, match=r"--policies: got .*bad\.toml: Policy.parameters: there is no such field"):
+    with pytest.raises(OptionError, match=r"--policies: .*bad\.toml: Policy.parameters: there is no such field"):
         check(CompareOptions(policies=(str(path),)))
 
 

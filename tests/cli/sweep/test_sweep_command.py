@@ -239,7 +239,7 @@ def test_ctrl_c_leaves_whole_sweeps(
         (["--factors", "1", "-1"], "--factors: got 1 -1; accepted: different finite numbers above 0"),
         (["--factors", "1", "1"], "--factors: got 1 1; accepted: different finite numbers above 0"),
         (["--policy", "LEAN"], "--policy: got LEAN (did you mean LEAN_BF16?); accepted: FP64, FP32"),
-        (["--optimizers", "sgd", "lion", "--policy", "PURE_BF16"], "--policy: got PURE_BF16, which lion refuses (Policy.momentum: "),
+        (["--optimizers", "sgd", "lion", "--policy", "PURE_BF16"], "--policy: lion refuses PURE_BF16: Policy.momentum: "),
         (["--factors", "1", "--extend", "1"], "--extend: got 1; accepted: 0 with a single factor"),
         (["--extend", "-1"], "--extend: got -1; accepted: a whole number, at least 0"),
         (["--final-seeds", "-1"], "--final-seeds: got -1; accepted: a whole number, at least 0"),

@@ -14,8 +14,7 @@ from everybit_torch.cli.errors import FAILED, OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
 from everybit_torch.cli.optimizers import Chosen, require_policies
-from everybit_torch.cli.output import Results, Sheet, show
-from everybit_torch.cli.plan.pictures import draw
+from everybit_torch.cli.output import Results, Sheet, counted, show
 from everybit_torch.cli.policies import named_policy
 from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject, unit_of
 from everybit_torch.sharded.plan import Plan
@@ -24,6 +23,9 @@ from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 FORMAT = 1
 MOST_RANKS = 1 << 14
 """How far ranks are doubled when nothing fits."""
+
+_FEWEST_BYTES = 1 << 20
+"""The least number without a unit that is taken as a number of bytes: smaller ones lack their unit."""
 
 _SIZES = {
     "": 1,
@@ -89,8 +91,8 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
     best = best_of(choices, budget)
     enough = {} if best else _enough_ranks(options, chosen, policies, budget)
     title = (
-        f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {chosen.optimizer.shown}, {options.ranks} ranks of"
-        f" {_sized(memory)}, {_sized(reserve)} of it reserved; units: {chosen.unit_names}."
+        f"{options.model}: {choices[0].plan.parameters:,} parameters ({options.dtype}), {chosen.optimizer.shown},"
+        f" {counted(options.ranks, 'rank')} of {_sized(memory)}, {_sized(reserve)} of it reserved; units: {chosen.unit_names}."
     )
     console.print(title, highlight=False)
     show(_sheet(choices, best, budget), console)
@@ -115,6 +117,8 @@ def advise(options: AdviseOptions, console: Console, command: str) -> Results:
         ],
     }  # fmt: skip
     if options.out is not None:
+        from everybit_torch.cli.plan.pictures import draw
+
         drawn: list[tuple[str, Strategy, Plan]] = [(one.policy, one.strategy, one.plan) for one in choices]
         keep_results(
             options.out, "advise", results, lambda picture: draw(picture, drawn, title=title, budget=budget), console
@@ -131,6 +135,8 @@ def parsed_size(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
         raise OptionError(option, text, "a number with a unit, such as 80GB, 79.6GiB or 512MiB")
+    if text.strip().replace(".", "").isdigit() and 0 < float(match[1]) < _FEWEST_BYTES:
+        raise OptionError(option, text, f"a number with a unit, {match[1]}GB; without one it is a number of bytes")
     return int(float(match[1]) * _SIZES[match[2] or ""])
 
 
@@ -236,5 +242,5 @@ def _too_small(choices: list[Planned], enough: dict[str, int | None], budget: in
                 f"{policy} fits on no number of ranks: one unit alone is too large, or there are no units (--units)."
             )
         else:
-            said.append(f"{policy} fits from {ranks} ranks on, under optim_grads_params.")
+            said.append(f"{policy} fits from {counted(ranks, 'rank')} on, under optim_grads_params.")
     return said

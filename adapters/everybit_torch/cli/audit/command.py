@@ -14,11 +14,10 @@ from rich.console import Console
 import everybit as eb
 from everybit_torch.audit import LayerAudit, load_audit, worst
 from everybit_torch.checkpoint_audit import audit_checkpoint
-from everybit_torch.cli.audit.pictures import draw
 from everybit_torch.cli.errors import FAILED, OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
-from everybit_torch.cli.output import Output, Results, Sheet, show
+from everybit_torch.cli.output import Output, Results, Sheet, counted, show
 from everybit_torch.cli.policies import named_policy
 
 FORMAT = 1
@@ -91,7 +90,7 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
     found = judge(layers)
     steps = sorted({layer.step for layer in layers})
     names = {layer.name for layer in layers}
-    title = f"{options.path}: {len(names)} parameters, {len(steps)} audited steps ({steps[0]} to {steps[-1]})"
+    title = f"{options.path}: {counted(len(names), 'parameter')}, {counted(len(steps), 'audited step')} ({steps[0]} to {steps[-1]})"
     console.print(title, highlight=False)
     show(_sheet(layers, options.rows), console)
     for line in [*found.findings, *found.notes, found.advice or "Nothing is lost: the updates reach the weights."]:
@@ -101,6 +100,8 @@ def audit(options: AuditOptions, console: Console, command: str) -> Results:
         "advice": found.advice, "layers": [asdict(layer) for layer in layers],
     }  # fmt: skip
     if options.out is not None:
+        from everybit_torch.cli.audit.pictures import draw
+
         keep_results(options.out, "audit", results, lambda picture: draw(picture, layers, title=title), console)
     return Results(results, FAILED if found.findings else 0)
 
@@ -120,7 +121,7 @@ def judge(layers: Sequence[LayerAudit]) -> Verdict:
         saturated = {layer.name for layer in losing if layer.stored.startswith("Kahan")}
         if saturated:
             findings.append(
-                f"Residuals are saturated in {len(saturated)} parameters: updates are too small for them, too."
+                f"Residuals are saturated in {counted(len(saturated), 'parameter')}: updates are too small for them, too."
             )
     if len(rounded) < len(layers):
         missed = _mean_share([layer for layer in layers if layer.stochastic], "lost_share")
@@ -132,14 +133,14 @@ def judge(layers: Sequence[LayerAudit]) -> Verdict:
     for key in frozen:
         some = {layer.name for layer in layers if layer.frozen.get(key, 0.0) > FROZEN}
         findings.append(
-            f"{key} is frozen: most of its elements did not move where they were to, in {len(some)} parameters."
+            f"{key} is frozen: most of its elements did not move where they were to, in {counted(len(some), 'parameter')}."
         )
     overflowing = [(layer, use, count) for layer in layers for use, count in layer.nonfinite.items()]
     if overflowing:
         layer, use, count = overflowing[0]
         findings.append(
             f"Numbers overflow: {count} of the {use} of {layer.name} are infinite or NaN at step {layer.step}"
-            f" ({len(overflowing)} such findings in all)."
+            f" ({counted(len(overflowing), 'such finding')} in all)."
         )
     advice = ""
     if losing or frozen:
@@ -181,7 +182,8 @@ def _layers(options: AuditOptions) -> list[LayerAudit]:
     except (TypeError, ValueError) as error:
         if isinstance(error, OptionError):
             raise
-        raise OptionError("path", " ".join(str(error).split()), "what Audit.save wrote, or a checkpoint") from None
+        what = " ".join(str(error).partition("; accepted")[0].removeprefix(f"{path}: ").removeprefix("got ").split())
+        raise OptionError("path", f"{path}: {what}", "what Audit.save wrote, or a checkpoint") from None
 
 
 def _of_checkpoint(options: AuditOptions, policy: eb.Policy | None) -> list[LayerAudit]:
@@ -203,7 +205,7 @@ def _sheet(layers: Sequence[LayerAudit], rows: int) -> Sheet:
     caption = (
         "Each parameter at its worst audited step. Lost: share of the updates that left the weight as it was; float32: the same, if weights"
         " were float32; EDQ: share of the intended update that arrived; frozen: share of a 16-bit moment's elements that did not move where"
-        " they were to, of the worst moment." + (f" {left} more parameters: --rows 0." if left else "")
+        " they were to, of the worst moment." + (f" {counted(left, 'more parameter')}: --rows 0." if left else "")
     )
     sheet = Sheet(("parameter", "elements", "step", "lost\n%", "float32\n%", "EDQ", "frozen\n%"), caption=caption)
     for layer in shown[: rows or None]:

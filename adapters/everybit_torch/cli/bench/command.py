@@ -10,14 +10,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from everybit_torch.cli.bench.measuring import Entry, Timing, everybit_contestant, measure, torch_contestants
 from everybit_torch.cli.bench.options import BenchOptions
-from everybit_torch.cli.bench.pictures import draw
 from everybit_torch.cli.device import parsed_device, threads
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import machine, versions
 from everybit_torch.cli.models import build
 from everybit_torch.cli.optimizers import named_optimizer, require_policies, show_routing
-from everybit_torch.cli.output import Results, Sheet, show
+from everybit_torch.cli.output import Results, Sheet, counted, show
 from everybit_torch.cli.policies import named_policy
 
 FORMAT = 1
@@ -51,7 +50,7 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
     ]
     where_gradients = "apart" if optimizer.entry.cut == "tensor" else "in one flat buffer"
     title = (
-        f"A step of {optimizer.entry.title}, {options.model}: {elements:,} parameters in {len(shapes)} tensors, {device},"
+        f"A step of {optimizer.entry.title}, {options.model}: {elements:,} parameters in {counted(len(shapes), 'tensor')}, {device},"
         f" everybit {'compiled' if options.compile else 'not compiled'}, gradients {where_gradients}"
     )
     console.print(title, highlight=False)
@@ -73,6 +72,8 @@ def bench(options: BenchOptions, console: Console, command: str) -> Results:
         "timings": [{**asdict(one), "ratio": one.ratio, "total_bytes": one.total_bytes} for one in timings],
     }  # fmt: skip
     if options.out is not None:
+        from everybit_torch.cli.bench.pictures import draw
+
         keep_results(options.out, "bench", results, lambda picture: draw(picture, timings, title=title), console)
     return Results(results)
 

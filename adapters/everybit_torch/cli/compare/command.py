@@ -12,7 +12,6 @@ from rich.console import Console
 from everybit_torch.cli.compare.corpus import Corpus, load_corpus
 from everybit_torch.cli.compare.experiment import run
 from everybit_torch.cli.compare.options import DEFAULT_POLICIES, CompareOptions, Plan, check, check_context
-from everybit_torch.cli.compare.pictures import draw
 from everybit_torch.cli.compare.progress import Bars
 from everybit_torch.cli.compare.report import sheet, throughput
 from everybit_torch.cli.compare.results import summarize
@@ -22,7 +21,7 @@ from everybit_torch.cli.errors import INTERRUPTED, OptionError
 from everybit_torch.cli.files import check_out, write_json
 from everybit_torch.cli.machine import machine, versions
 from everybit_torch.cli.optimizers import Chosen, show_routing
-from everybit_torch.cli.output import Results, show
+from everybit_torch.cli.output import Results, counted, show
 from everybit_torch.config import policy_to_dict
 
 FORMAT = 2  # of the JSON file; to be raised when a reader would have to know. From 2 on it says which optimizer.
@@ -46,7 +45,7 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     named = dict(new_model(plan.size, 0).named_parameters())
     parameters = sum(p.numel() for p in named.values())
     title = (
-        f"{title_of(plan.optimizer)}, {parameters:,} parameters ({options.model}), {options.steps} steps of"
+        f"{title_of(plan.optimizer)}, {parameters:,} parameters ({options.model}), {counted(options.steps, 'step')} of"
         f" {options.batch} x {options.context} bytes, learning rate {plan.options.lr:g}"
     )
     console.print(f"{title}\n{about(corpus)}", highlight=False)
@@ -79,13 +78,17 @@ def compare(options: CompareOptions, console: Console, command: str) -> Results:
     name = "compare-interrupted" if interrupted else "compare"
     numbers, picture = options.out / f"{name}.json", options.out / f"{name}.png"
     write_json(numbers, results)
+    from everybit_torch.cli.compare.pictures import draw
+
     draw(picture, records, reference=plan.reference, title=title)
     console.print()
     show(sheet(rows, reference=plan.reference, seeds=len(seeds), compiled=options.compile), console)
     if speeds := throughput(rows, options.batch * options.context):
         console.print(f"Text per second, forward and backward pass included: {speeds}", highlight=False)
     if steps < FEW_STEPS:
-        console.print(f"After {steps} steps differences between policies are noise; {FEW_STEPS} show something.")
+        console.print(
+            f"After {counted(steps, 'step')} differences between policies are noise; {FEW_STEPS} show something."
+        )
     if interrupted:
         done = f"step {steps} of {options.steps}, seeds {', '.join(map(str, seeds))}"
         console.print(f"Interrupted: this is what there was at {done}.", highlight=False)

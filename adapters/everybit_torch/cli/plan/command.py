@@ -14,9 +14,8 @@ from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions
 from everybit_torch.cli.optimizers import require_policies
-from everybit_torch.cli.output import Results, Sheet, show
+from everybit_torch.cli.output import Results, Sheet, counted, show
 from everybit_torch.cli.plan.options import DTypeName, PlanOptions
-from everybit_torch.cli.plan.pictures import draw
 from everybit_torch.cli.policies import named_policy
 from everybit_torch.cli.setup import (
     DTYPES,
@@ -73,6 +72,8 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
         "optimizer": chosen.optimizer.described(), "plans": records,
     }  # fmt: skip
     if options.out is not None:
+        from everybit_torch.cli.plan.pictures import draw
+
         drawn: list[tuple[str, Strategy, Plan]] = [(row.policy, row.strategy, row.plan) for row in rows]
         keep_results(options.out, "plan", results, lambda picture: draw(picture, drawn, title=title), console)
     return Results(results)
@@ -122,7 +123,7 @@ def _offload(options: PlanOptions, strategy: Strategy) -> Offload:
 
 
 def _title(options: PlanOptions, first: Plan, chosen: Subject) -> str:
-    ranks = f"{options.ranks} ranks" if options.outer == 1 else f"{options.outer} x {options.ranks} ranks"
+    ranks = ("" if options.outer == 1 else f"{options.outer} x ") + counted(options.ranks, "rank")
     if options.outer_strategy == "optim":
         ranks += " (outer: optim under optim_grads_params, else no_shard)"
     passes = f"{options.microbatches} microbatch{'es' * (options.microbatches > 1)} a step"

@@ -24,6 +24,7 @@ COLOURS = {
 }
 OTHER = "#C9B458"
 TRANSIENT = "transient"
+BUDGET = "budget"
 LINE = 0.05  # of the widest bar: below it a part is not labelled
 
 
@@ -44,10 +45,11 @@ def draw(path: Path, rows: Sequence[tuple[str, Strategy, Plan]], *, title: str, 
     for axes, strategy in zip(panels, strategies, strict=True):
         handles |= _draw_panel(axes, [(policy, plan) for policy, kind, plan in rows if kind == strategy], strategy)
         if budget is not None:
-            axes.axvline(budget / 2**30, color="#B00020", linewidth=1)
+            line = axes.axvline(budget / 2**30, color="#B00020", linewidth=1)
+            handles.setdefault(BUDGET, line)
             axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * budget / 2**30))
     panels[-1].set_xlabel("GiB on one rank; each panel has its own axis")
-    order = sorted(handles, key=lambda use: use == TRANSIENT)
+    order = sorted(handles, key=lambda use: (TRANSIENT, BUDGET).index(use) if use in (TRANSIENT, BUDGET) else -1)
     figure.legend(
         [handles[use] for use in order], order, fontsize=8, loc="outside lower center", ncols=len(order), frameon=False
     )

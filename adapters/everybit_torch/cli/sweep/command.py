@@ -21,10 +21,9 @@ from everybit_torch.cli.errors import INTERRUPTED, OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import machine, versions
 from everybit_torch.cli.optimizers import show_routing
-from everybit_torch.cli.output import Results, Sheet, show
+from everybit_torch.cli.output import Results, Sheet, counted, show
 from everybit_torch.cli.sweep.finals import Final, run_finals, target_of
 from everybit_torch.cli.sweep.options import SweepOptions, SweepPlan, checked
-from everybit_torch.cli.sweep.pictures import draw
 from everybit_torch.cli.sweep.running import Best, Run, best_of_each, sweep
 from everybit_torch.config import policy_to_dict
 
@@ -48,8 +47,9 @@ def run_sweep(options: SweepOptions, console: Console, command: str) -> Results:
     named = dict(new_model(plan.size, 0).named_parameters())
     parameters = sum(p.numel() for p in named.values())
     title = (
-        f"{len(plan.optimizers)} optimizers at {len(options.factors)} learning rates each, {plan.policy[0]}, {parameters:,} parameters"
-        f" ({options.model}), {options.steps} steps of {options.batch} x {options.context} bytes, {_seeds(options)}"
+        f"{counted(len(plan.optimizers), 'optimizer')} at {counted(len(options.factors), 'learning rate')} each, {plan.policy[0]},"
+        f" {parameters:,} parameters ({options.model}), {counted(options.steps, 'step')} of"
+        f" {options.batch} x {options.context} bytes, {_seeds(options)}"
     )
     console.print(f"{title}\n{about(corpus)}", highlight=False)
     for chosen in plan.optimizers.values():
@@ -97,6 +97,8 @@ def run_sweep(options: SweepOptions, console: Console, command: str) -> Results:
             "Interrupted: these are the optimizers that were done with all their learning rates, and the seeds that were."
         )
     # Results of a run that went to its end are not replaced by less.
+    from everybit_torch.cli.sweep.pictures import draw
+
     name = "sweep-interrupted" if interrupted else "sweep"
     keep_results(
         options.out, name, results, lambda picture: draw(picture, runs, best, finals, target, title=title), console
@@ -105,7 +107,7 @@ def run_sweep(options: SweepOptions, console: Console, command: str) -> Results:
 
 
 def _seeds(options: SweepOptions) -> str:
-    return f"{options.seeds} seeds" if options.seeds > 1 else "1 seed"
+    return counted(options.seeds, "seed")
 
 
 def _sheet(plan: SweepPlan, best: Sequence[Best]) -> Sheet:
@@ -118,7 +120,7 @@ def _sheet(plan: SweepPlan, best: Sequence[Best]) -> Sheet:
     )
     further = f", and up to {options.extend} further where the best was the last" if options.extend else ""
     caption = (
-        f"Losses in nats per byte of held-out text after {options.steps} steps. Every optimizer had the factors"
+        f"Losses in nats per byte of held-out text after {counted(options.steps, 'step')}. Every optimizer had the factors"
         f" {' '.join(f'{factor:g}' for factor in options.factors)} of its default learning rate{further}, the same batches, and the same"
         " schedule, also where it is meant to go without one; its other hyperparameters are its defaults or as named. State: bytes per"
         f" parameter. {spread} What a small model learns in a few hundred steps does not say which optimizer is best for a large model or a"

@@ -40,6 +40,13 @@ class FromInitializers:
     seed: int = 0
     whole_units: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.function, int):
+            raise TypeError(
+                f"FromInitializers: write seed={self.function}. Got {self.function} as function; accepted is a function of a module."
+            )
+        _require_function("FromInitializers: function", self.function)
+
 
 @dataclass(frozen=True, slots=True)
 class FromSafetensors:
@@ -53,6 +60,9 @@ class FromSafetensors:
 
     path: str | os.PathLike[str]
     buffers: ModuleFunction | None = None
+
+    def __post_init__(self) -> None:
+        _require_function("FromSafetensors: buffers", self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,9 @@ class FromCheckpoint:
     prefix: str | None = None
     buffers: ModuleFunction | None = None
 
+    def __post_init__(self) -> None:
+        _require_function("FromCheckpoint: buffers", self.buffers)
+
 
 @dataclass(frozen=True, slots=True)
 class FromStateDict:
@@ -86,6 +99,15 @@ class FromStateDict:
 
     state_dict: Mapping[str, Tensor] | None = None
     buffers: ModuleFunction | None = None
+
+    def __post_init__(self) -> None:
+        _require_function("FromStateDict: buffers", self.buffers)
+
+
+def _require_function(field: str, value: object) -> None:
+    """Refuse a value that cannot be called, with a TypeError."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{field}: got {value!r}; accepted is a function of a module.")
 
 
 Values = FromInitializers | FromSafetensors | FromCheckpoint | FromStateDict

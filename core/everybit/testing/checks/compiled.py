@@ -26,7 +26,7 @@ def check_no_recompilation(build: Build, *, steps: int = 100) -> None:
         return module.forward
 
     peak = torch.tensor(LEARNING_RATE, dtype=torch.float64)
-    shape = warmup_cosine_decay_schedule(1.0, 10, steps)
+    shape = warmup_cosine_decay_schedule(1.0, 10, steps=steps)
     optimizer = with_policy(build(lambda step: peak * shape(step)), policies.FP32)
     torch._dynamo.reset()
     compiled = torch.compile(optimizer.step, fullgraph=True, backend=backend)
@@ -70,7 +70,7 @@ def check_compiled_equals_eager(
         seed: The seed of stochastic rounding.
         options: Of ``torch.compile``, in the place of the default ones, under which code for a GPU rounds otherwise than eager code.
     """
-    optimizer = with_policy(build(warmup_cosine_decay_schedule(LEARNING_RATE, 1, 8)), policy, seed=seed)
+    optimizer = with_policy(build(warmup_cosine_decay_schedule(LEARNING_RATE, 1, steps=8)), policy, seed=seed)
     if params is None:
         params = few_params(dtype)
 

@@ -50,7 +50,7 @@ def check_state_is_a_fixed_point(build: Build, stored: Stored = STORED) -> None:
         LEARNING_RATE,
         torch.tensor(LEARNING_RATE),
         torch.tensor(LEARNING_RATE, dtype=torch.float64),
-        warmup_cosine_decay_schedule(LEARNING_RATE, 1, 5),
+        warmup_cosine_decay_schedule(LEARNING_RATE, 1, steps=5),
     )
     for rate in rates:
         transform = build(rate)

@@ -28,7 +28,7 @@ from everybit_torch.gradients import Gathered, Grads, MemberGradients, have_grad
 from everybit_torch.groups import Group, Optimizers
 from everybit_torch.host_counts import Due
 from everybit_torch.joining import Joining, boundaries_between
-from everybit_torch.joint_steps import JointSteps, arranged
+from everybit_torch.joint_steps import JointSteps, arranged, collected
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, find_totals
 from everybit_torch.stepping import StateCopies, step_in_pieces
@@ -246,14 +246,14 @@ class Engine:
             TypeError: A sparse gradient.
             RuntimeError: A unit that would be cut in a step that is captured in a CUDA graph.
         """
-        work = self._collected(self.units)
+        work = collected(self.units)
         if is_capturing():
             self._joining.capture([(unit, [grad is not None for grad in grads]) for unit, grads in work])
         elif self._joining.is_needed or any(unit.flat and is_cut(grads) for unit, grads in work):
             self.units, made = self._joining.arrange(self.units, lambda unit: [g is not None for g in unit.collect()])
             for unit in made:
                 self.states.show(unit)
-            work = self._collected(self.units)
+            work = collected(self.units)
         reducing = [(unit, grads) for unit, grads in work if self.optimizer_of(unit).transform.reduces]
         # A transform that reduces looks at all gradients before any is used.
         gathered = {
@@ -277,7 +277,7 @@ class Engine:
         self._joining.forget()
         work: list[tuple[Unit, Grads]] = []
         cut: dict[int, list[Unit]] = {}
-        for unit, grads in self._collected(units):
+        for unit, grads in collected(units):
             if not (unit.flat and is_cut(grads)):
                 work.append((unit, grads))
                 continue
@@ -287,21 +287,6 @@ class Engine:
                 work.append((part, grads[start : start + len(part.members)]))
                 start += len(part.members)
         self._replace(cut)
-        return work
-
-    def _collected(self, units: Sequence[Unit]) -> list[tuple[Unit, Grads]]:
-        """Units with their members' gradients.
-
-        Raises:
-            TypeError: A sparse gradient.
-        """
-        work = [(unit, unit.collect()) for unit in units]
-        for unit, grads in work:
-            # Those that lie in a buffer are dense.
-            if unit.gradients is None:
-                layouts = {grad.layout for grad in grads if grad is not None}
-                if any(layout is not torch.strided for layout in layouts):
-                    _refuse_sparse(unit, grads)
         return work
 
     def _find_totals(
@@ -384,6 +369,24 @@ class Engine:
             total = eb.tree.map(over.axis.sum, total)
         self.metrics = total
 
+    def again(self, number: int) -> Callable[[], None]:
+        """Return a function that steps a group once more, with the same gradients.
+
+        Raises:
+            RuntimeError: Its transform needs a number of all parameters, which no group has by itself.
+        """
+        if any(self.optimizer_of(unit).transform.reduces for unit in self.units if unit.group == number):
+            raise RuntimeError(
+                f"param_groups: list every group once. Group {number} is in the list twice, and its transform needs a number of all"
+                " gradients for each step."
+            )
+
+        def step() -> None:
+            for unit, grads in self.split_by_gradients([unit for unit in self.units if unit.group == number]):
+                self.step_unit(unit, grads)
+
+        return step
+
     def step_unit(
         self,
         unit: Unit,
@@ -435,15 +438,9 @@ class Engine:
         return measured
 
     def last_metrics(self) -> Metrics:
-        """Return the metrics of the last measured step, over all parameters.
-
-        Raises:
-            RuntimeError: No step was measured.
-        """
+        """Return the metrics of the last measured step, over all parameters; RuntimeError if there is none."""
         if self.metrics is None:
-            raise RuntimeError(
-                "metrics: no step was measured yet; pass metrics=True, or set metrics_enabled = True before a step."
-            )
+            raise RuntimeError("metrics: no step was measured yet; pass metrics=True, or set metrics_enabled = True.")
         return self.metrics
 
     # -- what is kept ---------------------------------------------------------------------------------------------------------
@@ -484,7 +481,7 @@ class Engine:
             # Of those that are given none: as before the first step.
             shared = Unit(0, none := unit.tensor[:0], [], self.optimizer_of(unit).init([none]), 0, True).shared_state()
             values = [
-                [_bits(given.get(id(p), {}).get(name, begun)) for name, begun in shared.items()]
+                [bits_of(given.get(id(p), {}).get(name, begun)) for name, begun in shared.items()]
                 for p in unit.parameters
             ]
             return [number for number in range(1, len(values)) if values[number] != values[number - 1]]
@@ -494,19 +491,6 @@ class Engine:
     def bytes_table(self, others: Sequence[Tensor] = ()) -> dict[str, int]:
         """Bytes of the tensors that are allocated now, by use; ``others`` are parameters that are in no unit."""
         return byte_account.bytes_table(self.units, self.states, others)
-
-
-def _refuse_sparse(unit: Unit, grads: Grads) -> None:
-    for member, grad in zip(unit.members, grads, strict=True):
-        if grad is not None and grad.layout is not torch.strided:
-            raise TypeError(
-                f"{member.name}: got a {grad.layout} gradient; accepted are dense gradients (torch.nn.Embedding(sparse=False), or"
-                " torch.optim.SparseAdam for sparse ones)."
-            )
-
-
-def _bits(number: Tensor) -> bytes:
-    return bytes(local(number).detach().reshape(-1).view(torch.uint8).tolist())
 
 
 def added(total: Metrics, measured: Metrics) -> Metrics:

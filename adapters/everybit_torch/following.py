@@ -123,7 +123,7 @@ def _without(unit: Unit, leaving: set[int]) -> list[Unit]:
                 # Its place in a buffer of gradients is no gradient by itself; and autograd expects a gradient in the parameter's order.
                 (parameter,), (grad,) = part.parameters, part.collect()
                 parameter.grad = None if grad is None else torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
-            part.flat, part.gradients = False, None
+            part.leave_buffer()
             _step_where_it_lies(part, part.parameters[0].detach())
     return parts
 

@@ -55,6 +55,11 @@ class Front(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
 
+    @property
+    def own_groups(self) -> list[dict[str, Any]]:
+        """Those of ``param_groups`` that the engine has a group for: each once."""
+        ...
+
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The factory's keyword arguments for a param group."""
         ...

@@ -26,7 +26,7 @@ def dtypes(front: Front) -> dict[int, torch.dtype]:
     """Return, by id of the parameter, the dtype in which its weights are exported."""
     found: dict[int, torch.dtype] = {}
     placed = {id(p) for unit in front.engine.units for p in unit.parameters}
-    for group, values in zip(front.engine.groups, front.param_groups, strict=True):
+    for group, values in zip(front.engine.groups, front.own_groups, strict=True):
         policies = {dtype: optimizer.policy for dtype, optimizer in group.optimizers.items()}
         known = {key: p for key, p in tree_of(values).items() if not is_lazy(p) and p.dtype in policies}
         resolved = resolve_parameters(policies, known)
@@ -44,7 +44,7 @@ def export(front: Front, of: Export = eb.Optimizer.export_fp32) -> list[list[Ten
         id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in front.places.all_waiting()
     }
     exported |= full_precision.export_weights(front.engine.stepped(), of)
-    return [[exported[id(p)] for p in group["params"]] for group in front.param_groups]
+    return [[exported[id(p)] for p in group["params"]] for group in front.own_groups]
 
 
 def judge(front: Front, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor]:
@@ -54,7 +54,7 @@ def judge(front: Front, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor
         ValueError: They do not fit; nothing is changed.
         RuntimeError: Parameters that cannot be placed.
     """
-    expected = [list(group["params"]) for group in front.param_groups]
+    expected = [list(group["params"]) for group in front.own_groups]
     accepted = f"accepted are {list(map(len, expected))}, each of its parameter's shape"
     given = [
         _listed(f"weights[{number}]", group, accepted)

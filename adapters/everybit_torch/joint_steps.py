@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 import everybit as eb
@@ -140,3 +141,21 @@ def _answers(
 
 def _results(asked: Sequence[NeedsJointWorkError]) -> list[Tensor]:
     return AtOnce.results([batch for one in asked for batch in one.batches], asked[0].work) if asked else []
+
+
+def collected(units: Sequence[Unit]) -> list[tuple[Unit, Grads]]:
+    """Units with their members' gradients.
+
+    Raises:
+        TypeError: A sparse gradient.
+    """
+    work = [(unit, unit.collect()) for unit in units]
+    for unit, grads in work:
+        # Those that lie in a buffer are dense.
+        for member, grad in zip(unit.members, grads, strict=True) if unit.gradients is None else ():
+            if grad is not None and grad.layout is not torch.strided:
+                raise TypeError(
+                    f"{member.name}: got a {grad.layout} gradient; accepted are dense gradients (torch.nn.Embedding(sparse=False), or"
+                    " torch.optim.SparseAdam for sparse ones)."
+                )
+    return work

@@ -76,7 +76,7 @@ def judge_settings(front: Front, saved: Saved) -> Settings:
         ValueError: A hyperparameter out of range, or that the policy refuses; the message names group and hyperparameter.
     """
     settings = Settings()
-    for index, (group, given) in enumerate(zip(front.param_groups, saved.groups, strict=True)):
+    for index, (group, given) in enumerate(zip(front.own_groups, saved.groups, strict=True)):
         where = f"state_dict['param_groups'][{index}]"
         new = {
             key: copied(value, f"{where}[{shown(key)}]")
@@ -170,10 +170,10 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
         TypeError: Something of another kind than it has to be.
         ValueError: Something else that does not fit. Messages name the place; nothing is changed.
     """
-    parameters = parameters_of(front.param_groups)
+    parameters = parameters_of(front.own_groups)
     # A parameter that others keep something for, and that was never stepped, has no entries of the optimizer's.
     wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(is_own_name, given)))
-    placement = front.places.plan(front.param_groups, wanted, settings.optimizers)
+    placement = front.places.plan(front.own_groups, wanted, settings.optimizers)
     require_followable(front.engine.units, parameters)
     expected = expectations(front.engine, settings.optimizers, placement, full=full)
     torchs = front.torch_names.kept if front.torch_names is not None else frozenset()
@@ -264,17 +264,17 @@ def restore_in_full(front: Front, loaded: Loaded) -> dict[str, RoundingLoss]:
 def _take_settings(front: Front, loaded: Loaded) -> None:
     """Hyperparameters, places for parameters that get state, and what others keep: all but the optimizer's own entries."""
     settings = loaded.settings
-    for values, new in zip(front.param_groups, settings.groups, strict=True):
+    for values, new in zip(front.own_groups, settings.groups, strict=True):
         values.update(new)
     front.engine.start_with(settings.arguments, settings.optimizers)
     if loaded.placement is not None:
         front.places.carry_out(loaded.placement)
-    front.engine.follow_parameters(lambda: parameters_of(front.param_groups))
+    front.engine.follow_parameters(lambda: parameters_of(front.own_groups))
     states = front.engine.states
     for key in [key for key in states if not isinstance(key, Tensor)]:
         del states[key]
     states.update(loaded.elsewhere)
-    for parameter in parameters_of(front.param_groups):
+    for parameter in parameters_of(front.own_groups):
         kept = loaded.kept.get(id(parameter), {})
         if kept or parameter in states:
             states[parameter].keep(kept)

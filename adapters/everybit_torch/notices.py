@@ -14,3 +14,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def warn_of_no_gradient(optimizer: str) -> None:
+    """Warn that an optimizer's parameters, which had gradients before, have none any more."""
+    warn(
+        f"{optimizer}.step(): no parameter has a gradient any more, and nothing was stepped. Parameters that a model was given since"
+        " (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's."
+    )

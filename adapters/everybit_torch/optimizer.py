@@ -14,7 +14,7 @@ from everybit.metrics import Metrics
 from everybit.optimizer import Unsafe
 from everybit.policy import LOW
 from everybit.policy_names import PolicyOrName
-from everybit_torch import full_weights, loading, notices, saving, state_dicts
+from everybit_torch import full_weights, loading, notices, param_groups, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
 from everybit_torch.dtensors import over_mesh
@@ -26,7 +26,7 @@ from everybit_torch.front import Release, TorchNames
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.group_maker import GroupMaker
 from everybit_torch.inference import outside_inference
-from everybit_torch.param_groups import Params, as_lists, main_gradients, named_tree, require_parameters, tensors_of
+from everybit_torch.param_groups import Params
 from everybit_torch.places import Places, parameters_of
 from everybit_torch.probing import Factory
 from everybit_torch.saved_structure import read
@@ -105,8 +105,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.places = Places(self.engine, allow_flat=layout != "tree", flat_gradients=flat_gradients)
         self.release: Release | None = None  # set by enable_gradient_release
         # All of them, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside 16-bit ones as they are.
-        params = as_lists(params)
-        mixed = any(p.dtype in LOW for p in tensors_of(params))
+        params = param_groups.as_lists(params)
+        mixed = any(p.dtype in LOW for p in param_groups.tensors_of(params))
         self._maker = GroupMaker(
             kind, factory, hyperparameters, policy,
             seed=seed, unsafe=unsafe, compile=compile, only_flat=layout == "flat", decoupled=self._decoupled, mixed=mixed,
@@ -129,20 +129,16 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         param_group = dict(param_group)
         policy = param_group.pop("policy", self._maker.policy)
-        given = param_group["params"]
-        if isinstance(given, set):
-            raise TypeError("params: got a set, whose order differs between runs; accepted are lists and generators.")
-        given = [given] if isinstance(given, Tensor) else list(given)
-        param_group["params"] = given
+        param_group["params"] = given = param_groups.listed(param_group["params"])
         number = len(self.param_groups)
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
-        require_parameters(number, tensors)
+        param_groups.require_parameters(number, tensors)
         param_group |= self._maker.options(param_group)
         mixed = self._maker.mixed or any(tensor.dtype in LOW for tensor in tensors)
         policies = self._maker.policies(policy, dict.fromkeys(tensor.dtype for tensor in tensors), number, mixed=mixed)
         group = self._maker.make(number, policies, self.factory_arguments({**self.defaults, **param_group}))
-        require_names(group.optimizers.values(), named_tree(given))
-        main_dtypes = main_gradients(number, named_tree(given), policies)
+        require_names(group.optimizers.values(), param_groups.named_tree(given))
+        main_dtypes = param_groups.main_gradients(number, param_groups.named_tree(given), policies)
         super().add_param_group(param_group)
         self._maker.mixed = mixed
         self.engine.groups.append(group)
@@ -150,6 +146,11 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         # Now, not at the first step: the first backward pass comes before it.
         for tensor, dtype in main_dtypes:
             tensor.grad_dtype = dtype
+
+    @property
+    def own_groups(self) -> list[dict[str, Any]]:
+        """The param groups, each once: torch steps a group twice that is in the list twice."""
+        return param_groups.require_all(self.param_groups, len(self.engine.groups))
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The factory's keyword arguments for a param group: torch's names become the core's.
@@ -162,8 +163,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def _settle_policies(self) -> None:
         """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed."""
-        # Not strict: groups that somebody put into the list by hand are told of where they would be stepped.
-        for number, (group, values) in enumerate(zip(self.engine.groups, self.param_groups, strict=False)):
+        param_groups.add_by_hand(self.param_groups, len(self.engine.groups), self.add_param_group)
+        for number, (group, values) in enumerate(zip(self.engine.groups, self.own_groups, strict=True)):
             if "policy" not in values:
                 continue
             if self.places.is_settled(number):
@@ -210,7 +211,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.prepare()
         prepared = self.engine.prepare()
         self._require_some_gradient(has_gradients=prepared.has_gradients)
+        again = [self.engine.again(number) for number in param_groups.listed_again(self.param_groups)]
         self.engine.step(prepared, metrics=self.metrics_enabled)
+        for step in again:
+            step()
         return loss
 
     def prepare(self) -> None:
@@ -223,7 +227,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: A hyperparameter, or a policy, that cannot be.
         """
         if is_capturing():
-            self.places.require_capturable(self.param_groups, self.factory_arguments)
+            self.places.require_capturable(self.own_groups, self.factory_arguments)
         self._settle_state()
         self._settle_policies()
         self._follow_hyperparameters()
@@ -231,18 +235,18 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def place(self) -> None:
         """Place the parameters and create their state, as the first step does."""
-        self.places.place(self.param_groups)
+        self.places.place(self.own_groups)
 
     def _place_and_follow(self) -> None:
-        self.places.place(self.param_groups)
+        self.places.place(self.own_groups)
         self.engine.follow_parameters(self._parameters)
 
     def _parameters(self) -> list[Tensor]:
-        return parameters_of(self.param_groups)
+        return parameters_of(self.own_groups)
 
     def _follow_hyperparameters(self) -> None:
         """Step with what the param groups hold from here on."""
-        pairs = zip(self.engine.groups, self.param_groups, strict=True)
+        pairs = zip(self.engine.groups, self.own_groups, strict=True)
         self.engine.follow([self.factory_arguments(values) for _, values in pairs], self._require_can_begin)
 
     def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
@@ -260,10 +264,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Warn where gradients stop: the model then trains on with parameters that are not the optimizer's."""
         had, self.engine.had_gradients = self.engine.had_gradients, has_gradients
         if had and not has_gradients:
-            notices.warn(
-                f"{type(self).__name__}.step(): no parameter has a gradient any more, and nothing was stepped. Parameters that a model was"
-                " given since (load_state_dict(assign=True), or assigning a new Parameter) are not the optimizer's."
-            )
+            notices.warn_of_no_gradient(type(self).__name__)
 
     @outside_inference
     @torch.no_grad()
@@ -342,7 +343,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         given = full_weights.judge(self, weights)
         self._settle_policies()
-        self.places.plan(self.param_groups, frozenset())
+        self.places.plan(self.own_groups, frozenset())
         require_followable(self.engine.units, self._parameters())
         return given
 
@@ -389,8 +390,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             self.state = self.engine.states = States(None, state["state"], torch_names=self._slots)
             self.places.restore_views()
             # torch copies a parameter without its grad_dtype.
-            for group, values in zip(self.engine.groups, self.param_groups, strict=True):
-                for tensor, dtype in main_gradients(group.number, tree_of(values), group.policies):
+            for group, values in zip(self.engine.groups, self.own_groups, strict=True):
+                for tensor, dtype in param_groups.main_gradients(group.number, tree_of(values), group.policies):
                     tensor.grad_dtype = dtype
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
@@ -412,7 +413,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Let state be what the param groups hold, so that a checkpoint fits itself."""
         self._settle_state()
         self._settle_policies()
-        # A hyperparameter that cannot be is told of where it would be used.
         with suppress(TypeError, ValueError):
             self._follow_hyperparameters()
 
@@ -496,5 +496,5 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """A state dict, looked at from all sides; nothing is changed."""
         self._settle_state()
         self._settle_policies()
-        saved = read(state_dict, [len(group["params"]) for group in self.param_groups])
+        saved = read(state_dict, [len(group["params"]) for group in self.own_groups])
         return loading.judge(self, saved, loading.judge_settings(self, saved), full=full)

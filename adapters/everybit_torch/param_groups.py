@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -97,6 +97,71 @@ def as_lists(params: Params) -> Params:
             for one in given
         ],
     )
+
+
+def listed(given: Any) -> list[Any]:
+    """The parameters of a param group as a list, maybe with their names.
+
+    Raises:
+        TypeError: A set.
+    """
+    if isinstance(given, set):
+        raise TypeError("params: got a set, whose order differs between runs; accepted are lists and generators.")
+    return [given] if isinstance(given, Tensor) else list(given)
+
+
+def distinct(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The param groups of a list, each once, in the order in which they first come."""
+    return list({id(group): group for group in groups}.values())
+
+
+def listed_again(groups: Sequence[dict[str, Any]]) -> list[int]:
+    """The numbers of the groups that come in a list again, as often and in the order in which they do."""
+    numbers: dict[int, int] = {}
+    again: list[int] = []
+    for group in groups:
+        if id(group) in numbers:
+            again.append(numbers[id(group)])
+        else:
+            numbers[id(group)] = len(numbers)
+    return again
+
+
+def require_all(groups: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return the groups of a list, each once.
+
+    Raises:
+        RuntimeError: They are not as many as were added.
+    """
+    own = distinct(groups)
+    if len(own) != count:
+        raise RuntimeError(
+            f"param_groups: has {len(own)} groups and not the {count} that were added. To step fewer parameters freeze them"
+            " (requires_grad_(False)); to step others call add_param_group()."
+        )
+    return own
+
+
+def add_by_hand(groups: list[dict[str, Any]], count: int, add: Callable[[dict[str, Any]], None]) -> None:
+    """Add the groups that were put into an optimizer's list by hand, as torch steps those, too.
+
+    Args:
+        groups: The list; what fails to be added stays in it.
+        count: The number of groups that were added before.
+        add: Adds a copy of a group to the end of the list.
+    """
+    own = distinct(groups)
+    if len(own) <= count:
+        return
+    listed, groups[:] = list(groups), own[:count]
+    try:
+        for group in own[count:]:
+            add(group)
+            # The user holds the dict that was put into the list.
+            group |= groups[-1]
+            groups[-1] = group
+    finally:
+        groups[:] = listed
 
 
 def named_by(params: Params, model: nn.Module) -> Params:

@@ -59,7 +59,7 @@ def routing(optimizer: TorchOptimizer | LaidOut) -> str:
 def _of_groups(optimizer: TorchOptimizer) -> str:
     each = [
         (next(iter(group.optimizers.values())).transform, tree_of(values))
-        for group, values in zip(optimizer.engine.groups, optimizer.param_groups, strict=True)
+        for group, values in zip(optimizer.engine.groups, optimizer.own_groups, strict=True)
     ]
     lines: list[str] = []
     for number, (transform, tree) in enumerate(each):

@@ -63,7 +63,9 @@ def _numbers(front: Front) -> dict[int, int]:
 def _packed_groups(front: Front, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
     """The param groups without hyperparameters that are code: who loads them has its own, and no checkpoint has to be trusted."""
     packed = []
-    for group, own in zip(front.param_groups, front.engine.groups, strict=True):
+    owners = {id(group): own for group, own in zip(front.own_groups, front.engine.groups, strict=True)}
+    for group in front.param_groups:
+        own = owners[id(group)]
         kept = {name: value for name, value in group.items() if name not in own.names or is_plain(value)}
         packed.append(kept | {"params": [numbers[id(p)] for p in group["params"]]})
     return packed

@@ -286,6 +286,14 @@ class Unit:
             part.host_count.note(part.state.step, self.host_count.known(self.state.step))
             yield part
 
+    def leave_buffer(self) -> None:
+        """Let a flat unit of one member be a tensor by itself, without the gap after it; its state becomes views."""
+        (member,) = self.members
+        self.state = self._cut_state(0, member.stop, lambda x: x)
+        self.tensor, self.flat, self.gradients = self.tensor[: member.stop], False, None
+        self.first = member.first
+        self.first_tensor = self.first_on(self.tensor.device)
+
     def pieces(
         self,
         elements: int,

@@ -92,7 +92,7 @@ OPTIMIZER: Any = eb.with_policy(eb.sgd(0.1), eb.policies.FP32)
 )
 def test_an_optimizer_is_the_last_word(combine: Any, who: str) -> None:
     with pytest.raises(
-        TypeError, match=rf"^{who}: got Optimizer\(.*has no update; .*with_policy\(chain\(\.\.\.\), policy\)"
+        TypeError, match=rf"^{who}: got a Optimizer, which has no update; .*with_policy\(chain\(\.\.\.\), policy\)"
     ):
         combine()
 

@@ -75,7 +75,7 @@ def test_wider_gradients_and_other_slots_are_counted() -> None:
         ),
         (
             lambda: loose.with_policy("adam", eb.policies.FP32),
-            r"with_policy: got 'adam', which has no cut, reduces, init, update",
+            r"with_policy: call the function of that name, everybit.adam\(...\). Got 'adam'",
         ),
         (lambda: loose.with_policy(eb.with_policy(eb.adamw(1e-3), eb.policies.FP32), eb.policies.FP32), r"last word"),
         (lambda: loose.with_policy(eb.adamw(1e-3), eb.policies.FP32, seed=1.5), r"seed: got 1.5"),

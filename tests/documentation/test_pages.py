@@ -51,7 +51,9 @@ def check_eight_bits(names: dict[str, Any], printed: str, folder: Path) -> None:
     )
     assert listed in printed
     assert names["last"] < names["first"] - 1
-    assert names["per_parameter"] == pytest.approx(7.03, abs=0.02)
+    # The two vectors of 64 elements take a block of 256 each, in 5 bytes.
+    gaps = 2 * (256 - 64) * 5 / names["elements"]
+    assert 7.0 < names["per_parameter"] <= 7.03125 + gaps
     assert all(loss.error == 0 for loss in names["exact"].values())
     assert all(0 < loss.relative < 0.1 for loss in names["lost"].values())
 

@@ -20,7 +20,7 @@ from everybit.optimizer import OptimizerState
 from everybit_torch import byte_account, full_precision
 from everybit_torch.arguments import differ
 from everybit_torch.asking import Reads
-from everybit_torch.dtensors import Over, local
+from everybit_torch.dtensors import Over, bits_of, local
 from everybit_torch.entries import States
 from everybit_torch.following import follow, require_followable
 from everybit_torch.full_precision import RoundingLoss

@@ -64,5 +64,5 @@ def torch_defaults(function: Callable[..., Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, cores in torch_arguments(defaults).items():
         values = tuple(defaults[core] for core in cores)
-        found[name] = values if len(values) > 1 else values[0]
+        found[name] = values[0] if len(values) == 1 else values
     return found

@@ -101,7 +101,7 @@ from everybit.schedules import (
 )
 from everybit.sharpness import sam_point
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
-from everybit.transform import Cut, Elementwise, SlotDecay, Transform
+from everybit.transform import Cut, Elementwise, SlotDecay, Transform, WholeTensors
 from everybit.transforms.adadelta import scale_by_adadelta
 from everybit.transforms.adafactor import scale_by_factored_rms, scale_by_parameter_rms, subtract_relative_decay
 from everybit.transforms.adagrad import scale_by_adagrad
@@ -166,8 +166,8 @@ __all__ = [
     "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
     "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest",
     "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Projection", "Schedule", "Slot",
-    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "accumulate", "adabelief", "adadelta", "adafactor",
-    "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay",
+    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "WholeTensors", "accumulate", "adabelief", "adadelta",
+    "adafactor", "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay",
     "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients", "apollo", "apply_if_finite", "apply_updates", "asgd",
     "at", "average_weights", "averaged_descent", "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came",
     "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score",

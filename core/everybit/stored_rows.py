@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from everybit import tree
 
@@ -42,7 +42,9 @@ def in_own_places(node: Any) -> Any:
         return type(node)(_spread(list(node)))
     if tree.slot_fields(node) is None or isinstance(node, StoredRows):
         return node
-    return replace(node, **{name: in_own_places(getattr(node, name)) for name in tree.slot_fields(node) or ()})
+    return replace(
+        cast(Any, node), **{name: in_own_places(getattr(node, name)) for name in tree.slot_fields(node) or ()}
+    )
 
 
 def _spread(children: list[Any]) -> list[Any]:

@@ -78,6 +78,25 @@ class Elementwise:
         return False
 
 
+class WholeTensors:
+    """Base class of transforms that need each parameter as a whole, and reduce nothing over several.
+
+    One that reduces overrides :attr:`reduces`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def cut(self) -> Cut:
+        """``"tensor"``: no parameter may be cut."""
+        return "tensor"
+
+    @property
+    def reduces(self) -> bool:
+        """False: the update needs no sum over several parameters."""
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class SlotDecay:
     """How slowly a slot of a transform's state moves.

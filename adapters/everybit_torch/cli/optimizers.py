@@ -71,7 +71,7 @@ class Chosen:
         for name, cores in torch_arguments(everything).items():
             if any(core in self.given for core in cores):
                 values = tuple(everything[core] for core in cores)
-                found[name] = values if len(values) > 1 else values[0]
+                found[name] = values[0] if len(values) == 1 else values
         return found
 
     def described(self) -> dict[str, Any]:

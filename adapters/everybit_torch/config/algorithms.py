@@ -278,7 +278,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 """By the name that a file has for each."""
 
-ALGORITHMS |= {name: _generated(one) for name, one in eb.optimizers().items() if name not in ALGORITHMS}
+ALGORITHMS.update({name: _generated(one) for name, one in eb.optimizers().items() if name not in ALGORITHMS})
 _GENERATED = {kind.__name__: kind for kind in ALGORITHMS.values()}
 
 

@@ -145,7 +145,7 @@ _SETTINGS: Mapping[str, Any] = {
 OPTIMIZERS: dict[str, type[TorchOptimizer]] = {"adamw": EverybitAdamW, "lion": EverybitLion, "sgd": EverybitSGD}
 """By the name that each has in ``everybit.optimizers()``."""
 
-OPTIMIZERS |= {name: _generated(one) for name, one in optimizers().items() if name not in OPTIMIZERS}
+OPTIMIZERS.update({name: _generated(one) for name, one in optimizers().items() if name not in OPTIMIZERS})
 _GENERATED = {kind.__name__: kind for kind in OPTIMIZERS.values()}
 
 

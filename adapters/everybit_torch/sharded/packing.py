@@ -146,7 +146,7 @@ def cut(pieces: Sequence[Piece], loads: Loads) -> list[list[Cut]]:
 def _water_level(costs: Sequence[float], total: float) -> float:
     """How much all shares that now have less have, once ``total`` is distributed over them."""
     ordered = sorted(costs)
-    below = 0.0
+    below, count = 0.0, 0
     for count, cost in enumerate(ordered, start=1):
         below += cost
         if count == len(ordered) or (below + total) / count <= ordered[count]:

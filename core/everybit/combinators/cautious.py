@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -61,8 +61,6 @@ class Cautious(Wrapping):
         >>> tx = eb.chain(eb.cautious(eb.scale_by_adam()), eb.add_decayed_weights(0.1), eb.scale_by_learning_rate(3e-4))
     """
 
-    per_tensor: ClassVar[bool] = True
-    reduces: ClassVar[bool] = True
     transform: Transform[Any]
     rescale: Rescale = "share"
 
@@ -70,6 +68,16 @@ class Cautious(Wrapping):
         require_transform(self.transform, who="cautious")
         if self.rescale not in get_args(Rescale):
             raise ValueError(f"rescale: got {self.rescale!r}; accepted are {', '.join(map(repr, get_args(Rescale)))}.")
+
+    @property
+    def reduces(self) -> bool:
+        """True: the share of elements that agree is a number of each parameter."""
+        return True
+
+    @property
+    def per_tensor(self) -> bool:
+        """True, as above."""
+        return True
 
     def init(self, params: P) -> CautiousState:
         """Return the inner transform's state."""

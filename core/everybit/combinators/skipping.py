@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -47,13 +47,17 @@ class SkipLargeUpdates(Wrapping):
         ValueError: ``limit`` out of range.
     """
 
-    reduces: ClassVar[bool] = True
     transform: Transform[Any]
     limit: Scalar
 
     def __post_init__(self) -> None:
         require_transform(self.transform, who="skip_large_updates")
         require("limit", self.limit, 0.0, schedule=False)
+
+    @property
+    def reduces(self) -> bool:
+        """True: the norm is over all gradients."""
+        return True
 
     def init(self, params: P) -> SkipLargeUpdatesState:
         """Return the inner transform's state, and counters of zero."""

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from everybit.combinators.chain import chain
 from everybit.hyperparameters import hyperparameters, map_hyperparameters
@@ -172,13 +172,14 @@ def assert_transform_conforms(transform: Transform[Any] | Build, *, compiled: bo
 def _build_of(given: Any) -> tuple[Build, str]:
     if isinstance(given, type) or is_transform(given) or not callable(given):
         require_transform(given, who="assert_transform_conforms")
+        transform: Any = given
         name = type(given).__name__
         if any(one == "learning_rate" for one, _ in hyperparameters(given)):
-            return _with_rate(given), name
-        return (lambda rate: chain(given, scale_by_learning_rate(rate))), f"{name}, then scale_by_learning_rate"
+            return _with_rate(transform), name
+        return (lambda rate: chain(transform, scale_by_learning_rate(rate))), f"{name}, then scale_by_learning_rate"
     name = getattr(given, "__name__", type(given).__name__)
     require_transform(given(LEARNING_RATE), who=f"assert_transform_conforms, what {name}({LEARNING_RATE}) returned")
-    return given, name
+    return cast(Build, given), name
 
 
 def _with_rate(transform: Transform[Any]) -> Build:

@@ -13,7 +13,7 @@ from everybit.barriers import materialize, sqrt, sum_of_squares
 from everybit.context import ALONE, Context
 from everybit.factored import Which, factored_dimensions
 from everybit.scalars import Hyperparameter, Scalar, at, require, require_count, require_step
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.transforms.stateless import Empty
 from everybit.tree import Slot
 
@@ -29,7 +29,7 @@ class FactoredRmsState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByFactoredRms:
+class ScaleByFactoredRms(WholeTensors):
     r"""Divide by the root of a running square that is kept for rows and columns, and limit the root mean square of what is left.
 
     .. math::
@@ -60,8 +60,6 @@ class ScaleByFactoredRms:
         https://arxiv.org/abs/2106.04560.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     _: KW_ONLY
     beta2_decay: Hyperparameter = -0.8
@@ -118,12 +116,10 @@ class ScaleByFactoredRms:
         return factored_dimensions(p, self.dimensions, self.min_size_to_factor)
 
 
-class _OfWholeTensors:
+class _OfWholeTensors(WholeTensors):
     """A transform without state that asks for the root mean square of parameters, each of which is whole."""
 
     __slots__ = ()
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:
         """Return the empty state of a transform without memory."""

@@ -108,8 +108,11 @@ class ScaleByAdam(Elementwise):
             materialize(1 / bias_correction(b1, step)),
             materialize(1 / bias_correction(b2, step)),
         )
-        if self.eps_before_correction:
-            unbias_both = materialize(sqrt(bias_correction(b2, step)) / bias_correction(b1, step))
+        unbias_both = (
+            materialize(sqrt(bias_correction(b2, step)) / bias_correction(b1, step))
+            if self.eps_before_correction
+            else unbias_mean
+        )
 
         momentum = tree.elementwise(lambda g, m: b1 * m + (1 - b1) * g, updates, state.momentum)
         variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)

@@ -15,7 +15,7 @@ from everybit.context import ALONE, Context
 from everybit.dimensions import mean
 from everybit.labels import require_name
 from everybit.scalars import Hyperparameter, at, bias_correction, require, require_count, require_step
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -31,7 +31,7 @@ class AdamMiniState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByAdamMini:
+class ScaleByAdamMini(WholeTensors):
     r"""Divide the gradient's running mean by the root of the running mean of squares of its block.
 
     .. math::
@@ -53,8 +53,6 @@ class ScaleByAdamMini:
         Zhang et al. 2024, https://arxiv.org/abs/2406.16793, Algorithm 1.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999

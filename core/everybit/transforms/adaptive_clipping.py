@@ -13,7 +13,7 @@ from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
 from everybit.scalars import Hyperparameter, at, beside, require, require_count, require_step
-from everybit.transform import Cut, Elementwise
+from everybit.transform import Elementwise, WholeTensors
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -23,7 +23,7 @@ Units = Literal["first", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class ClipByUnitNorm:
+class ClipByUnitNorm(WholeTensors):
     r"""Adaptive gradient clipping: limit the norm of each unit's gradient to a share of the norm of the unit's weights.
 
     .. math::
@@ -45,8 +45,6 @@ class ClipByUnitNorm:
         Brock et al. 2021, https://arxiv.org/abs/2102.06171, section 4.1.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     limit: Hyperparameter = 0.01
     eps: Hyperparameter = 1e-3
     units: Units = "first"

@@ -17,7 +17,7 @@ from everybit.dimensions import mean
 from everybit.kronecker import moved, root_mean_square
 from everybit.projections import Projection, nothing
 from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_step, square_root
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -44,7 +44,7 @@ class ApolloState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByApollo:
+class ScaleByApollo(WholeTensors):
     r"""Scale each channel of a matrix, or the matrix, by the factor by which Adam scales its projection.
 
     .. math::
@@ -78,8 +78,6 @@ class ScaleByApollo:
         https://arxiv.org/abs/2410.01623.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     scale: Hyperparameter = 1.0
     scale_type: ScaledBy = "channel"

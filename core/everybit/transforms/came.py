@@ -12,7 +12,7 @@ from everybit import factored, tree
 from everybit.context import ALONE, Context
 from everybit.factored import factored_dimensions
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -32,7 +32,7 @@ class CameState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByCame:
+class ScaleByCame(WholeTensors):
     r"""Average directions of Adafactor, and divide by the root of how far they are from their average.
 
     .. math::
@@ -62,8 +62,6 @@ class ScaleByCame:
         Luo et al. 2023, https://arxiv.org/abs/2307.02047, Algorithm 2.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.9
     b2: Hyperparameter = 0.999

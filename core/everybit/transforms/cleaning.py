@@ -15,7 +15,7 @@ from everybit.dimensions import mean
 from everybit.random_bits import Key
 from everybit.random_normal import normal
 from everybit.scalars import Hyperparameter, at, require, require_step
-from everybit.transform import Cut, Elementwise
+from everybit.transform import Elementwise, WholeTensors
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -48,7 +48,7 @@ class ZeroNans(Elementwise):
 
 
 @dataclass(frozen=True, slots=True)
-class Centralize:
+class Centralize(WholeTensors):
     """Subtract from each row of an update the row's mean: gradient centralization.
 
     A row is what belongs to one index of the first dimension, an output unit of ``nn.Linear`` and ``nn.Conv2d``; vectors and numbers pass
@@ -58,8 +58,6 @@ class Centralize:
         Yong et al. 2020, https://arxiv.org/abs/2004.01461; optax's ``centralize`` is the same.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
 
     def init(self, params: P) -> Empty:

@@ -20,7 +20,7 @@ from everybit.matrix_views import MatrixView, view_for
 from everybit.random_bits import Key
 from everybit.random_normal import normal
 from everybit.scalars import Hyperparameter, Scalar, at, require, require_count
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.transforms.matrix_wise import Scale, require_scale, scaled
 from everybit.tree import Slot
 
@@ -37,7 +37,7 @@ class DionState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByDion:
+class ScaleByDion(WholeTensors):
     r"""Replace the momentum of each matrix by an approximation of low rank with orthonormal factors, times a factor.
 
     .. math::
@@ -64,8 +64,6 @@ class ScaleByDion:
         Ahn et al. 2025, https://arxiv.org/abs/2504.05295.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     draws: ClassVar[bool] = True
     decay: Hyperparameter = 0.95

@@ -17,7 +17,7 @@ from everybit.kronecker import Block, Kronecker, moved, root_mean_square, times
 from everybit.random_bits import Key
 from everybit.random_normal import normal
 from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, is_zero, require, require_count, require_step
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.tree import Slot
 from everybit.whitening import fitted
 
@@ -34,7 +34,7 @@ class KronState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByKron:
+class ScaleByKron(WholeTensors):
     r"""Whiten the mean of gradients: :math:`u_t = P m_t` with :math:`P = Q^\top Q`, :math:`Q = Q_1 \otimes Q_2 \otimes \dots`.
 
     .. math::
@@ -64,8 +64,6 @@ class ScaleByKron:
         https://github.com/evanatyourservice/kron_torch.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     draws: ClassVar[bool] = True
     b1: Hyperparameter = 0.9

@@ -16,7 +16,7 @@ from everybit.context import ALONE, Context
 from everybit.labels import require_each
 from everybit.matrix_views import MatrixView, batched, view_for
 from everybit.scalars import Hyperparameter, Scalar, is_zero, require
-from everybit.transform import Cut
+from everybit.transform import WholeTensors
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -27,7 +27,7 @@ ScaleName = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 Scale = ScaleName | Scalar | Callable[[int, int], float]
 """The factor of an orthogonal update: a published one, a number, or a function of rows and columns."""
 
-SCALES: dict[ScaleName, Callable[[int, int], float]] = {
+SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
@@ -77,7 +77,7 @@ def from_shape(number: float, like: Tensor) -> Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixWise:
+class MatrixWise(WholeTensors):
     """What transforms of matrices have in common.
 
     Args:
@@ -88,8 +88,6 @@ class MatrixWise:
         TypeError: ``view`` is none.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     view: MatrixView | None = None
 
     def __post_init__(self) -> None:

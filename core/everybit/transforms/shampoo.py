@@ -15,7 +15,7 @@ from everybit.context import ALONE, Context
 from everybit.kronecker import Block, Kronecker, moved, root_mean_square, times
 from everybit.matrix_operations import inverse_roots
 from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_count, require_step
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -43,7 +43,7 @@ class ShampooState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByShampoo:
+class ScaleByShampoo(WholeTensors):
     r"""Multiply by the inverse roots of the mean products of gradients.
 
     Of each matrix :math:`G` with mean :math:`m`:
@@ -80,8 +80,6 @@ class ScaleByShampoo:
         gradients: Shi et al. 2023, https://arxiv.org/abs/2309.06497.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     b1: Hyperparameter | None = 0.9
     b2: Hyperparameter | None = 0.999

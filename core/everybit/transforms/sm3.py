@@ -13,7 +13,7 @@ from everybit import tree
 from everybit.barriers import sqrt
 from everybit.context import ALONE, Context
 from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -28,7 +28,7 @@ class Sm3State(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleBySm3:
+class ScaleBySm3(WholeTensors):
     r"""Divide by the root of the least of the sums of squares that an element is under, one for each of its indices.
 
     .. math::
@@ -51,8 +51,6 @@ class ScaleBySm3:
         Anil et al. 2019, https://arxiv.org/abs/1901.11150, SM3-II.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     _: KW_ONLY
     b2: Hyperparameter | None = None

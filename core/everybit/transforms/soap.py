@@ -17,7 +17,7 @@ from everybit.dimensions import mean
 from everybit.kronecker import Block, Kronecker, moved, root_mean_square, times
 from everybit.matrix_operations import eigenvectors, orthonormal, product
 from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_count, require_step
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -41,7 +41,7 @@ class SoapState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleBySoap:
+class ScaleBySoap(WholeTensors):
     r"""Precondition by Adam in the eigenbases :math:`Q_L, Q_R` of the mean products of gradients.
 
     Of each matrix :math:`G`:
@@ -79,8 +79,6 @@ class ScaleBySoap:
         Vyas et al. 2024, https://arxiv.org/abs/2409.11321; corrected: Lin et al. 2025, https://arxiv.org/abs/2509.03378.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
     b1: Hyperparameter = 0.95
     b2: Hyperparameter = 0.95

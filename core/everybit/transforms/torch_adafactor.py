@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from everybit.context import ALONE, Context
 from everybit.dimensions import mean
 from everybit.factored import factored_dimensions, moved, zeros
 from everybit.scalars import Hyperparameter, Scalar, at, require, require_step
-from everybit.transform import Cut, SlotDecay
+from everybit.transform import SlotDecay, WholeTensors
 from everybit.tree import Slot
 
 P = TypeVar("P")
@@ -29,7 +29,7 @@ class TorchAdafactorState(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleByTorchAdafactor:
+class ScaleByTorchAdafactor(WholeTensors):
     r"""Adafactor in the flavour of ``torch.optim.Adafactor``, learning rate and weight decay included.
 
     Of a tensor of two dimensions or more, over the last two of which it is factored, for each matrix :math:`G` with weights :math:`p`:
@@ -62,8 +62,6 @@ class ScaleByTorchAdafactor:
         Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, as in ``torch.optim.Adafactor``.
     """
 
-    cut: ClassVar[Cut] = "tensor"
-    reduces: ClassVar[bool] = False
     learning_rate: Hyperparameter = 1e-2
     beta2_decay: Hyperparameter = -0.8
     eps1: Hyperparameter | None = None

@@ -147,17 +147,22 @@ class Codec:
         return self._map_slots(encode, inner, keys=self.keys)
 
     def _map_slots(self, function: Callable[..., Any], inner: S, *, keys: Callable[[str], Sequence[Key | None]]) -> S:
-        seen: dict[str, int] = {}
+        seen: dict[str, list[int]] = {}
         leaves = tree.leaves(self.params)
 
         def one_slot(name: str, slot: Any) -> Any:
-            # A name that comes twice in a chain draws two streams.
-            count = seen[name] = seen.get(name, 0) + 1
-            own_keys = keys(name if count == 1 else f"{name}#{count}")
             try:
                 found = tree.flatten_up_to(self.params, slot)
             except ValueError as error:
                 raise ValueError(f"state.{name}: structure differs from params: {error}") from None
+            # A name that a parameter has twice draws two streams. Slots in which it has a hole do not count: an engine that steps it
+            # without the transforms of other labels would draw other bits.
+            counts = seen[name] = [
+                count + (value is not None)
+                for count, value in zip(seen.get(name, [0] * len(leaves)), found, strict=True)
+            ]
+            by_count = {count: keys(name if count < 2 else f"{name}#{count}") for count in dict.fromkeys(counts)}
+            own_keys = [by_count[count][index] for index, count in enumerate(counts)]
             return tree.replace(
                 self.params,
                 [

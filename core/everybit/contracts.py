@@ -118,6 +118,9 @@ def separated(state: S, params: object) -> S:
     A transform may give one tree of zeros to two slots, which nobody notices as long as nothing is written in place; adapters do write in
     place.
     """
+    if torch.compiler.is_compiling():
+        # Dynamo knows no memory. Copies of tensors that the graph makes cost nothing in compiled code.
+        return tree.map(Tensor.clone, state)
     seen = {_memory(leaf) for leaf in tree.leaves(params)}
 
     def own(leaf: Tensor) -> Tensor:

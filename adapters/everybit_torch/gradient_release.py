@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from everybit.metrics import Metrics
 from everybit.parts import needs_whole_tensors
 from everybit.scalars import require
-from everybit_torch import streams
+from everybit_torch import clipping, streams
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.engine import added
 from everybit_torch.optimizer import TorchOptimizer
@@ -82,13 +82,50 @@ class GradientRelease:
         ]
         if new:
             require_parameters_of(self._model, self._optimizer)
+        clipping.advise(new, self, lambda one: "release.clip_grad_norm_(max_norm)" if one.is_on else None)
         for parameter in new:
             self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether gradients are released; not after :meth:`remove`."""
+        return self._optimizer.release is self
 
     @property
     def norm(self) -> Tensor | None:
         """Norm of all gradients of the last finished step, 0-d, at least float32; None before, and without ``max_norm``."""
         return self._norm
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Return the norm of this backward pass's gradients, and clip those of the next ones to ``max_norm``.
+
+        Call it after the backward pass and before ``optimizer.step()``, in the place of ``torch.nn.utils.clip_grad_norm_``. The gradients
+        were used already, scaled by the norm of the step before: see :func:`enable_gradient_release`.
+
+        Args:
+            max_norm: At least zero; unit of the gradient.
+
+        Returns:
+            The norm before clipping, over all parameters: 0-d, at least float32.
+
+        Raises:
+            RuntimeError: No ``max_norm`` was given to :func:`enable_gradient_release`, so that nothing was measured.
+            TypeError: ``max_norm`` is no number.
+            ValueError: ``max_norm`` is below zero, or not finite.
+        """
+        if self._max_norm is None:
+            raise RuntimeError(
+                "clip_grad_norm_: pass max_norm=... to enable_gradient_release(). Gradients are measured while they are there, and this"
+                " release was made without it."
+            )
+        require("max_norm", max_norm, 0.0, schedule=False)
+        self._max_norm = max_norm
+        waiting = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        squares = self._squares + [_square(grad) for grad in waiting]
+        if not squares:
+            return torch.zeros(())
+        return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -188,10 +225,7 @@ class GradientRelease:
     def _step(self, unit: Unit, grads: list[Tensor | None]) -> None:
         present = [grad for grad in grads if grad is not None]
         if self._max_norm is not None:
-            self._squares += [
-                torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).square()
-                for grad in present
-            ]
+            self._squares += [_square(grad) for grad in present]
             if self._norm is not None:
                 for grad in present:
                     grad.mul_((self._max_norm / (self._norm.to(grad.device) + 1e-6)).clamp(max=1.0).to(grad.dtype))
@@ -235,6 +269,11 @@ class GradientRelease:
     def _end(self) -> None:
         self._squares, self._metrics, self._begun = [], [], False
         self._open.clear()
+
+
+def _square(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return norm.square()
 
 
 def require_parameters_of(model: nn.Module, optimizer: TorchOptimizer) -> None:

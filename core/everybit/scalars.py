@@ -50,6 +50,10 @@ def require(
         raise TypeError(
             f"{name}: got {value!r}; accepted are a number, a 0-d tensor{' or a schedule' if schedule else ''}."
         )
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(
+            f"{name}: write it as a float. Got a whole number of {value.bit_length()} bits; accepted are those of 64 bits."
+        )
     above = value >= high if open_high else value > high
     if not math.isfinite(value) or value < low or above:
         left = "(-inf" if low == -math.inf else f"[{low:g}"

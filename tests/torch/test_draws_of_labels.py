@@ -33,7 +33,7 @@ def test_core_and_adapter_draw_the_same_bits(
 ) -> None:
     begun = [torch.sin(torch.arange(torch.Size(shape).numel()) + 1.0).view(shape).bfloat16() for shape in shapes]
     params = [nn.Parameter(p.clone()) for p in begun]
-    optimizer = TorchOptimizer(params, factory, lr=0.01, policy=policy, layout=layout, seed=3)
+    optimizer = TorchOptimizer(params, factory, lr=0.01, policy=getattr(eb.policies, policy), layout=layout, seed=3)
     core = eb.with_policy(factory(0.01), getattr(eb.policies, policy), seed=3)
     pure: list[Tensor] = [p.clone() for p in begun]
     state = core.init(pure)

@@ -45,7 +45,10 @@ from everybit_torch.sharded.tensor_parallel import require_in_parts
 class Owner(Protocol):
     """The object in whose buffers a model's parameters are."""
 
-    closed: bool
+    @property
+    def closed(self) -> bool:
+        """Whether it gave the parameters back."""
+        ...
 
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()

@@ -190,6 +190,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         ValueError: It is damaged, or of another model, transform or policy; the message names the file, or what differs. In all cases
             nothing is changed on any rank.
     """
+    stepper.completeness.require_open("load_sharded")
     _require_outside(stepper, "load_sharded")
     _warn_of_pending(stepper)
     place, whole = _latest(stepper, path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.agreement import Everyone
@@ -14,6 +15,7 @@ from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.passes import Passes
 from everybit_torch.sharded.scheduling.schedule import Schedule
 from everybit_torch.sharded.shard_optimizer import ShardOptimizer
+from everybit_torch.sharded.step_checks import Completeness
 
 
 class UnshardHandle:
@@ -38,6 +40,47 @@ class Control:
     _schedule: Schedule
     _optimizer: ShardOptimizer
     _gathering: Gathering | None
+
+    completeness: Completeness
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`~everybit_torch.FlatStepper.close` was called."""
+        return self.completeness.is_closed
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Complete the sums over the ranks, and divide: the main gradients are final then. A step does this by itself.
+
+        Until the step, they are the gradients of the parameters of ``as_optimizer()``, and may be scaled.
+
+        Raises:
+            RuntimeError: An error was not recovered from, or the stepper is closed.
+        """
+        self._passes.require_ready("finish_gradients")
+        self._passes.failed = True
+        self._passes.finish_gradients()
+        self._optimizer.attach_gradients()
+        self._passes.failed = False
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Complete the gradients as :meth:`~everybit_torch.FlatStepper.finish_gradients` does, and scale them. Collective.
+
+        ``torch.nn.utils.clip_grad_norm_`` on the model's parameters finds no gradients: they are in this rank's buffers.
+
+        Args:
+            max_norm: Of all gradients together, after dividing.
+            norm_type: Of the p-norm; ``inf`` for the greatest absolute value.
+
+        Returns:
+            The norm before, over all parameters and ranks: 0-d.
+
+        Raises:
+            RuntimeError: As :meth:`~everybit_torch.FlatStepper.finish_gradients`.
+        """
+        self.finish_gradients()
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

@@ -17,6 +17,7 @@ class Completeness:
     def __init__(self) -> None:
         self._incomplete: str | None = None
         self._accepted = ""
+        self.is_closed = False
 
     @property
     def is_complete(self) -> bool:
@@ -36,6 +37,17 @@ class Completeness:
         """They do from here on."""
         self._incomplete = None
 
+    def require_open(self, name: str) -> None:
+        """Refuse what needs the stepper's hooks and buffers.
+
+        Raises:
+            RuntimeError: The stepper is closed.
+        """
+        if self.is_closed:
+            raise RuntimeError(
+                f"{name}: make a new FlatStepper of the model. This one was closed, and has no hooks: gradients would not reach it."
+            )
+
     def require(self, name: str) -> None:
         """Refuse what uses both.
 
@@ -43,8 +55,9 @@ class Completeness:
             name: Of what is refused.
 
         Raises:
-            RuntimeError: They do not belong together; or a CUDA graph is being captured.
+            RuntimeError: They do not belong together, the stepper is closed, or a CUDA graph is being captured.
         """
+        self.require_open(name)
         if is_capturing():
             raise RuntimeError(
                 f"{name}: a CUDA graph is being captured, which a stepper's cycle cannot be part of, since its ranks agree on each anew;"

@@ -12,7 +12,7 @@ from torch import nn
 
 from everybit.dtypes import FloatDType
 from everybit.optimizer import Unsafe
-from everybit_torch import notices
+from everybit_torch import clipping, notices
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, ranks_of
@@ -161,13 +161,15 @@ class FlatStepper(Control, ModelAccess):
         with judged.construction.all_or_nothing():
             self._make(model, given, judged)
         claim(model, self)
+        call = "stepper.clip_grad_norm_(max_norm), or pass the parameters of stepper.as_optimizer()"
+        clipping.advise(model.parameters(), self, lambda one: None if one.closed else call)
 
     def _make(self, model: nn.Module, given: Arguments, judged: Judged) -> None:
         """Make it of arguments that can work."""
         self.model, self._given, (self.inner, self.outer) = model, given.to_keep(), judged.ranks
         described, device, construction = judged.described, judged.device, judged.construction
         self.sharding, self.divisor, self.layout = judged.sharding, judged.divisor, judged.layout
-        self.closed, self.seed = False, given.seed
+        self.seed = given.seed
         self.all_ranks, self.beside = ranks_of(given.mesh), judged.beside
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: PendingSave | None = None
@@ -329,18 +331,6 @@ class FlatStepper(Control, ModelAccess):
         return StepReport(agreed.norm, agreed.skipped, agreed.nonfinite, untouched)
 
     @torch.no_grad()
-    def finish_gradients(self) -> None:
-        """Complete the sums over the ranks, and divide: the main gradients are final then. :meth:`step` does this by itself.
-
-        Until the step, they are the gradients of the parameters of ``as_optimizer()``, and may be scaled.
-        """
-        self._require_ready("finish_gradients")
-        self._passes.failed = True
-        self._passes.finish_gradients()
-        self._optimizer.attach_gradients()
-        self._passes.failed = False
-
-    @torch.no_grad()
     def zero_grad(self) -> None:
         """Discard the gradients of this cycle.
 
@@ -459,7 +449,7 @@ class FlatStepper(Control, ModelAccess):
             communicator.close()
         for group in self.groups.values():
             groups.give_back(group)
-        self.groups, self.closed = {}, True
+        self.groups, self.completeness.is_closed = {}, True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """There are no copies.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -154,7 +155,9 @@ class ClipByGlobalNorm(Elementwise):
     limit: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
-        require("limit", self.limit, 0.0)
+        # Infinity is torch's and optax's way to measure and not clip.
+        if not (isinstance(self.limit, float) and self.limit == math.inf):
+            require("limit", self.limit, 0.0)
 
     @property
     def reduces(self) -> bool:

@@ -10,7 +10,7 @@ PAGE = Path(__file__).with_name("licenses.md")
 EXTRAS = ("", "cli", "config", "safetensors")
 HEAD = """# Licences of dependencies
 
-everybit itself is under the BSD 3-Clause licence, and contains no code of others. These are the packages that `pip install everybit` and
+everybit itself is under the BSD 3-Clause licence, and contains no code of others. These are the packages that an installation and
 its extras for users bring along, with what their own metadata say; written by `make licenses`. Tools for development are not in the list.
 
 | package | version | licence | needed by |

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -329,17 +330,32 @@ def test_a_stepper_that_nobody_has_is_gone() -> None:
     assert reference() is None
 
 
-@pytest.mark.parametrize("name", ["scale", "entry.weight"])
-def test_a_weight_cannot_be_written_to_while_it_is_not_there(name: str) -> None:
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "fill_": lambda p: p.fill_(0.5),
+    "data.zero_": lambda p: p.data.zero_(),
+    "data.fill_": lambda p: p.data.fill_(3.0),
+    "detached": lambda p: p.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", ["scale", "entry.weight", "blocks.1.inner.weight"])
+def test_a_weight_cannot_be_written_to_while_it_is_not_there(name: str, write: str) -> None:
     model = network()
     stepper = FlatStepper(model, SGD, strategy=SHARED_OUT, units=[Block])
     written: nn.Parameter = model.get_parameter(name)
     with torch.no_grad():
-        written.fill_(0.5)
+        WRITES[write](written)
     assert all(bool(p.isnan().all()) for p in model.parameters() if p is not written)
     with pytest.raises(RuntimeError, match=rf"{name}: was written to while its values were sharded"):
         model(data(0, 0, 0, torch.float32))
     assert not stepper.closed
+    stepper.zero_grad()
+    with stepper.full_parameters(), torch.no_grad():
+        written.data.fill_(0.25)
+    assert bool(written.isnan().all())
+    with stepper.full_parameters():
+        assert bool((written == 0.25).all())
 
 
 def test_a_unit_that_is_not_called_as_a_module_is_told_of() -> None:

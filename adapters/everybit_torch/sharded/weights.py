@@ -101,13 +101,10 @@ class WeightBuffer:
                 else copies.allocate_on_host(numel, group.dtype)
             )
             # One element for each, so that who writes to one spoils no other.
-            self._nan = [
-                torch.full((min(place.spec.numel, 1),), torch.nan, dtype=group.dtype, device=device)
-                for place in group.placements
-            ]
+            self._nan = torch.full((len(group.placements),), torch.nan, dtype=group.dtype, device=device)
             self._absent = [
                 nan.expand(place.spec.numel).view(place.spec.shape)
-                for nan, place in zip(self._nan, group.placements, strict=True)
+                for nan, place in zip(self._nan.unbind(), group.placements, strict=True)
             ]
             self._absent_at = [tensor.data_ptr() for tensor in self._absent]
             self._offsets = [place.start * group.dtype.itemsize for place in group.placements]
@@ -181,12 +178,18 @@ class WeightBuffer:
         if self.gathered or not self.sharding.params:
             return
         self._require_in_place(absent=True)
-        for parameter, known, place in zip(self._tensors, self._versions, self.group.placements, strict=True):
-            if version(parameter) != known:
+        # Writes by way of .data count no version. The host would wait for another device to see them; there the next read is NaN again.
+        kept = self._nan.isnan().tolist() if self._nan.is_cpu else [True] * len(self._tensors)
+        for parameter, known, nan, place in zip(
+            self._tensors, self._versions, kept, self.group.placements, strict=True
+        ):
+            if version(parameter) != known or not nan:
                 raise RuntimeError(
                     f"{place.spec.name}: was written to while its values were sharded, and there was nothing to write to; accepted is"
                     " inside `with stepper.full_parameters():`."
                 )
+        if not self._nan.is_cpu:
+            self._nan.fill_(torch.nan)
         self._allocate()
         self.gathered = True
         self.gather_again(communicator)
@@ -256,8 +259,8 @@ class WeightBuffer:
             return
         with suppress(Exception):  # what is wrong was told
             self.release()
-        for parameter, tensor, nan in zip(self._tensors, self._absent, self._nan, strict=True):
-            nan.fill_(torch.nan)
+        self._nan.fill_(torch.nan)
+        for parameter, tensor in zip(self._tensors, self._absent, strict=True):
             parameter.data = tensor
         self._absent_at = [tensor.data_ptr() for tensor in self._absent]
         self._versions = [version(parameter) for parameter in self._tensors]

@@ -6,14 +6,15 @@ When a unit's weights are gathered and freed is decided in :mod:`.scheduling.wei
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator
@@ -48,6 +49,7 @@ class Gathering:
         self._on_backward = weakref.WeakMethod(on_backward)
         self.units, self.scheduled = weights.units, schedule.weights
         self._handles = []
+        self._followed: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
         for number, unit in enumerate(self.units):
             before = ModuleHook(self, "_before_forward", unit.module, number)
             after = ModuleHook(self, "_after_forward", unit.module, number)
@@ -164,7 +166,31 @@ class Gathering:
             )
         self._executor.run(self._schedule.run_again(number, recording=recording))
 
-    def _after_forward(self, number: int, _arguments: Any, outputs: Any) -> None:
+    def _after_forward(self, number: int, _arguments: Any, given: Any) -> Any:
+        """Return other outputs, if some are not the unit's own; else None."""
+        outputs = self._own_outputs(number, given)
+        self._note_forward(number, outputs)
+        return None if outputs is given else outputs
+
+    def _own_outputs(self, number: int, outputs: Any) -> Any:
+        """Outputs in which no tensor is another unit's output, or a part of weights that are about to be freed; as they are if none is.
+
+        Hooks on one tensor run in the order in which they were made. A unit that returns what an inner unit returned would be entered
+        after it in the backward pass, which says that the inner one has been left. A view of it has a hook of its own, and comes first.
+        """
+        weights = {_storage_of(buffer.whole) for buffer in self.units[number].buffers if buffer.whole.numel()}
+        found = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+        freed = {id(x) for x in found if _storage_of(x) in weights}
+        passed_on = {id(x) for x in found if x.requires_grad and x in self._followed} - freed
+        if not freed and not passed_on:
+            return outputs
+
+        def own(x: Any) -> Any:
+            return x.clone() if id(x) in freed else x.view_as(x) if id(x) in passed_on else x
+
+        return tree_map(own, outputs)
+
+    def _note_forward(self, number: int, outputs: Any) -> None:
         recording = torch.is_grad_enabled()
         if self.scheduled.in_backward:
             if self.scheduled.has_run_again(number, recording=recording):
@@ -199,6 +225,8 @@ class Gathering:
                     gathering._before_backward(number, use)
 
             register_multi_grad_hook(differentiable, enter, mode="any")
+            for x in differentiable:
+                self._followed[x] = number
             self._order_others(differentiable)
 
     def _order_others(self, differentiable: Sequence[Tensor]) -> None:
@@ -258,3 +286,11 @@ def _checkpoint(*, differentiable: bool) -> int:
         return -1 - recorded_nodes() if reentrant is None else reentrant
     hooks = saved_tensors_hooks()
     return id(hooks[0]) if hooks and "checkpoint" in getattr(hooks[0], "__qualname__", "") else 0
+
+
+def _storage_of(x: Tensor) -> int:
+    """The address of a tensor's memory; zero, if it has none of its own."""
+    try:
+        return x.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0

@@ -28,14 +28,15 @@ class ModuleHook:
         self._owner, self._module = weakref.ref(owner), weakref.ref(module)
         self._method, self._number = method, number
 
-    def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        """Call the owner's method; torch calls hooks so."""
+    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
+        """Return the result of the owner's method, which replaces inputs or outputs if it is not None; torch calls hooks so."""
         if not self._compiled and torch.compiler.is_compiling():
-            return
+            return None
         owner = self._owner()
         if owner is not None and module is self._module():
             # What it does to memory is not for a compiler to order.
-            call_untraced(getattr(owner, self._method), self._number, *arguments)
+            return call_untraced(getattr(owner, self._method), self._number, *arguments)
+        return None
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         """Leave no hook in copies of the model, whose weights are not sharded."""

@@ -180,8 +180,7 @@ def as_python(name: str, value: Any) -> Any:
         value = float(value)
     if isinstance(value, int) and not isinstance(value, bool):
         try:
-            # Kernels take whole numbers of 64 bits, and torch passes greater ones on as floats.
-            value = value if -(2**63) <= value < 2**63 else float(value)
+            float(value)
         except OverflowError:
             raise ValueError(
                 f"{name}: got a whole number of {value.bit_length()} bits; accepted is a finite number."

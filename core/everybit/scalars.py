@@ -52,7 +52,7 @@ def require(
         )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(
-            f"{name}: write it as a float. Got a whole number of {value.bit_length()} bits; accepted are those of 64 bits."
+            f"{name}: got a whole number of {value.bit_length()} bits; accepted are those of 64 bits. Write it as a float."
         )
     above = value >= high if open_high else value > high
     if not math.isfinite(value) or value < low or above:

@@ -125,8 +125,12 @@ def with_rows(parts: OptimizerState[Any], stored: Any, rows: Callable[[Tensor], 
 
 
 def _in_place_of(inner: Any, work: WorkState) -> Any:
-    """The state of a part, with the whole's of the work, and nothing in other slots."""
-    return tree.map_nodes(lambda _: work, WorkState, tree.map_slots(lambda *_: [None], inner))
+    """The state of a part, with the whole's of the work, and nothing in other slots; those that the part has count for random draws."""
+
+    def emptied(_name: str, slot: Any) -> list[Any]:
+        return [None if value is None else StoredRows(None) for value in slot]
+
+    return tree.map_nodes(lambda _: work, WorkState, tree.map_slots(emptied, inner))
 
 
 def _work_state(inner: Any) -> WorkState:

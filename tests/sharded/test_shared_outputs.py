@@ -1,0 +1,159 @@
+"""Units that return the same tensor, and parts of their weights, where parameters are sharded: the bits of weights that are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import everybit as eb
+from everybit_torch import FlatStepper
+from tests.support.processes import run
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)).tanh()
+
+
+class ByARow(nn.Module):
+    """Multiplies by a view of its weight, which the backward pass reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.randn(2, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x) * self.weight[0]
+        return found
+
+
+class Outer(nn.Module):
+    """Returns the output of a unit inside as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(WIDTH, WIDTH), ByARow()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(self.before(x))
+        return found
+
+
+class Skipped(nn.Module):
+    """A layer that drops out of the model in every second call."""
+
+    def __init__(self, phase: int) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), phase
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x if self.calls % 2 else x + self.linear(x)
+
+
+class Positions(nn.Module):
+    """Returns a part of its weights, whole, expanded or in a dict, beside a result."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.linear, self.how = nn.Parameter(torch.randn(5, WIDTH)), nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        part = {"rows": self.weight[:3], "expanded": self.weight[:1].expand(3, WIDTH), "all": self.weight}[self.how]
+        return {"x": self.linear(x), "positions": part}
+
+
+class WithPositions(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.positions, self.block = Positions(how), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.positions(x)
+        result: Tensor = self.block(found["x"] + found["positions"][:3])
+        return result
+
+
+class Recomputed(nn.Module):
+    """Passes an inner output on from within a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.block = Outer(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(checkpoint(self.outer, x, use_reentrant=False))
+        return found
+
+
+UNITS: list[type[nn.Module]] = [Block, ByARow, Outer, Skipped, Positions]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "the model returns its last unit's output": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block()),
+    "nested, first": lambda: nn.Sequential(Outer(), nn.Linear(WIDTH, WIDTH)),
+    "nested, last": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer()),
+    "three deep": lambda: nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Outer()))),
+    "layers drop out": lambda: nn.Sequential(Block(), Skipped(0), Block(), Skipped(1)),
+    "all after the first drop out": lambda: nn.Sequential(Block(), Skipped(0), Skipped(0), Skipped(0)),
+    "recomputed": Recomputed,
+    "rows of a weight": lambda: WithPositions("rows"),
+    "an expanded row": lambda: WithPositions("expanded"),
+    "a whole weight": lambda: WithPositions("all"),
+}
+TRANSFORMS: dict[str, Callable[[], Any]] = {"adamw": lambda: eb.adamw(1e-2, eps=1.0), "muon": lambda: eb.muon(1e-2)}
+
+
+def train(model: nn.Module, transform: str, strategy: Any, **options: Any) -> list[Tensor]:
+    stepper = FlatStepper(model, TRANSFORMS[transform](), strategy=strategy, units=UNITS, **options)
+    x = torch.linspace(-1.0, 2.0, 3 * WIDTH).view(3, WIDTH)
+    for step in range(3):
+        for last in (False, True):
+            with stepper.microbatch(last=last):
+                model(x + step).square().sum().backward()
+        stepper.step()
+    with torch.no_grad():
+        seen = model(x)
+    stepper.close()
+    return [seen, *(p.detach().clone() for p in model.parameters())]
+
+
+def compared(name: str, transform: str) -> bool:
+    torch.manual_seed(3)
+    model = MODELS[name]()
+    other = copy.deepcopy(model)
+    # A mean over ranks that have the same data, whose number is a power of two, is exact.
+    sharded, whole = train(model, transform, "optim_grads_params"), train(other, transform, "no_shard")
+    return all(torch.equal(a, b) for a, b in zip(sharded, whole, strict=True))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_have_the_bits_of_weights_that_are_not_sharded(name: str, transform: str) -> None:
+    assert compared(name, transform)
+
+
+@pytest.mark.parametrize("name", ["the model returns its last unit's output", "nested, last", "layers drop out", "rows of a weight"])
+def test_so_they_do_on_two_ranks(name: str) -> None:
+    assert run(2, compared, name, "muon") == [True, True]
+
+
+def test_what_a_unit_returned_stays_when_its_weights_are_freed() -> None:
+    model = WithPositions("rows")
+    expected = model.positions.weight.detach().clone()
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=UNITS)
+    with torch.no_grad():
+        found = model.positions(torch.zeros(3, WIDTH))["positions"]
+    assert bool(model.positions.weight.isnan().all())
+    assert torch.equal(found, expected[:3])
+    stepper.close()

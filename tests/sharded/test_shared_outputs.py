@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch import FlatStepper
-from tests.support.processes import run
+from tests.support.ranks import run
 
 WIDTH = 6
 
@@ -24,7 +24,8 @@ class Block(nn.Module):
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x)).tanh()
+        found: Tensor = x + self.linear(self.norm(x)).tanh()
+        return found
 
 
 class ByARow(nn.Module):
@@ -98,7 +99,13 @@ class Recomputed(nn.Module):
         return found
 
 
-UNITS: list[type[nn.Module]] = [Block, ByARow, Outer, Skipped, Positions]
+UNITS = (Block, ByARow, Outer, Skipped, Positions)
+
+
+def units_of(model: nn.Module) -> list[type[nn.Module]]:
+    return [kind for kind in UNITS if any(isinstance(module, kind) for module in model.modules())]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "the model returns its last unit's output": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block()),
     "nested, first": lambda: nn.Sequential(Outer(), nn.Linear(WIDTH, WIDTH)),
@@ -115,7 +122,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {"adamw": lambda: eb.adamw(1e-2, eps=
 
 
 def train(model: nn.Module, transform: str, strategy: Any, **options: Any) -> list[Tensor]:
-    stepper = FlatStepper(model, TRANSFORMS[transform](), strategy=strategy, units=UNITS, **options)
+    stepper = FlatStepper(model, TRANSFORMS[transform](), strategy=strategy, units=units_of(model), **options)
     x = torch.linspace(-1.0, 2.0, 3 * WIDTH).view(3, WIDTH)
     for step in range(3):
         for last in (False, True):
@@ -143,7 +150,9 @@ def test_weights_have_the_bits_of_weights_that_are_not_sharded(name: str, transf
     assert compared(name, transform)
 
 
-@pytest.mark.parametrize("name", ["the model returns its last unit's output", "nested, last", "layers drop out", "rows of a weight"])
+@pytest.mark.parametrize(
+    "name", ["the model returns its last unit's output", "nested, last", "layers drop out", "rows of a weight"]
+)
 def test_so_they_do_on_two_ranks(name: str) -> None:
     assert run(2, compared, name, "muon") == [True, True]
 
@@ -151,7 +160,7 @@ def test_so_they_do_on_two_ranks(name: str) -> None:
 def test_what_a_unit_returned_stays_when_its_weights_are_freed() -> None:
     model = WithPositions("rows")
     expected = model.positions.weight.detach().clone()
-    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=UNITS)
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=units_of(model))
     with torch.no_grad():
         found = model.positions(torch.zeros(3, WIDTH))["positions"]
     assert bool(model.positions.weight.isnan().all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -166,3 +167,24 @@ def test_what_a_unit_returned_stays_when_its_weights_are_freed() -> None:
     assert bool(model.positions.weight.isnan().all())
     assert torch.equal(found, expected[:3])
     stepper.close()
+
+
+@pytest.mark.parametrize("nan", ["off", "step"])
+def test_a_penalty_outside_of_the_units_is_warned_of_once(nan: Any) -> None:
+    model = nn.Sequential(Block(), Block())
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block], nan=nan)
+
+    def cycle() -> None:
+        with stepper.microbatch(last=True):
+            loss = model(torch.ones(3, WIDTH)).sum()
+            (loss + 1e-3 * torch.stack([p.square().sum() for p in model.parameters()]).sum()).backward()
+        stepper.step()
+
+    with pytest.warns(
+        UserWarning, match=r"^step: the gradient is NaN\. Sharded parameters read as NaN outside"
+    ) as caught:
+        cycle()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cycle()

@@ -47,7 +47,12 @@ from everybit_torch.sharded.scheduling.schedule import Schedule, Settings
 from everybit_torch.sharded.shard_optimizer import LabelledTransform, ShardOptimizer
 from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.step_agreement import StepAgreement, agree
-from everybit_torch.sharded.step_checks import Completeness, require_gathered, require_same_parameters
+from everybit_torch.sharded.step_checks import (
+    AbsentWeightsNotice,
+    Completeness,
+    require_gathered,
+    require_same_parameters,
+)
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 from everybit_torch.sharded.unit_weights import UnitWeights
 from everybit_torch.torch_internals.optimizers import note_step
@@ -169,7 +174,7 @@ class FlatStepper(Control, ModelAccess):
         self.model, self._given, (self.inner, self.outer) = model, given.to_keep(), judged.ranks
         described, device, construction = judged.described, judged.device, judged.construction
         self.sharding, self.divisor, self.layout = judged.sharding, judged.divisor, judged.layout
-        self.seed = given.seed
+        self.seed, self._absent_weights = given.seed, AbsentWeightsNotice()
         self.all_ranks, self.beside = ranks_of(given.mesh), judged.beside
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: PendingSave | None = None
@@ -316,6 +321,8 @@ class FlatStepper(Control, ModelAccess):
         require_same_parameters(self.model, self._parameters, untouched)
         if self._given.nan == "off":
             require_gathered(self._idle, is_nan=agreed.is_nan)
+        if self._gathering is not None:
+            self._absent_weights.look(agreed.norm, is_known=agreed.skipped)
         # Where other ranks hold other parts of the model, a part without any gradient takes part in their reductions.
         if not agreed.skipped and (len(untouched) < len(self._trained_names) or not self.beside.is_alone):
             known = [agreed.squares] if answers_first(self.labelled) else []

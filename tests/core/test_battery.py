@@ -99,8 +99,8 @@ FEW_BITS: dict[str, Callable[..., None]] = {
     "hyperparameters are data": testing.check_hyperparameters_are_data,
 }
 FACTORED = (
-    "adafactor", "adafactor directions", "adafactor momentum", "adam mini", "came", "galore", "normuon", "novograd", "shampoo of sums",
-    "torch adafactor",
+    "adafactor", "adafactor directions", "adafactor momentum", "adam mini", "apollo", "apollo mini", "came", "galore", "low rank factored",
+    "normuon", "novograd", "shampoo of sums", "torch adafactor",
 )  # fmt: skip
 """Entries whose second moments have shapes of their own, which two codes in a byte would not have."""
 

@@ -169,7 +169,7 @@ def test_what_a_unit_returned_stays_when_its_weights_are_freed() -> None:
     stepper.close()
 
 
-@pytest.mark.parametrize("nan", ["off", "step"])
+@pytest.mark.parametrize("nan", ["param", "step"])
 def test_a_penalty_outside_of_the_units_is_warned_of_once(nan: Any) -> None:
     model = nn.Sequential(Block(), Block())
     stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block], nan=nan)

@@ -102,9 +102,9 @@ class AbsentWeightsNotice:
 
         Args:
             norm: Of all gradients: 0-d.
-            is_known: Whether the host has waited for it already. It does not wait for another device here.
+            is_known: Whether the host has waited for it already; it does not wait for it here.
         """
-        if not self._given and (is_known or norm.is_cpu) and bool(norm.isnan()):
+        if is_known and not self._given and bool(norm.isnan()):
             self._given = True
             notices.warn(
                 "step: the gradient is NaN. Sharded parameters read as NaN outside of the forward pass of their unit: a penalty on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from ctypes import string_at
 
 import torch
 from torch import Tensor, nn
@@ -101,10 +102,14 @@ class WeightBuffer:
                 else copies.allocate_on_host(numel, group.dtype)
             )
             # One element for each, so that who writes to one spoils no other.
-            self._nan = torch.full((len(group.placements),), torch.nan, dtype=group.dtype, device=device)
+            self._nan = [
+                torch.full((min(place.spec.numel, 1),), torch.nan, dtype=group.dtype, device=device)
+                for place in group.placements
+            ]
+            self._nan_bytes = bytes(torch.tensor([torch.nan], dtype=group.dtype).view(torch.uint8).tolist())
             self._absent = [
                 nan.expand(place.spec.numel).view(place.spec.shape)
-                for nan, place in zip(self._nan.unbind(), group.placements, strict=True)
+                for nan, place in zip(self._nan, group.placements, strict=True)
             ]
             self._absent_at = [tensor.data_ptr() for tensor in self._absent]
             self._offsets = [place.start * group.dtype.itemsize for place in group.placements]
@@ -179,17 +184,18 @@ class WeightBuffer:
             return
         self._require_in_place(absent=True)
         # Writes by way of .data count no version. The host would wait for another device to see them; there the next read is NaN again.
-        kept = self._nan.isnan().tolist() if self._nan.is_cpu else [True] * len(self._tensors)
-        for parameter, known, nan, place in zip(
+        kept = [not nan.is_cpu or string_at(nan.data_ptr(), nan.nbytes) in (self._nan_bytes, b"") for nan in self._nan]
+        for parameter, known, is_kept, place in zip(
             self._tensors, self._versions, kept, self.group.placements, strict=True
         ):
-            if version(parameter) != known or not nan:
+            if version(parameter) != known or not is_kept:
                 raise RuntimeError(
                     f"{place.spec.name}: was written to while its values were sharded, and there was nothing to write to; accepted is"
                     " inside `with stepper.full_parameters():`."
                 )
-        if not self._nan.is_cpu:
-            self._nan.fill_(torch.nan)
+        for nan in self._nan:
+            if not nan.is_cpu:
+                nan.fill_(torch.nan)
         self._allocate()
         self.gathered = True
         self.gather_again(communicator)
@@ -259,8 +265,8 @@ class WeightBuffer:
             return
         with suppress(Exception):  # what is wrong was told
             self.release()
-        self._nan.fill_(torch.nan)
-        for parameter, tensor in zip(self._tensors, self._absent, strict=True):
+        for parameter, tensor, nan in zip(self._tensors, self._absent, self._nan, strict=True):
+            nan.fill_(torch.nan)
             parameter.data = tensor
         self._absent_at = [tensor.data_ptr() for tensor in self._absent]
         self._versions = [version(parameter) for parameter in self._tensors]

@@ -79,7 +79,7 @@ USES: dict[str, tuple[Use, str]] = {
     ),
     "a loss out of forward": (
         lambda m: m.functional(X).square().sum().backward(),
-        r"entry\.\w+: was used out of the model's forward pass, while its weights were sharded and NaN",
+        r"entry\.\w+: was used out of the forward pass of the model, while its weights were sharded and NaN",
     ),
 }  # fmt: skip
 

@@ -260,7 +260,10 @@ def killed_while_saving(path: Path, after: float) -> str:
 def test_a_rank_killed_while_it_saves_leaves_a_checkpoint_that_loads(tmp_path: Path, after: float) -> None:
     outcomes = attempt(2, killed_while_saving, tmp_path, after, timeout=10)
     assert outcomes[1] == (False, "died")
-    assert not outcomes[0][0]
+    saved, message = outcomes[0]
+    assert not saved
+    assert "rank 0 of 2: " in message
+    assert "did not complete: another rank died" in message
     (model, stepper, dtype), expected = make("optim", "LEAN_BF16"), {}
     steps(model, stepper, range(3), dtype)
     expected = weights_of(stepper)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch import FlatStepper
+from everybit_torch.sharded.reports import NanCheck
 from tests.support.ranks import run
 
 WIDTH = 6
@@ -169,22 +170,120 @@ def test_what_a_unit_returned_stays_when_its_weights_are_freed() -> None:
     stepper.close()
 
 
-@pytest.mark.parametrize("nan", ["param", "step"])
-def test_a_penalty_outside_of_the_units_is_warned_of_once(nan: Any) -> None:
-    model = nn.Sequential(Block(), Block())
-    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block], nan=nan)
+class Hiding(nn.Module):
+    """Keeps a tensor, of which the graph has saved a view of a weight, in an attribute, and does not return it."""
+
+    def __init__(self, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.full((3 * WIDTH,), 0.25)), nn.Linear(WIDTH, WIDTH)
+        self.operation, self.kept = operation, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.operation(x, self.weight)
+        found: Tensor = self.linear(x)
+        return found
+
+
+def of_a_hidden_output(operation: Callable[[Tensor, Tensor], Tensor]) -> str:
+    hiding = Hiding(operation)
+    model = nn.Sequential(nn.Linear(3, WIDTH), Hiding(operation), hiding)
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Hiding])
 
     def cycle() -> None:
         with stepper.microbatch(last=True):
-            loss = model(torch.ones(3, WIDTH)).sum()
-            (loss + 1e-3 * torch.stack([p.square().sum() for p in model.parameters()]).sum()).backward()
-        stepper.step()
+            model(torch.ones(2, 3))
+            hiding.kept.sum().backward()  # type: ignore[no-untyped-call]
 
-    with pytest.warns(
-        UserWarning, match=r"^step: the gradient is NaN\. Sharded parameters read as NaN outside"
-    ) as caught:
+    with pytest.raises(RuntimeError) as raised:
         cycle()
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cycle()
+    stepper.zero_grad()
+    # And from here on it is a stepper like any other.
+    with stepper.microbatch(last=True):
+        model(torch.ones(2, 3)).sum().backward()
+    assert bool(stepper.step().grad_norm.isfinite())
+    return str(raised.value)
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "prelu, a view at the start": lambda x, w: functional.prelu(x, w[:1]),
+    "prelu, a view": lambda x, w: functional.prelu(x, w[3:4]),
+    "a product with a view": lambda x, w: x * w[2 : 2 + WIDTH],
+    "a product with rows": lambda x, w: x * w.view(3, WIDTH)[1],
+    "a matrix of strides": lambda x, w: x @ w.as_strided((WIDTH, WIDTH), (1, 1)),
+    "a detached view": lambda x, w: x * w.detach()[WIDTH : 2 * WIDTH],
+    "in float64": lambda x, w: x.double() * w[:WIDTH],
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_hidden_output_is_an_error_by_name_whatever_view_the_graph_has_saved(operation: str) -> None:
+    """In a process of its own: reading freed memory ended in SIGSEGV."""
+    (message,) = run(1, of_a_hidden_output_of, operation)
+    assert message.startswith("2: the backward pass needed weights of this unit")
+
+
+def of_a_hidden_output_of(name: str) -> str:
+    return of_a_hidden_output(OPERATIONS[name])
+
+
+# -- parameters outside of their unit ------------------------------------------------------------------------------------------------------
+
+
+PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
+    "a sum of squares": lambda m: torch.stack([p.square().sum() for p in m.parameters()]).sum(),
+    "a norm": lambda m: torch.stack([torch.linalg.vector_norm(p) for p in m.parameters()]).sum(),
+    "foreach": lambda m: torch.stack(torch._foreach_norm(list(m.parameters()))).sum(),
+    "a vector of all": lambda m: nn.utils.parameters_to_vector(m.parameters()).abs().sum(),
+    "a product": lambda m: torch.einsum("ij,ij->", *[next(p for p in m.parameters() if p.ndim == 2)] * 2),
+    "with another tensor": lambda m: torch.dot(torch.ones(WIDTH), next(p for p in m.parameters() if p.ndim == 1)),
+}
+
+
+@pytest.mark.parametrize("nan", ["off", "step", "param"])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_outside_of_the_units_is_an_error_by_name(name: str, nan: NanCheck) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(), Block())
+    whole = copy.deepcopy(model)
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block], nan=nan)
+
+    def microbatch() -> None:
+        with stepper.microbatch(last=True):
+            (model(torch.ones(3, WIDTH)).sum() + PENALTIES[name](model)).backward()
+
+    with pytest.raises(RuntimeError, match=r"^0\.(linear|norm)\.\w+: was used out of the forward pass of 0, while"):
+        microbatch()
+    stepper.zero_grad()
+    # What it says instead has the bits of weights that are not sharded.
+    with stepper.full_parameters():
+        microbatch()
+    stepper.step()
+    stepper.close()
+    (whole(torch.ones(3, WIDTH)).sum() + PENALTIES[name](whole)).backward()
+    with torch.no_grad():
+        for p in whole.parameters():
+            if p.grad is not None:
+                p.sub_(p.grad * 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_what_computes_nothing_with_a_sharded_parameter_is_allowed() -> None:
+    block = Block()
+    model = nn.Sequential(block, Block())
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])
+    p = block.linear.weight
+    assert isinstance(p, nn.Parameter)
+    assert (p.shape, p.dtype, p.ndim, p.numel()) == ((WIDTH, WIDTH), torch.float32, 2, WIDTH**2)
+    assert p.is_leaf
+    assert p.requires_grad
+    assert p.grad is None
+    assert torch.autograd.graph.get_gradient_edge(p).node is not None
+    p.register_hook(lambda gradient: gradient).remove()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        assert bool(p.square().sum().isnan())
+    assert bool(p.detach().isnan().all())
+    assert type(copy.deepcopy(p)) is nn.Parameter
+    assert "Parameter" in repr(p)
+    p.requires_grad_(False).requires_grad_(True)
+    stepper.close()
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}

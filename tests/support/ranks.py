@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -18,6 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -127,26 +129,25 @@ class _Worker:
 
 
 class _Pool:
-    """The processes that are free."""
+    """The processes that are free, by the rank that each has: torch keeps what it knows of a mesh, and of the rank's place in it."""
 
     def __init__(self) -> None:
-        self._free: list[_Worker] = []
+        self._free: defaultdict[int, list[_Worker]] = defaultdict(list)
         self._owner = os.getpid()
         atexit.register(self.close)
 
     def take(self, size: int) -> list[_Worker]:
-        found = [self._free.pop(0) for _ in range(min(size, len(self._free)))]
-        return found + [_Worker() for _ in range(size - len(found))]
+        return [self._free[rank].pop() if self._free[rank] else _Worker() for rank in range(size)]
 
     def give_back(self, workers: list[_Worker]) -> None:
-        # To the front, in order: a rank gets the same process again, with what it has compiled.
-        self._free = workers + self._free
+        for rank, worker in enumerate(workers):
+            self._free[rank].append(worker)
 
     def close(self) -> None:
         if os.getpid() == self._owner:
-            for worker in self._free:
+            for worker in itertools.chain(*self._free.values()):
                 worker.kill()
-            self._free = []
+            self._free.clear()
 
 
 _POOL = _Pool()

@@ -31,7 +31,8 @@ def from_first(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
             outcome = [(function(), None)]
         except Exception as raised:
             error, outcome = raised, [(None, _told(raised))]
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    with Communicator(group).explained("broadcast of what the first rank found"):
+        dist.broadcast_object_list(outcome, group=group, group_src=0)
     value, told = outcome[0]
     if error is not None:
         raise error
@@ -45,7 +46,7 @@ def on_all(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     if group is None:
         return function()
     require_group(group)
-    return _on_all(function, lambda told: _objects_of(told, group))
+    return _on_all(function, lambda told: objects_of(told, group))
 
 
 def _on_all(function: Callable[[], T], gather: Callable[[_Told | None], Sequence[_Told | None]]) -> T:
@@ -70,12 +71,18 @@ def numbers_of(own: int, group: dist.ProcessGroup | None) -> list[int]:
     if group is None:
         return [own]
     require_group(group)
-    return _objects_of(own, group)
+    return objects_of(own, group)
 
 
-def _objects_of(own: T, group: dist.ProcessGroup) -> list[T]:
+def objects_of(own: T, group: dist.ProcessGroup) -> list[T]:
+    """Gather the objects of all ranks of a group, in the order of the ranks. Collective.
+
+    Raises:
+        RuntimeError: A rank is gone.
+    """
     found = [own] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
+    with Communicator(group).explained("all_gather of what ranks agree on"):
+        dist.all_gather_object(found, own, group=group)
     return found
 
 

@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from everybit.entries import former_names
 from everybit_torch import notices
 from everybit_torch.collectives import groups
+from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded import saved_hyperparameters
@@ -465,7 +466,10 @@ def _without_word_of_one_process(group: dist.ProcessGroup | None) -> Iterator[No
 def _in_plain_words(what: str, then: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Say what went wrong on the first rank on which something did, without the tracebacks of all of them."""
     try:
-        with _without_word_of_one_process(group):
+        with (
+            _without_word_of_one_process(group),
+            nullcontext() if group is None else Communicator(group).explained(f"{what}: what ranks tell each other"),
+        ):
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda one: one[0])

@@ -58,6 +58,7 @@ class Control:
             RuntimeError: An error was not recovered from, or the stepper is closed.
         """
         self._passes.require_ready("finish_gradients")
+        self._passes.begin_step()
         self._passes.failed = True
         self._passes.finish_gradients()
         self._optimizer.attach_gradients()

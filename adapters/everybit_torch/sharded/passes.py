@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.dtensors import local
+from everybit_torch.sharded.comparisons import Comparer
 from everybit_torch.sharded.executor import Executor
 from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
@@ -92,6 +93,8 @@ class Passes:
         self.in_context = self.in_pass = self.failed = False
         self.reduced = self.total = 0
         self._others: tuple[Communicator, ...] = ()
+        self._comparer = Comparer(*communicators)
+        executor.on(self._comparer.handlers)
         self._owes_pass = self._finishing = False
 
     @property
@@ -125,14 +128,15 @@ class Passes:
             handles.append(model.register_forward_hook(hook))
         return handles
 
-    def attach(self, gathering: Gathering, communicators: Sequence[Communicator]) -> None:
+    def attach(self, gathering: Gathering, comparer: Comparer, communicators: Sequence[Communicator]) -> None:
         """Weights are gathered for these passes.
 
         Args:
             gathering: Gathers them.
-            communicators: What it sends over.
+            comparer: Compares what ranks begin.
+            communicators: What is sent over.
         """
-        self._gathering, self._others = gathering, tuple(communicators)
+        self._gathering, self._comparer, self._others = gathering, comparer, tuple(communicators)
 
     def _arrival(self, group: int, place: int, number: int) -> Callable[[Tensor], None]:
         # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
@@ -181,8 +185,8 @@ class Passes:
             )
         if unit == 0 and not self._gathering.units[0].shown:
             raise RuntimeError(
-                f"{self._names[number]}: was used out of the model's forward pass, while its weights were sharded and NaN. Accepted is to"
-                " use it in the model's forward method, or the whole pass inside `with stepper.full_parameters():`."
+                f"{self._names[number]}: was used out of the forward pass of the model, while its weights were sharded and NaN. Accepted is"
+                " to use it in that forward method, or the whole pass inside `with stepper.full_parameters():`."
             )
 
     def after_forward(self, _number: int, _arguments: Any, outputs: Any) -> None:
@@ -290,7 +294,10 @@ class Passes:
         Raises:
             RuntimeError: They were.
         """
-        if self._gathering is None or "storage of size 0" not in str(error):
+        # The second is what a graph raises whose saved weights were freed: WeightBuffer.release counts that as a write.
+        if self._gathering is None or not any(
+            text in str(error) for text in ("storage of size 0", "inplace operation")
+        ):
             return
         units = list(enumerate(self._gathering.units))
         first, *others = [
@@ -299,7 +306,7 @@ class Passes:
         raise RuntimeError(
             f"{first}: the backward pass needed weights of this unit{f' (or of {others[0]}, ...)' if others else ''} before it came to what"
             " the unit had returned. Accepted are units that return every tensor that the loss depends on, and hide none (in an attribute,"
-            " a list, or an object that is no pytree)."
+            " a list, or an object that is no pytree), and programs that do not write in place to what a backward pass needs."
         ) from error
 
     def empty_pass(self) -> None:
@@ -311,6 +318,15 @@ class Passes:
 
     # -- the end of a cycle ----------------------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Compare with the other ranks that all of them begin a step.
+
+        Raises:
+            RuntimeError: Another rank begins something else.
+        """
+        self._executor.begin_here()
+        self._executor.run(self._schedule.begin_step())
+
     def finish_gradients(self) -> None:
         """Sum over the ranks what was not yet, and divide."""
         self._finishing = True
@@ -321,6 +337,7 @@ class Passes:
 
     def forget(self) -> None:
         """The next cycle begins: nothing has arrived."""
+        self._comparer.apart = False
         self._executor.begin_here()
         self._executor.run(self._schedule.gradients.clear())
         self.touched = [False] * len(self._names)
@@ -334,27 +351,32 @@ class Passes:
         gathering = self._gathering
         self._executor.begin_here()
         with suppress(Exception):  # a rank may be gone; what comes next says so
-            owes, reduces = self._owes_pass or self.in_pass, self._schedule.reduces
-            if gathering is not None and (owes or gathering.scheduled.unfinished):
-                in_backward, others_go_on = gathering.begin_to_recover()
-                owes, reduces = in_backward or owes, reduces and others_go_on
-            if owes and (reduces or gathering is not None):
-                if not self.in_pass:
-                    self._schedule.gradients.begin_reductions()
-                self._executor.run(self._schedule.take_part(reduces=reduces))
-            elif self._finishing:
-                self._executor.run([Event("drain")])
-                self.finish_gradients()
+            if not self._comparer.apart:
+                self._take_part_to_the_end()
         for communicator in (*self._communicators, *self._others):
             communicator.drain()
         self._executor.drop()
-        self._schedule.gradients.begin_reductions()
+        self._schedule.begin_reductions()
         if gathering is not None:
             gathering.recover()
             gathering.scheduled.begin_cycle()
         self.in_pass = self._owes_pass = self._finishing = False
         if not self.in_context:
             self._schedule.last = None
+
+    def _take_part_to_the_end(self) -> None:
+        gathering = self._gathering
+        owes, reduces = self._owes_pass or self.in_pass, self._schedule.reduces
+        if gathering is not None and (owes or gathering.scheduled.unfinished):
+            in_backward, others_go_on = gathering.begin_to_recover()
+            owes, reduces = in_backward or owes, reduces and others_go_on
+        if owes and (reduces or gathering is not None):
+            if not self.in_pass:
+                self._schedule.begin_reductions()
+            self._executor.run(self._schedule.take_part(reduces=reduces))
+        elif self._finishing:
+            self._executor.run([Event("drain")])
+            self.finish_gradients()
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:

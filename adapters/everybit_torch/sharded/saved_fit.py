@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from everybit_torch.dtensors import local
+from everybit_torch.sharded.agreement import objects_of
 from everybit_torch.sharded.host_bytes import same_bits
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.shard_tensor import ShardTensor
@@ -63,9 +63,7 @@ def require_same(
         if key not in known and key.startswith(("model.", "optimizer.state."))
     ]
     if group is not None:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, problems, group=group)
-        problems = list(dict.fromkeys(problem for one in gathered for problem in one))
+        problems = list(dict.fromkeys(problem for one in objects_of(problems, group) for problem in one))
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from everybit_torch import notices
 from everybit_torch.streams import is_capturing
 
 MAKES_WHOLE = "load_sharded(stepper, path), on every rank, which makes the state whole"
@@ -89,27 +88,6 @@ def require_same_parameters(
             f"{', '.join(replaced[:3])}: not the model's parameters any more; it has others (load_state_dict(assign=True)?)."
             " Make a stepper after such a change."
         )
-
-
-class AbsentWeightsNotice:
-    """Warns once of a gradient that is NaN where parameters are sharded, which a loss makes so that reads them outside of their unit."""
-
-    def __init__(self) -> None:
-        self._given = False
-
-    def look(self, norm: Tensor, *, is_known: bool) -> None:
-        """Warn if a norm is NaN.
-
-        Args:
-            norm: Of all gradients: 0-d.
-            is_known: Whether the host has waited for it already; it does not wait for it here.
-        """
-        if is_known and not self._given and bool(norm.isnan()):
-            self._given = True
-            notices.warn(
-                "step: the gradient is NaN. Sharded parameters read as NaN outside of the forward pass of their unit: a penalty on"
-                " parameters belongs into a forward method, or the whole pass inside `with stepper.full_parameters():`."
-            )
 
 
 def require_gathered(idle: Sequence[str], *, is_nan: bool) -> None:

@@ -48,7 +48,6 @@ from everybit_torch.sharded.shard_optimizer import LabelledTransform, ShardOptim
 from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.step_agreement import StepAgreement, agree
 from everybit_torch.sharded.step_checks import (
-    AbsentWeightsNotice,
     Completeness,
     require_gathered,
     require_same_parameters,
@@ -174,7 +173,7 @@ class FlatStepper(Control, ModelAccess):
         self.model, self._given, (self.inner, self.outer) = model, given.to_keep(), judged.ranks
         described, device, construction = judged.described, judged.device, judged.construction
         self.sharding, self.divisor, self.layout = judged.sharding, judged.divisor, judged.layout
-        self.seed, self._absent_weights = given.seed, AbsentWeightsNotice()
+        self.seed = given.seed
         self.all_ranks, self.beside = ranks_of(given.mesh), judged.beside
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: PendingSave | None = None
@@ -223,7 +222,7 @@ class FlatStepper(Control, ModelAccess):
             self._made = unit_weights.communicators
             self._executor.on(unit_weights.handlers)
             self._gathering = Gathering(unit_weights, self._schedule, self._executor, self._passes.begin)
-            self._passes.attach(self._gathering, self._made)
+            self._passes.attach(self._gathering, unit_weights.comparer, self._made)
             self._guards = Guards(model, self._gathering)
             self._full = FullParameters(self._gathering, self.weights)
         self._state = ModelState(
@@ -292,6 +291,7 @@ class FlatStepper(Control, ModelAccess):
         self._require_ready("step")
         self._passes.require_in_place()
         note_step(self._optimizer)
+        self._passes.begin_step()
         self._passes.failed = True
         self.require_equal_passes("step")
         if self._full is not None:
@@ -321,8 +321,6 @@ class FlatStepper(Control, ModelAccess):
         require_same_parameters(self.model, self._parameters, untouched)
         if self._given.nan == "off":
             require_gathered(self._idle, is_nan=agreed.is_nan)
-        if self._gathering is not None:
-            self._absent_weights.look(agreed.norm, is_known=agreed.skipped)
         # Where other ranks hold other parts of the model, a part without any gradient takes part in their reductions.
         if not agreed.skipped and (len(untouched) < len(self._trained_names) or not self.beside.is_alone):
             known = [agreed.squares] if answers_first(self.labelled) else []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.sharded.absent_parameters import name_units
 from everybit_torch.sharded.comparisons import Agreement, Comparer, Comparison, DifferentPassesError
 from everybit_torch.sharded.scheduling.events import Event, Kind, PassFlags
 from everybit_torch.sharded.scheduling.schedule import Schedule
@@ -64,7 +65,7 @@ class UnitWeights:
         schedule: WeightSchedule,
     ) -> None:
         self.units, self.communicator, self._hosts, self._schedule = list(units), communicator, hosts, schedule
-        self._comparer = Comparer(*hosts)
+        self.comparer = Comparer(*hosts)
         self._comparison: Comparison | None = None
 
     @classmethod
@@ -90,6 +91,9 @@ class UnitWeights:
             Unit(name, module, [one for one in weights if one.group.unit == number])
             for number, (name, module) in enumerate(modules)
         ]
+        for unit in units:
+            for buffer in unit.buffers:
+                name_units(buffer.parameters, [place.spec.name for place in buffer.group.placements], str(unit))
         made = cls(units, inner.clone(), (inner.for_host_memory(), outer.for_host_memory()), schedule.weights)
         schedule.bounded = made.is_bounded
         return made
@@ -110,9 +114,7 @@ class UnitWeights:
             "gather": self._gather,
             "wait": self._wait,
             "free": self._free,
-            "compare forward": self._compare_forward,
-            "compare again": self._compare_again,
-            "compare reshard": self._compare_reshard,
+            **self.comparer.handlers,
             "compare backward": self._compare_backward,
             "require compared": lambda _: self._end_comparison(),
             "require alike": self._require_alike,
@@ -125,7 +127,7 @@ class UnitWeights:
             RuntimeError: Another rank has not begun a backward pass.
         """
         assert self._comparison is not None
-        return self._comparison.result()
+        return self.comparer.result(self._comparison)
 
     def recover(self) -> None:
         """After an error: end all collectives, and unless units are held take the values from the shards, whatever failed."""
@@ -151,7 +153,7 @@ class UnitWeights:
             except RuntimeError:
                 self._comparison = None  # it was with a rank that was elsewhere, and will come here
         if self._comparison is None:
-            self._comparison = self._comparer.start("backward", self._schedule.ways.digest)
+            self._comparison = self.comparer.start("backward", self._schedule.ways.digest)
         return True
 
     def _gather(self, event: Event) -> None:
@@ -165,18 +167,9 @@ class UnitWeights:
     def _free(self, event: Event) -> None:
         each([buffer.release for buffer in self.units[event.number].buffers])
 
-    def _compare_forward(self, event: Event) -> None:
-        self._comparer.start("forward", event.number).result()
-
-    def _compare_again(self, event: Event) -> None:
-        self._comparer.start("again", event.number).result()
-
-    def _compare_reshard(self, event: Event) -> None:
-        self._comparer.start("reshard", event.number).result()
-
     def _compare_backward(self, event: Event) -> None:
         in_order = self._schedule.ways.in_the_layouts_order
-        self._comparison = self._comparer.start(
+        self._comparison = self.comparer.start(
             "backward",
             event.number,
             in_order=in_order,

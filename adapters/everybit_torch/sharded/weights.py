@@ -16,10 +16,11 @@ from everybit_torch.dtensors import local
 from everybit_torch.gradients import piece
 from everybit_torch.inference import outside_inference
 from everybit_torch.memory_pool import MemoryPool
+from everybit_torch.sharded.absent_parameters import hide, show
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.strategies import Sharding
-from everybit_torch.torch_internals.tensors import version
+from everybit_torch.torch_internals.tensors import add_to_versions, plain_tensors, version
 
 MOVED = (
     "{name}: was moved, cast or given other memory since the stepper was made, and is not in its buffer now. Cast and move a model first,"
@@ -147,6 +148,9 @@ class WeightBuffer:
     def adopt(self, number: int) -> None:
         """The parameter ``number`` is what :meth:`place_of` returns, from now on."""
         self._tensors[number] = local(self.parameters[number])
+        if self.sharding.params:
+            add_to_versions([self._tensors[number]], 1)  # which :meth:`wait` takes back
+            hide([self.parameters[number]])
         self._versions[number] = version(self._tensors[number])
 
     @property
@@ -182,6 +186,16 @@ class WeightBuffer:
         """
         if self.gathered or not self.sharding.params:
             return
+        with plain_tensors():
+            self._require_unwritten()
+        for nan in self._nan:
+            if not nan.is_cpu:
+                nan.fill_(torch.nan)
+        self._allocate()
+        self.gathered = True
+        self.gather_again(communicator)
+
+    def _require_unwritten(self) -> None:
         self._require_in_place(absent=True)
         # Writes by way of .data count no version. The host would wait for another device to see them; there the next read is NaN again.
         kept = [not nan.is_cpu or string_at(nan.data_ptr(), nan.nbytes) in (self._nan_bytes, b"") for nan in self._nan]
@@ -193,12 +207,6 @@ class WeightBuffer:
                     f"{place.spec.name}: was written to while its values were sharded, and there was nothing to write to; accepted is"
                     " inside `with stepper.full_parameters():`."
                 )
-        for nan in self._nan:
-            if not nan.is_cpu:
-                nan.fill_(torch.nan)
-        self._allocate()
-        self.gathered = True
-        self.gather_again(communicator)
 
     def wait(self) -> None:
         """Wait until the model's tensors have their values."""
@@ -206,8 +214,10 @@ class WeightBuffer:
             return
         self._pending.wait()
         self._pending = Done()
+        show(self.parameters)
         for parameter, tensor in zip(self._tensors, self._pieces, strict=True):
             parameter.data = tensor
+        add_to_versions(self._tensors, -1)
         self.shown = True
 
     def release(self) -> None:
@@ -232,7 +242,12 @@ class WeightBuffer:
         finally:
             for parameter, tensor in zip(self._tensors, self._absent, strict=True):
                 parameter.data = tensor
+            if shown:
+                # A graph that saved a view of the weights would read memory that is not there: torch looks at sizes of storages only
+                # where an operation makes a new view, and at counts of writes always.
+                add_to_versions(self._tensors, 1)
             self._versions = [version(parameter) for parameter in self._tensors]
+            hide(self.parameters)
             self._free()
             self.gathered = False
 
@@ -265,9 +280,11 @@ class WeightBuffer:
             return
         with suppress(Exception):  # what is wrong was told
             self.release()
+        show(self.parameters)
         for parameter, tensor, nan in zip(self._tensors, self._absent, self._nan, strict=True):
             nan.fill_(torch.nan)
             parameter.data = tensor
+        hide(self.parameters)
         self._absent_at = [tensor.data_ptr() for tensor in self._absent]
         self._versions = [version(parameter) for parameter in self._tensors]
 

@@ -26,6 +26,18 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+def add_to_versions(tensors: Sequence[Tensor], number: int) -> None:
+    """Change how often tensors were written to, as autograd counts, for their views too. Without torch's function nothing happens.
+
+    What a graph has saved of them raises an error in its backward pass while they have another count.
+    """
+    if _set_versions is not None and tensors:
+        _set_versions(tuple(tensors), tuple(tensor._version + number for tensor in tensors))
+
+
 def plain_tensors() -> AbstractContextManager[None]:
     """Within it functions treat tensors of our own classes as plain ones."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -76,7 +76,9 @@ class Meter:
             "gather": self._gather,
             "free": self._free,
             "copy out": self._copy_out,
-            "compare backward": lambda _: self._send(compared_bytes(self._ranks)),
+            "compare microbatch": self._compare,
+            "compare step": self._compare,
+            "compare backward": self._compare,
             "open bucket": lambda event: self._open(self._buckets, event.number, self._groups[event.number].bucket),
             "open unreduced": lambda event: self._open(
                 self._unreduced, event.number, self._groups[event.number].unreduced
@@ -97,6 +99,9 @@ class Meter:
     @property
     def _ranks(self) -> tuple[int, int]:
         return self._groups[0].ranks.inner, self._groups[0].ranks.outer
+
+    def _compare(self, _event: Event) -> None:
+        self._send(compared_bytes(self._ranks))
 
     def follow(self, events: Sequence[Event]) -> None:
         """Take note of events. Those that neither allocate nor send anything are passed over."""

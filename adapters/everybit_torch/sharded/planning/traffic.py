@@ -13,7 +13,7 @@ AGREED = 4
 """Numbers beside one for each parameter in which ranks agree on a step."""
 
 COMPARED = 7
-"""Numbers in which ranks compare their ways through the units in a backward pass, where parameters are sharded."""
+"""Numbers in which ranks compare what they begin, and their ways through the units in a backward pass."""
 
 
 def agreed_bytes(groups: list[GroupPlan]) -> int:

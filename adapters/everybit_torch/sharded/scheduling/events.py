@@ -12,7 +12,9 @@ Kind = Literal[
     "wait",
     "free",
     "copy out",
-    # Comparisons between the ranks: three of forward passes, two of backward passes.
+    # Comparisons between the ranks: of what begins (a microbatch, a step), three of forward passes, two of backward passes.
+    "compare microbatch",
+    "compare step",
     "compare forward",
     "compare again",
     "compare reshard",

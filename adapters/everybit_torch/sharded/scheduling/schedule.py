@@ -44,6 +44,14 @@ class Settings:
         """Whether weights of a step are still under way when it returns."""
         return self.overlap_param_gather and self.sharding.state and not self.sharding.params
 
+    @property
+    def compares_phases(self) -> bool:
+        """Whether ranks compare which phase of a cycle begins: where each has collectives, and the host carries them out.
+
+        There a collective that meets another of a different size ends the process.
+        """
+        return self.sharding.grads and not self.overlap_reductions
+
 
 class Schedule:
     """Answers each signal with the events that follow it. An event counts when the next one is asked for.
@@ -81,12 +89,34 @@ class Schedule:
             len(layout.units), reshard_after_forward=settings.reshard_after_forward
         )
         self.weights = (
-            WeightSchedule(layout.units, retained=retained, prefetch=settings.prefetch) if sharding.params else None
+            WeightSchedule(
+                layout.units, retained=retained, prefetch=settings.prefetch, compares_first=settings.compares_phases
+            )
+            if sharding.params
+            else None
         )
         self.last: bool | None = None
         self.defers = settings.defer_reduction
-        self.accumulates = self.arrived = False
+        self.accumulates = self.arrived = self._sends = False
         self.late: set[int] = set()
+
+    # -- phases that all ranks begin together -----------------------------------------------------------------------------------------
+
+    def begin_reductions(self) -> None:
+        """The next backward pass has not sent anything."""
+        self._sends = False
+        self.gradients.begin_reductions()
+
+    def _begin_to_send(self) -> Iterator[Event]:
+        """The first sum of a backward pass is about to be sent; not earlier, since a pass may turn out to have none."""
+        if self.weights is None and self._settings.compares_phases and not self._sends:
+            self._sends = True
+            yield Event("compare microbatch", int(self.last is True))
+
+    def begin_step(self) -> Iterator[Event]:
+        """A step begins, or gradients are completed before it."""
+        if self._settings.compares_phases:
+            yield Event("compare step")
 
     # -- one backward pass ------------------------------------------------------------------------------------------------------------
 
@@ -145,6 +175,7 @@ class Schedule:
             yield from self._reduce_next(group.unit)
 
     def _reduce_next(self, unit: int) -> Iterator[Event]:
+        yield from self._begin_to_send()
         closes_unit, bounded = self.gradients.closes_unit, True
         if self.weights is not None:
             yield from self.weights.before_reduction(unit)
@@ -159,6 +190,7 @@ class Schedule:
             yield from self._reduce_next(group.unit)
         yield from self.gradients.finish()
         self.gradients.end_pass()
+        self._sends = False
         if self.weights is not None:
             yield from self.weights.end_backward()
 
@@ -185,6 +217,7 @@ class Schedule:
         while reduces and (group := self.gradients.next) is not None:
             if self.weights is not None:
                 yield from self.weights.before_reduction(group.unit)
+            yield from self._begin_to_send()
             yield Event("drain")
             yield from self.gradients.reduce_next(last=self.last is True, bounded=True)
             if self.weights is not None:
@@ -277,7 +310,7 @@ def cycle(layout: Layout, settings: Settings, microbatches: int = 1, *, second_o
             stages.append(Stage("backward", number, list(_slope(schedule, layout.units, uses))))
         stages.append(Stage("backward", number, list(_backward(schedule, layout.units, uses))))
     phases: list[Phase] = ["final" for _ in schedule.trained]
-    step = [*schedule.finish_gradients(phases), *schedule.agree(), *schedule.update()]
+    step = [*schedule.begin_step(), *schedule.finish_gradients(phases), *schedule.agree(), *schedule.update()]
     step += [] if schedule.weights is None else schedule.weights.free_all()
     step += schedule.gradients.clear()
     stages.append(Stage("step", microbatches - 1, step))

@@ -85,6 +85,7 @@ class WeightSchedule:
     Args:
         units: Names, in the layout's order, the model first.
         retained: Units that are not freed after their forward pass, or after a backward pass.
+        compares_first: Whether ranks compare that they begin a microbatch, before the first gather of it.
 
     Attributes:
         gathered: Units that are gathered, or being gathered.
@@ -103,9 +104,15 @@ class WeightSchedule:
     """
 
     def __init__(
-        self, units: Sequence[str], *, retained: Retained | None = None, prefetch: Prefetch | None = None
+        self,
+        units: Sequence[str],
+        *,
+        retained: Retained | None = None,
+        prefetch: Prefetch | None = None,
+        compares_first: bool = False,
     ) -> None:
         self.prefetch, self.retained = prefetch or Prefetch(), retained or Retained()
+        self._compares_first = compares_first
         self._begun = False  # gathering by hand, for the forward pass that comes next
         self._count = len(units)
         self.ways = Ways(Nesting(units))
@@ -205,6 +212,7 @@ class WeightSchedule:
 
     def before_forward(self, number: int, *, recording: bool) -> Iterator[Event]:
         """A unit's forward pass begins, out of a backward pass; ``recording`` if autograd records it."""
+        yield from self._begin_microbatch()
         if number == 0:
             yield from self._begin_model(recording=recording)
         elif not self.in_forward:
@@ -234,11 +242,17 @@ class WeightSchedule:
         self._forwards += 1
         self._begin_at_the_first()
 
+    def _begin_microbatch(self) -> Iterator[Event]:
+        """The first gather of a microbatch comes next. Where nothing is to be gathered, a rank may run the model by itself."""
+        if self._compares_first and not (self._forwards or self.keeps_all) and len(self.gathered) < self._count:
+            yield Event("compare microbatch")
+
     def unshard(self, number: int) -> Iterator[Event]:
         """Begin to gather by hand what the next forward pass would gather, up to a unit."""
         if self.held:
             return
         if not self._begun:
+            yield from self._begin_microbatch()
             yield from self._begin_forward()
             self._begun = True
         yield from self._gather_up_to(number)
@@ -307,6 +321,7 @@ class WeightSchedule:
 
     def skip_forward(self) -> Iterator[Event]:
         """Take part in the forward pass of ranks that have one, where this one has not, or has not finished it."""
+        yield from self._begin_microbatch()
         self._forwards = max(self._forwards, 1)
         yield from self._end_forward(recording=True)
 
@@ -416,6 +431,7 @@ class WeightSchedule:
     def rejoin(self) -> Iterator[Event]:
         """Continue this rank's gathers after an error, without computing, up to where a backward pass is compared."""
         evaluating = self.evaluating
+        yield from self._begin_microbatch()
         if not self.forward_over:
             yield from self._gather_the_rest(recording=not evaluating)
         if evaluating and not self.in_backward:

@@ -26,22 +26,24 @@ from pages import insert, table
 
 EXACT = eb.Nearest("float32")
 NEAREST = partial(eb.Blockwise, rounding="nearest")
-FLOAT, DYNAMIC = eb.Blockwise("float"), eb.Blockwise("dynamic")
-FOUR = eb.Blockwise("float", 4, 128)
+POWER, FLOAT, DYNAMIC = eb.Blockwise("power"), eb.Blockwise("float"), eb.Blockwise("dynamic")
+FOUR = eb.Blockwise("power", 4, 128)
 
 MOMENTS: dict[str, tuple[Any, Any]] = {
-    "momentum alone, `float`, stochastic": (FLOAT, EXACT),
-    "momentum alone, `float`, nearest": (NEAREST("float"), EXACT),
-    "variance alone, `float`, stochastic": (EXACT, FLOAT),
-    "variance alone, `float`, nearest": (EXACT, NEAREST("float")),
-    "both `float`, stochastic (`LEAN_8BIT`)": (FLOAT, FLOAT),
+    "momentum alone, `power`, stochastic": (POWER, EXACT),
+    "momentum alone, `power`, nearest": (NEAREST("power"), EXACT),
+    "variance alone, `power`, stochastic": (EXACT, POWER),
+    "variance alone, `power`, nearest": (EXACT, NEAREST("power")),
+    "both `power`, stochastic (`LEAN_8BIT`)": (POWER, POWER),
+    "both `float`, stochastic": (FLOAT, FLOAT),
     "both `expanded`, stochastic": (eb.Blockwise("expanded"), eb.Blockwise("expanded")),
     "both `dynamic`, stochastic": (DYNAMIC, DYNAMIC),
     "both `dynamic`, nearest (as bitsandbytes)": (NEAREST("dynamic"), NEAREST("dynamic")),
-    "variance alone, 4 bits": (EXACT, FOUR),
-    "momentum 8, variance 4 bits (`LEAN_4BIT`)": (FLOAT, FOUR),
+    "variance alone, `float`, 4 bits": (EXACT, eb.Blockwise("float", 4, 128)),
+    "variance alone, `power`, 4 bits": (EXACT, FOUR),
+    "momentum 8, variance 4 bits (`LEAN_4BIT`)": (POWER, FOUR),
 }
-KINDS = ("normal", "heavy tails", "sparse rows", "signs flip")
+KINDS = ("normal", "heavy tails", "sparse rows", "signs flip", "six decades")
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Arguments:
 def gradients(kind: str, steps: int, elements: int) -> Iterator[Tensor]:
     """Gradients of a kind, the same in every run."""
     generator = torch.Generator().manual_seed(7)
+    sizes = 10 ** (-6 * torch.rand(elements, generator=torch.Generator().manual_seed(8)))
     for step in range(steps):
         x = torch.randn(elements, generator=generator)
         if kind == "heavy tails":
@@ -72,6 +75,8 @@ def gradients(kind: str, steps: int, elements: int) -> Iterator[Tensor]:
             x = x * (torch.rand(elements // 64, generator=generator) < 0.1).repeat_interleave(64)
         elif kind == "signs flip":
             x = x.abs() * (-1) ** step + 0.1
+        elif kind == "six decades":  # in each block
+            x = x * sizes
         yield x
 
 

@@ -8,6 +8,7 @@ nothing further.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from everybit.hyperparameters import hyperparameters
 from everybit.optimizer import OptimizerState
 from everybit.parts import map_parts, needs_whole_tensors, transforms_in
 from everybit.replay import NeedsReductionError, Pending, RecordingAxis, ReplayAxis
-from everybit.transform import periods
+from everybit.transform import decays, periods
 from everybit_torch.direct_calls import is_settled
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of, no_members_of
@@ -175,15 +176,34 @@ def _leading(transform: Any) -> Any:
     return Chain((*parts[:-1], *map(_leading, parts[-1:])))
 
 
+@dataclass(frozen=True, slots=True)
+class _Skipped(eb.Elementwise):
+    """The identity in the place of a transform, with its state, and what it declares of that, by which formats are chosen."""
+
+    transform: Any
+
+    def init(self, params: Any) -> Any:
+        """The transform's state."""
+        return self.transform.init(params)
+
+    def update(self, updates: Any, state: Any, _params: Any, _ctx: Any = None) -> tuple[Any, Any]:
+        """Return both as they are."""
+        return updates, state
+
+    def decays(self) -> tuple[eb.SlotDecay, ...]:
+        """The transform's."""
+        return decays(self.transform)
+
+
 def up_to_reductions(transform: Any) -> Any:
-    """A transform that is run on the same state for its reductions alone: what comes in its chains after the last is the identity."""
+    """A transform that is run on the same state for its reductions alone: what comes in its chains after the last is skipped."""
     if not isinstance(transform, (Chain, NamedChain)):
         return transform
     named = transform.transforms if isinstance(transform, NamedChain) else None
     parts = list(transform.transforms) if isinstance(transform, Chain) else list(transform.transforms.values())
     last = max((number for number, part in enumerate(parts) if part.reduces), default=-1)
     kept = [
-        part if number < last else up_to_reductions(part) if number == last else eb.identity()
+        part if number < last else up_to_reductions(part) if number == last else _Skipped(part)
         for number, part in enumerate(parts)
     ]
     return Chain(tuple(kept)) if named is None else NamedChain(dict(zip(named, kept, strict=True)))

@@ -347,19 +347,19 @@ class Engine:
         """
         total: Metrics | None = None
         over = self._over([p for unit in self.units for p in unit.parameters]) if metrics else None
-        self._joining.stepped([unit for unit, grads in prepared.work if have_gradients(grads)])
 
         def known(unit: Unit) -> tuple[Sequence[Tensor], Due]:
             totals = prepared.totals.get(self.groups[unit.group].source, ()) if prepared.totals else ()
             return totals, prepared.due.get(id(unit), ())
 
         joint = self._joint if self._copies is None else None
-        for (unit, grads), answers in arranged(prepared.work, joint, self.optimizer_of, known, prepared.gathered):
-            gathered, (totals, due) = prepared.gathered.pop(id(unit), None), known(unit)
-            measured = self.step_unit(unit, grads, totals, gathered, metrics=metrics, due=due, answers=answers)
-            counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
-            if measured is not None and counted:
-                total = measured if total is None else added(total, measured)
+        with self._joining.stepping([unit for unit, grads in prepared.work if have_gradients(grads)]):
+            for (unit, grads), answers in arranged(prepared.work, joint, self.optimizer_of, known, prepared.gathered):
+                gathered, (totals, due) = prepared.gathered.pop(id(unit), None), known(unit)
+                measured = self.step_unit(unit, grads, totals, gathered, metrics=metrics, due=due, answers=answers)
+                counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
+                if measured is not None and counted:
+                    total = measured if total is None else added(total, measured)
         if self._copies is not None:
             self._copies.synchronize()
         if not metrics:

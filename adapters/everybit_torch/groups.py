@@ -226,10 +226,10 @@ class Group:
 
     def compiles(self, unit: Unit) -> bool:
         """Whether the step of a unit is compiled; of those of a group with one dtype all are, or none."""
+        if torch.compiler.is_compiling():
+            return False  # the step is a part of what the user compiles
         if self.compile != "auto":
             return self.compile
-        if torch.compiler.is_compiling():
-            return False
         worth_it = self.elements.get(unit.tensor.dtype, 0) >= stepping.WORTH_COMPILING
         return worth_it and may_compile(unit.tensor.device)
 

@@ -9,6 +9,7 @@ one again only if counts of steps are all that the parameters of a unit share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -96,8 +97,14 @@ class Joining(Generic[U]):
         """Counts were replaced, or memory was: units that are cut now stay so."""
         self._parts = {}
 
-    def stepped(self, units: Sequence[U]) -> None:
-        """These were stepped."""
+    @contextmanager
+    def stepping(self, units: Sequence[U]) -> Iterator[None]:
+        """Count a step of these, which is taken inside. After an error some were stepped and some were not: none is joined then."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
         if self._parts:
             for unit in units:
                 if (part := self._parts.get(id(unit))) is not None:

@@ -192,6 +192,7 @@ class Places:
         """After a copy, show state and gradients where they lie now."""
         self._number_parameters()
         for unit in self._engine.units:
+            unit.expect_places()
             self._engine.states.show(unit)
             if isinstance(unit.gradients, GradientBuffer):
                 unit.gradients.restore(unit.parameters, [member.start for member in unit.members])

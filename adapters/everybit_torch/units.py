@@ -221,6 +221,16 @@ class Unit:
         self._places = self._find()
         self._shapes = [local(parameter).shape for parameter in self.parameters]
 
+    def expect_places(self) -> None:
+        """Parameters belong where the unit's tensor lies, wherever they are now: this unit is a copy, whose places were the original's."""
+        start, width = local(self.tensor).data_ptr(), self.tensor.element_size()
+        found, strides, extents = self._find()
+        belong = [
+            start + (member.start * width if self.flat else 0) if extent else here
+            for member, extent, here in zip(self.members, map(torch.numel, self.parameters), found, strict=True)
+        ]
+        self._places = belong, strides, extents
+
     def in_place(self) -> bool:
         """Whether every parameter has the memory, shape and strides it had when it was placed. Fast: it is asked at every step."""
         return self._find() == self._places

@@ -59,17 +59,17 @@ ANYPRECISION = Policy(momentum=Nearest("float32"), variance=_BF16)
 
 LEAN_8BIT = Policy(
     params=Split(8, rounding="stochastic"),
-    momentum=Blockwise("float"),
-    variance=Blockwise("float"),
+    momentum=Blockwise("power"),
+    variance=Blockwise("power"),
     state=_BF16_STOCHASTIC,
 )
 FLOOR_8BIT = Policy(
-    params=Stochastic(), momentum=Blockwise("float"), variance=Blockwise("float"), state=_BF16_STOCHASTIC
+    params=Stochastic(), momentum=Blockwise("power"), variance=Blockwise("power"), state=_BF16_STOCHASTIC
 )
 LEAN_4BIT = Policy(
     params=Split(8, rounding="stochastic"),
-    momentum=Blockwise("float"),
-    variance=Blockwise("float", 4, 128),
+    momentum=Blockwise("power"),
+    variance=Blockwise("power", 4, 128),
     state=_BF16_STOCHASTIC,
 )
 

@@ -19,8 +19,6 @@ from everybit.random_bits import Key, uniform
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 
-_SMALLEST_NORMAL = 2.0**-126
-
 
 @dataclass(frozen=True, slots=True)
 class Blockwise(StateFormat):
@@ -39,7 +37,8 @@ class Blockwise(StateFormat):
             * ``"dynamic"``: decades with ever more levels, 5.5e-7 to 1, as bitsandbytes and torchao have them.
             * ``"linear"``: equal distances. In 4 bits without negative numbers sixteenths, of which none is zero, as torchao has them.
             * ``"root"``: squares of equal distances, 1.5e-5 to 1 for 255 levels (6.2e-5 for 127).
-            * ``"softsign"``: ``y / (2 - y)`` for equal distances ``y``.
+            * ``"power"``: fourth powers of equal distances, 3.8e-9 to 1, and without a sign eighth powers, 5.6e-20 to 1. In 4 bits squares,
+              2.0e-2 to 1, and without a sign fourth powers, 2.0e-5 to 1.
             * ``"float"``: floating-point numbers over the greatest one. In 8 bits e4m3, 4.4e-6 to 1, and without a sign e5m3, 6.2e-11 to 1;
               in 4 bits powers of two, 1.6e-2 to 1, and without a sign 6.1e-5 to 1.
             * ``"expanded"``: roots of the levels of ``"float"``, the first, second, fourth or eighth, whichever is the highest by which all
@@ -146,7 +145,7 @@ class Blockwise(StateFormat):
             index = torch.where(values < 0, -index, index)
         index = index.view(exact.shape)
         if self.bits == 4:
-            codes = _packed(index + self._greatest if self._has_signs else index)
+            codes = _packed(index + self._greatest if self._has_signs else index, self._zero_code)
         else:
             codes = index.to(torch.int8 if self._has_signs else torch.uint8)
         return (codes, scale) if power is None else (codes, scale, power.to(torch.uint8))
@@ -185,6 +184,13 @@ class Blockwise(StateFormat):
     @property
     def _greatest(self) -> int:
         return block_maps.greatest_index(self.map, self.bits, self.kind)
+
+    @property
+    def _zero_code(self) -> int:
+        """The code in 4 bits of a zero, which fills up a buffer, too: the same state has the same bytes however it is laid out."""
+        if block_maps.is_table(self.map):
+            return block_maps.table(self.bits, self.kind).index(0.0)
+        return self._greatest if self._has_signs else 0
 
     def _level(self, index: Tensor, power: Tensor | int | None) -> Tensor:
         found = block_maps.level(self.map, self.bits, self.kind, index)
@@ -245,8 +251,9 @@ class Blockwise(StateFormat):
             is_negative = -rows.amin(1) >= greatest
             greatest = torch.where(is_negative, greatest * (-1.0 / block_maps.table(self.bits, self.kind)[0]), greatest)
         if self.kind == "non-negative":
-            # So that the least level above zero is above zero in float32, too.
-            greatest = torch.where(greatest > 0, greatest.clamp(min=_SMALLEST_NORMAL), greatest)
+            # So that the least level above zero is a normal number in float32, too: on some devices others are zero.
+            least = block_maps.least_scale(self.map, self.bits)
+            greatest = torch.where(greatest > 0, greatest.clamp(min=least), greatest)
         greatest = torch.where(greatest < torch.inf, greatest, torch.nan)
         if self.scale == "bfloat16":
             upper = (greatest.view(torch.int32) + 0xFFFF) & -0x10000
@@ -308,9 +315,12 @@ def spread(scale: Tensor, block: int, shape: torch.Size) -> Tensor:
     return found.view(shape)
 
 
-def _packed(codes: Tensor) -> Tensor:
-    """Two codes in a byte, the first in its upper half; zero in the place of a last one that lacks."""
-    pairs = _rows(codes, 2)
+def _packed(codes: Tensor, last: int) -> Tensor:
+    """Two codes in a byte, the first in its upper half; ``last`` in the place of a last one that lacks."""
+    flat = codes.reshape(-1)
+    if flat.numel() % 2:
+        flat = torch.cat([flat, flat.new_full((1,), last)])
+    pairs = flat.view(-1, 2)
     return (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)
 
 

@@ -104,7 +104,9 @@ def different_bits_of(case: Case, compiled: Compiled, elements: int) -> list[str
     from triton.runtime.errors import InterpreterError
 
     try:
-        interpreting.run(compiled.wrapper, [elements if place < 0 else tensors[place] for place in compiled.inputs])
+        interpreting.run(
+            compiled.wrapper, [elements // -place if place < 0 else tensors[place] for place in compiled.inputs]
+        )
         assert_same_bits(tensors, expected.tensors(), "interpreted, against eager")
     except (InterpreterError, AssertionError) as error:  # the code asserts the sizes of what its operators return
         return [str(error) if isinstance(error, AssertionError) else f"interpreted: {error}"]

@@ -13,6 +13,9 @@ FMA_OF_A_DIVISION = 5
 FMA_OF_A_ROOT = {"f32": 2, "f64": 7}
 """As above, of an exact square root."""
 
+FMA_OF_A_GUESSED_ROOT = 5
+"""As above, of a float32 that is not subnormal (LLVM's AMDGPU backend, ``legalizeFSQRTF32``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -101,6 +104,10 @@ def _amd(binary: Binary) -> dict[str, int]:
     scalar = _number(r"^\s*v_(?:fma|fmac|mad|mac|madak|madmk|fmaak|fmamk)_f(?:32|64)", text)
     packed = _number(r"^\s*v_pk_(?:fma|mad)_f32", text)
     exact = divisions * FMA_OF_A_DIVISION + sum(number * FMA_OF_A_ROOT[kind] for kind, number in roots.items())
+    fused = scalar + 2 * packed - written - exact
+    # Where no input is subnormal an exact root begins with the reciprocal root. One that is not refined lacks its multiply-adds.
+    guesses = _number(r"^\s*v_rsq_(?:iflag_)?f32", text)
+    refined = min(guesses, max(fused, 0) // FMA_OF_A_GUESSED_ROOT)
     accesses = [
         _WIDTHS[width]
         for width in re.findall(r"^\s*(?:global|buffer|flat)_(?:load|store)_(\w+?)(?:_d16(?:_hi)?)?\s", text, re.M)
@@ -111,9 +118,12 @@ def _amd(binary: Binary) -> dict[str, int]:
         return sum(int(number) for number in re.findall(rf"\.{name}:\s+(\d+)", text))
 
     return {
-        "contracted": max(scalar + 2 * packed - written - exact, 0),
+        "contracted": max(fused - refined * FMA_OF_A_GUESSED_ROOT, 0),
         # Each exact division takes a reciprocal as its first guess.
-        "approximate": _number(r"^\s*v_(?:rcp|rsq)_(?:iflag_)?f32", text) - _number(r"^\s*v_div_fmas_f32", text),
+        "approximate": _number(r"^\s*v_rcp_(?:iflag_)?f32", text)
+        - _number(r"^\s*v_div_fmas_f32", text)
+        + guesses
+        - refined,
         "flushing": int(flushes),
         # Scalar registers are spilled into vector registers, which is no memory.
         "spills": 4 * resource("vgpr_spill_count") + resource("private_segment_fixed_size"),

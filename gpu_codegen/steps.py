@@ -131,7 +131,8 @@ class Compiled:
 
     Attributes:
         wrapper: Its code.
-        inputs: For each argument of its code, which of :meth:`Step.tensors` it is; -1 for the length.
+        inputs: For each argument of its code, which of :meth:`Step.tensors` it is; below zero for a number of elements, which are
+            the length over its magnitude: over 256 for the number of blocks.
     """
 
     wrapper: Wrapper
@@ -185,4 +186,9 @@ def compile_step(case: Case, example: Step, length: int = LENGTH) -> Compiled:
         raise NotCompiledError(f"{case.name}: compiled in {len(found)} parts.")
     (module,) = found
     places = {id(x): place for place, x in enumerate(step.tensors())}
-    return Compiled(module.wrapper, tuple(places.get(id(x), -1) for x in module.arguments))
+    return Compiled(
+        module.wrapper,
+        tuple(
+            places[id(x)] if isinstance(x, Tensor) else -(len(step.tensor.view(-1)) // int(x)) for x in module.arguments
+        ),
+    )

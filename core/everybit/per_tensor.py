@@ -250,7 +250,8 @@ def _segments(flat: Tensor, edges: Tensor, squares: bool) -> Tensor:
     found = flat.new_zeros(len(edges) - 1, dtype=torch.float64)
     chunk = barriers.CHUNK if flat.is_cpu else barriers.DEVICE_CHUNK
     for start in range(0, flat.numel(), chunk):
-        wide = flat[start : start + chunk].double()
+        # A copy where it is squared in place: float64 is as wide already, and would be the caller's tensor.
+        wide = flat[start : start + chunk].to(torch.float64, copy=squares)
         here = edges.clamp(start, start + len(wide)) - start
         found += torch.segment_reduce(wide.square_() if squares else wide, "sum", offsets=here, unsafe=True, initial=0)
     return found

@@ -105,7 +105,7 @@ def native(model: FloatDType) -> Policy:
     raise ValueError(
         f"policy: parameters are {model}, and without a policy their updates would be rounded away. Choose one from"
         " everybit.policies: LEAN_BF16 (10 bytes per parameter), EXACT_BF16 (14), TIGHT_BF16 (9), FLOOR_BF16 (8), MIXED_BF16"
-        " (16), KAHAN_BF16 (10, less exact than LEAN_BF16), or PURE_BF16 (8) for what plain torch does."
+        ' (16), KAHAN_BF16 (10, less exact than LEAN_BF16), or PURE_BF16 (8, with unsafe="warn") for what plain torch does.'
     )
 
 

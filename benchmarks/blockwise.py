@@ -147,7 +147,8 @@ DRIFTS: Mapping[str, eb.Policy] = {
     "8 bits, expanded": _policy(eb.Blockwise("expanded"), eb.Blockwise("expanded")),
     "8 bits, dynamic": _policy(eb.Blockwise(), eb.Blockwise()),
     "8 bits, root": _policy(eb.Blockwise("root"), eb.Blockwise("root")),
-    "8 and 4 bits, power (LEAN_4BIT)": _policy(eb.Blockwise("power"), eb.Blockwise("power", 4, 128)),
+    "8 bits, power, and 4 bits, float (LEAN_4BIT)": _policy(eb.Blockwise("power"), eb.Blockwise("float", 4, 128)),
+    "8 and 4 bits, power": _policy(eb.Blockwise("power"), eb.Blockwise("power", 4, 128)),
     "8 and 4 bits, expanded": _policy(eb.Blockwise("expanded"), eb.Blockwise("expanded", 4, 128)),
     "4 bits, dynamic and linear": _policy(eb.Blockwise("dynamic", 4, 128), eb.Blockwise("linear", 4, 128)),
 }

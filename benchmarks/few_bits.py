@@ -41,7 +41,7 @@ MOMENTS: dict[str, tuple[Any, Any]] = {
     "both `dynamic`, nearest (as bitsandbytes)": (NEAREST("dynamic"), NEAREST("dynamic")),
     "variance alone, `float`, 4 bits": (EXACT, eb.Blockwise("float", 4, 128)),
     "variance alone, `power`, 4 bits": (EXACT, FOUR),
-    "momentum 8, variance 4 bits (`LEAN_4BIT`)": (POWER, FOUR),
+    "momentum `power`, 8 bits, variance `float`, 4 bits (`LEAN_4BIT`)": (POWER, eb.Blockwise("float", 4, 128)),
 }
 KINDS = ("normal", "heavy tails", "sparse rows", "signs flip", "six decades")
 

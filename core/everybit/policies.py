@@ -69,7 +69,7 @@ FLOOR_8BIT = Policy(
 LEAN_4BIT = Policy(
     params=Split(8, rounding="stochastic"),
     momentum=Blockwise("power"),
-    variance=Blockwise("power", 4, 128),
+    variance=Blockwise("float", 4, 128),
     state=_BF16_STOCHASTIC,
 )
 

@@ -75,7 +75,8 @@ def rounding_errors(momentum: eb.Format, variance: eb.Format, gradients: list[Te
     m_now = ((b1 * m + (1 - b1) * second).abs(), b1 * m_error)
     corrected = (1 - b2**2) ** 0.5 / (1 - b1**2)
     root, least_root = ((b2 * stored + (1 - b2) * second.square()).sqrt() for stored in (v, v / factor))
-    return rate * corrected * (m_now[1] / least_root + m_now[0] * (1 / least_root - 1 / root))
+    difference: Tensor = rate * corrected * (m_now[1] / least_root + m_now[0] * (1 / least_root - 1 / root))
+    return difference
 
 
 @pytest.mark.parametrize("name", LOW)

@@ -160,7 +160,9 @@ def compiled(contestant: Contestant) -> str:
         step = optimizer.step
         if compile and not compiles_itself(contestant):
             step = torch.compile(step)
-        with torch.compiler.set_stance("default" if compile else "force_eager"):
+        with warnings.catch_warnings(), torch.compiler.set_stance("default" if compile else "force_eager"):
+            # Optimizers that compile by themselves warn that the stance keeps them from it, which is meant here.
+            warnings.filterwarnings("ignore", message=".*runs uncompiled for now")
             for number in range(20):
                 noise = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(number))
                 params[0].grad = noise.to(params[0].dtype)

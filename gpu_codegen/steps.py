@@ -11,7 +11,6 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.optimizer import OptimizerState
-from everybit.replay import NeedsReductionError, ReplayAxis
 from everybit_torch import variants
 from everybit_torch.probing import is_number
 from everybit_torch.stepping import step_in_place
@@ -115,14 +114,10 @@ def take(case: Case, step: Step) -> None:
 
 def _with_totals(optimizer: eb.Optimizer[Any], step: Step) -> Step:
     totals: list[Tensor] = []
-    while True:
-        ctx = eb.Context(first_element=step.first, axis=ReplayAxis(totals))
-        try:
-            optimizer.ask([step.tensor], [step.grad], step.state, ctx)
-        except NeedsReductionError as pending:
-            totals.append(pending.value.clone())
-        else:
-            return Step(step.tensor, step.grad, step.state, step.numbers, step.first, totals)
+    ctx = eb.Context(first_element=step.first, pending=True)
+    while (pending := optimizer.ask([step.tensor], [step.grad], step.state, ctx, totals=totals)) is not None:
+        totals.append(pending.partial().clone())
+    return Step(step.tensor, step.grad, step.state, step.numbers, step.first, totals)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,10 @@ from everybit.metrics import Metrics
 from everybit.optimizer import OptimizerState, Unsafe, with_policy
 from everybit.parts import needs_whole_tensors
 from everybit.policy import AnyPolicy
-from everybit.replay import Pending
 from everybit.transform import periods
 from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name, differ
-from everybit_torch.asking import ask_unit, partial_result
+from everybit_torch.asking import Partial, ask_unit, partial_result
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import can_compile, may_compile
 from everybit_torch.host_counts import Due
@@ -92,7 +91,7 @@ class Group:
     def _no_variants(self) -> Variants[Metrics | None]:
         return Variants(self.number, self.factory, self._seed, step_in_place, self.compile)
 
-    def _no_partial_results(self) -> Variants[Pending | None]:
+    def _no_partial_results(self) -> Variants[Partial | None]:
         return Variants(self.number, self.factory, self._seed, partial_result, self.compile)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -297,11 +296,11 @@ class Group:
         reads: frozenset[str] | None,
         counted: bool,
         due: Due,
-    ) -> Pending | None:
+    ) -> Partial | None:
         """:func:`~everybit_torch.asking.ask_unit`, by compiled code where that is possible."""
         optimizer = self.optimizer_of(unit)
 
-        def uncompiled() -> Pending | None:
+        def uncompiled() -> Partial | None:
             return ask_unit(optimizer, unit, state, grad, totals, reads=reads, counted=counted, due=due)
 
         if not self._can_compile(unit):

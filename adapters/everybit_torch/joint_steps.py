@@ -16,7 +16,6 @@ from torch import Tensor
 import everybit as eb
 from everybit.joint_work import Asking, AtOnce, NeedsJointWorkError
 from everybit.parts import transforms_in
-from everybit.replay import ReplayAxis
 from everybit_torch.exchange import Exchange
 from everybit_torch.gradients import Gathered, Grads, have_gradients
 from everybit_torch.host_counts import Due
@@ -120,7 +119,7 @@ def ask(
     ctx = eb.Context(first_element=unit.first, members=members_of(unit), due=due, joint=Asking())
     here = [x.to(unit.tensor.device) for x in totals]
     try:
-        optimizer.ask([unit.tensor], [grad], unit.state, replace(ctx, axis=ReplayAxis(here)) if here else ctx)
+        optimizer.ask([unit.tensor], [grad], unit.state, replace(ctx, pending=bool(here)), totals=here)
     except NeedsJointWorkError as question:
         # Its frames hold what the transform has computed, and those before them hold the question.
         return question.with_traceback(None)

@@ -63,11 +63,15 @@ def require_parted(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int
     for due in dict.fromkeys([(), *(tuple((period, due) for period in every) for due in (True, False))]):
         # A run on tensors without elements tells what it asks for.
         asked = _Asked()
-        ctx = eb.Context(joint=asked, axis=_After(asked), due=due, members=_nobody() if here.per_tensor else None)
-        here.ask([none], [none], here.init([none]), ctx)
+        ctx = eb.Context(joint=asked, pending=True, due=due, members=_nobody() if here.per_tensor else None)
+        request, reduces_after = here.ask([none], [none], here.init([none]), ctx), False
+        while request is not None:
+            reduces_after |= bool(asked.times)
+            found = request.resume(request.partial())
+            request = found if isinstance(found, eb.Pending) else None
         if asked.times != 1:
             raise _refusal(whole, f"it asks for them {asked.times} times in a step")
-        if asked.reductions_after:
+        if reduces_after:
             raise _refusal(whole, "it reduces over what it computes from them")
 
 
@@ -141,28 +145,10 @@ class _Asked:
 
     def __init__(self) -> None:
         self.times = 0
-        self.reductions_after = False
 
     def results(self, batches: Sequence[Tensor], work: Work) -> list[Tensor]:  # noqa: ARG002  # what it is asked for
         self.times += 1
         return list(batches)
-
-
-class _After:
-    """The axis of a single process, which takes note of reductions after a question for work."""
-
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
-
-    def sum(self, value: Tensor) -> Tensor:
-        self._asked.reductions_after |= bool(self._asked.times)
-        return value
-
-    def max(self, value: Tensor) -> Tensor:
-        return self.sum(value)
-
-    def owned(self, tree: Any) -> Any:
-        return tree
 
 
 def _nobody() -> tuple[eb.Members, ...]:

@@ -1,8 +1,8 @@
-"""Two-phase reductions: the totals that a transform asks of its axis are found first, chunk by chunk, and it is stepped with them then.
+"""Two-phase reductions: the totals of a transform's requests are found first, chunk by chunk, and it is stepped with them then.
 
-A transform that reduces works element by element (or tensor by tensor) except for what it asks of ``ctx.axis``. In the first phase it is
-run on every chunk until it asks for a reduction whose total is not known yet: that is the *pending reduction*, and the value that it
-passes is the chunk's *partial result*. The partial results are reduced over all chunks and processes, and the transform is run again with
+A transform that reduces works element by element (or tensor by tensor) except for what it requests. In the first phase it is run on every
+chunk up to the first request whose total is not known yet: that is the *pending reduction*, and the chunk contributes its *partial
+result*. The partial results are reduced over all chunks and processes, and the transform is run again with
 the total, once more for each further reduction. In the second phase it is stepped with all totals. No tree of all parameters is made, and
 the first phase decodes only those slots which the pending reduction is computed from (:mod:`everybit_torch.asking`).
 """
@@ -10,7 +10,6 @@ the first phase decodes only those slots which the pending reduction is computed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -20,10 +19,9 @@ from torch import Tensor
 import everybit as eb
 from everybit.barriers import scratch_for, sum_of_squares
 from everybit.dtypes import torch_dtype
-from everybit.entries import WEIGHTS
 from everybit.optimizer import OptimizerState
-from everybit.replay import Kind, Pending, ReplayAxis
-from everybit_torch.asking import Reads, ask_unit, ask_without_elements, up_to_reductions
+from everybit.requests import Kind
+from everybit_torch.asking import WEIGHTS, Partial, Reads, ask_unit, ask_without_elements
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.host_counts import Due
 from everybit_torch.units import Unit
@@ -57,7 +55,7 @@ class Part(NamedTuple):
     counted: bool = True
     due: Due = ()
     fetch: Callable[[Tensor], Tensor] | None = None
-    find: Callable[..., Pending | None] | None = None
+    find: Callable[..., Partial | None] | None = None
 
 
 def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads, known: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -85,7 +83,7 @@ def _total_of_parts(
     Returns:
         What is asked for, its dtype, and the partial result of all parts, in float64.
     """
-    first: Pending | None = None
+    first: Partial | None = None
     running = torch.empty(0)
     for one in _all_partial_results(parts, totals, reads):
         if first is None:
@@ -101,7 +99,7 @@ def _total_of_parts(
     return None if first is None else (first.kind, first.value.dtype, running)
 
 
-def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads: Reads) -> Iterator[Pending]:
+def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads: Reads) -> Iterator[Partial]:
     """Yield the partial results for the first reduction whose total is still unknown; nothing if ``totals`` answer all.
 
     The first is that of a chunk without elements, which a process that has nothing to step contributes too. A transform that must see whole
@@ -120,19 +118,18 @@ def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads:
             yield from _partial_results(part, part.grad, totals, reads)
 
 
-def _partial_results(part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads) -> Iterator[Pending]:
+def _partial_results(part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads) -> Iterator[Partial]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
     optimizer, unit, _, counted, due, fetch, compiled = part
     if reads.promises(optimizer, unit).whole or (unit.tensor.ndim != 1 and compiled is None):
         chunks: Iterable[tuple[Any, Unit]] = [(cast(Any, ...), unit)]
         names, compiled = None, None  # code would be made for each shape
-        optimizer = replace(optimizer, transform=up_to_reductions(optimizer.transform))
     else:
         source = reads.of(optimizer, unit, totals, due)
         wide = torch_dtype(optimizer.formats([unit.tensor])[0].policy.compute)
         # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
         if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
-            yield Pending("sum", _squares(grad) if counted else grad[:0].double().sum())
+            yield Partial("sum", _squares(grad) if counted else grad[:0].double().sum())
             return
         pieces = unit.pieces(piece_size(unit.tensor.device), lambda x: x)
         chunks, names = pieces if unit.flat else [(cast(Any, ...), unit)], source.names
@@ -165,7 +162,7 @@ def _squares(grad: Gathered) -> Tensor:
     return sum_of_squares(grad, scratch_for([grad]))
 
 
-def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> Pending | None:
+def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> Partial | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
     optimizer, unit, _, _, due, _, _ = part
     if reads.promises(optimizer, unit).fixed:
@@ -173,5 +170,5 @@ def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> Pe
         if not source.pending:
             return None
         if source.gradient_norm:
-            return Pending("sum", torch.zeros((), dtype=torch.float64, device=unit.tensor.device))
-    return ask_without_elements(optimizer, unit, ReplayAxis(totals), due)
+            return Partial("sum", torch.zeros((), dtype=torch.float64, device=unit.tensor.device))
+    return ask_without_elements(optimizer, unit, totals, due)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import everybit as eb
 from everybit.context import ALONE
+from everybit.requests import then
 from everybit.transform import any_draws, any_per_tensor
 
 P = TypeVar("P")
@@ -52,5 +53,5 @@ class ReductionsOnly:
             return eb.tree.map(lambda x: x.reshape(-1)[:0], tree)
 
         none = nothing(params)
-        self.transform.update(nothing(updates), self.transform.init(none), none, ctx)
-        return updates, state
+        contribution = self.transform.update(nothing(updates), self.transform.init(none), none, ctx)
+        return then(contribution, lambda _: (updates, state))

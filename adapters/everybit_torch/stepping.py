@@ -13,8 +13,8 @@ import everybit as eb
 from everybit.blocks import FirstElement
 from everybit.joint_work import Answers
 from everybit.metrics import Metrics, measure
-from everybit.optimizer import OptimizerState
-from everybit.replay import ReplayAxis
+from everybit.optimizer import OptimizerState, StepTrace
+from everybit.requests import advance, require_done
 from everybit_torch.gradients import Gathered
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
@@ -97,8 +97,10 @@ def step_in_place(
     ctx = eb.Context(first_element=first, members=members, due=due)
     if answers:
         ctx, totals = replace(ctx, joint=Answers(totals[-answers:])), totals[:-answers]
-    axis = ReplayAxis(totals, first=first)
-    trace = optimizer.step_traced(tensors, grads, state, replace(ctx, axis=axis) if totals else ctx)
+    if totals:
+        ctx = replace(ctx, pending=True)
+    result = advance(optimizer.step_traced(tensors, grads, state, ctx), totals)
+    trace: StepTrace = require_done(result, optimizer.transform)
     # What is measured of the parts is added up afterwards.
     measured = measure(optimizer, trace, ctx) if metrics else None
     write((tensors, state), (trace.params, trace.state))

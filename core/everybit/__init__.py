@@ -11,7 +11,6 @@ stored.
 from everybit import policies, tree
 from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
-from everybit.axis import Axis, Local
 from everybit.barriers import sqrt
 from everybit.combinators.accumulate import accumulate
 from everybit.combinators.cautious import cautious
@@ -89,6 +88,7 @@ from everybit.policy_names import PolicyName
 from everybit.preconditioned_aliases import apollo, dion, galore, kron, shampoo, soap
 from everybit.projections import Projection
 from everybit.random_bits import Key
+from everybit.requests import Axis, Local, Max, Pending, Request, Sum, SumOfSquares, fulfil, then
 from everybit.routing import routing
 from everybit.scalars import Hyperparameter, Schedule, at, bias_correction, require_step
 from everybit.schedules import (
@@ -164,19 +164,20 @@ from everybit.wide_parameters import keep_wide
 
 __all__ = [
     "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
-    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "Members", "Metrics", "NamedOptimizer", "Nearest",
-    "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Policy", "PolicyName", "Projection", "Schedule", "Slot",
-    "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Transform", "WholeTensors", "accumulate", "adabelief", "adadelta",
-    "adafactor", "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay",
-    "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients", "apollo", "apply_if_finite", "apply_updates", "asgd",
-    "at", "average_weights", "averaged_descent", "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came",
-    "cautious", "centralize", "chain", "clip", "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score",
-    "conditionally", "constant_schedule", "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam",
-    "dion", "ema_nesterov", "equalize", "exponential_decay_schedule", "flattened", "freezable", "freeze", "galore", "heads", "identity",
-    "inject_hyperparameters", "inverse_sqrt_schedule", "join_schedules", "keep_wide", "kron", "label_table", "lamb", "laprop", "lars",
-    "layerwise_decay", "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "low_rank", "mars", "masked",
-    "matrix", "mean_weights", "muon", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "normuon", "not_norm_or_bias",
-    "novograd", "one_cycle_schedule", "optimizers", "orthogonalize", "outer_gradient", "partition", "piecewise_constant_schedule",
+    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "Max", "Members", "Metrics", "NamedOptimizer",
+    "Nearest", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Pending", "Policy", "PolicyName", "Projection",
+    "Request", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Sum", "SumOfSquares", "Transform",
+    "WholeTensors", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw",
+    "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients",
+    "apollo", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "batched", "begin_after",
+    "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip", "clip_by_global_norm",
+    "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule", "cosine_decay_schedule",
+    "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "dion", "ema_nesterov", "equalize",
+    "exponential_decay_schedule", "flattened", "freezable", "freeze", "fulfil", "galore", "heads", "identity", "inject_hyperparameters",
+    "inverse_sqrt_schedule", "join_schedules", "keep_wide", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
+    "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "low_rank", "mars", "masked", "matrix",
+    "mean_weights", "muon", "mup_scales", "nadam", "named_chain", "normalize_by_global_norm", "normuon", "not_norm_or_bias", "novograd",
+    "one_cycle_schedule", "optimizers", "orthogonalize", "outer_gradient", "partition", "piecewise_constant_schedule",
     "piecewise_interpolate_schedule", "policies", "polynomial_schedule", "power_average_weights", "power_cooldown_schedule", "prodigy",
     "proximal_decay", "radam", "reduce_variance", "relative_step_schedule", "require_step", "rmsprop", "routing", "row_blocks", "rprop",
     "running_mean", "sam_point", "scale", "scale_by_adadelta", "scale_by_adagrad", "scale_by_adam", "scale_by_adam_atan2",
@@ -187,6 +188,7 @@ __all__ = [
     "scale_by_stable_adam", "scale_by_torch_adafactor", "scale_by_trust_ratio", "scale_by_yogi", "schedule_free", "schedule_free_adamw",
     "schedule_free_radam", "schedule_free_sgd", "set_to_zero", "sgd", "sgdr_schedule", "shampoo", "signum", "skip_large_updates", "sm3",
     "soap", "sqrt", "stable_adamw", "state", "state_dict", "subtract_decay_of_moved", "subtract_decayed_weights", "subtract_relative_decay",
-    "tiger", "torch_adafactor", "torch_muon", "trace", "tree", "unfreeze", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
-    "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy", "yogi", "zero_nans",
+    "then", "tiger", "torch_adafactor", "torch_muon", "trace", "tree", "unfreeze", "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
+    "yogi", "zero_nans",
 ]  # fmt: skip

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
 from everybit import tree
-from everybit.axis import Axis, Local
-from everybit.blocks import FirstElement
+from everybit.blocks import FirstElement, without_gaps
 from everybit.joint_work import AtOnce, JointWork
 from everybit.per_tensor import Members, PerTensor
 from everybit.random_bits import Key, Numbering, stream
+from everybit.requests import Pending, Request, then
 from everybit.scalars import require_count, require_step
 
 P = TypeVar("P")
 T = TypeVar("T")
+A = TypeVar("A")
 
 ONCE = 1 << 62
 """A period that only the first update begins."""
@@ -28,7 +29,6 @@ class Context:
     """The inputs of a step beyond gradients, state and parameters.
 
     Attributes:
-        axis: Reductions over all parameters and shards of this step.
         value: The loss, 0-d, for transforms that use it.
         step: Number of this update, 1 at the first; int64, 0-d. Filled in by what counts steps: ``chain``, ``accumulate``,
             ``apply_if_finite``, the optimizer.
@@ -44,10 +44,13 @@ class Context:
         numbering: The indices of each leaf's elements, for random draws. Filled in by the optimizer; None: through all leaves, in order.
         path: Position of the transform in the chains around it, by which equal transforms draw different bits.
         joint: Does work for several matrices at once, for transforms that offer it.
+        entered: Called with each transform that is entered and its state, for drivers that want to know what a request is computed from.
+        requests_only: Whether the caller wants the requests alone, so that transforms after the last that makes some may be left out.
+        pending: Whether other elements share the step, so that requests are returned as :class:`everybit.Pending` to a driver.
+        contributes: Whether this process contributes its elements to reductions; False for a copy of what another one contributes.
         undeclared: Promises that the transform has not made, ``"per_tensor"`` or ``"draws"``; to use what they are for is an error.
     """
 
-    axis: Axis = Local
     value: Tensor | None = None
     step: Tensor | None = None
     first_element: FirstElement = 0
@@ -58,6 +61,10 @@ class Context:
     numbering: tuple[Numbering, ...] | None = None
     path: tuple[int, ...] = ()
     joint: JointWork = AtOnce
+    entered: Callable[[Any, Any], None] | None = None
+    requests_only: bool = False
+    pending: bool = False
+    contributes: bool = True
     undeclared: tuple[str, ...] = ()
 
     @property
@@ -69,7 +76,48 @@ class Context:
         """
         if "per_tensor" in self.undeclared:
             raise TypeError(_undeclared("per_tensor", "per_tensor"))
-        return PerTensor(self.axis, self.members)
+        return PerTensor(self.members)
+
+    @property
+    def axis(self) -> NoReturn:
+        """Former versions reduced over it.
+
+        Raises:
+            AttributeError: Always; the message has the lines that replace it.
+        """
+        raise AttributeError(
+            "ctx.axis is gone. In the place of total = ctx.axis.sum(x) and what comes after it, write def after(total): ... and"
+            " return ctx.request(eb.Sum(x), after); likewise eb.Max(x), and eb.SumOfSquares(tree) for norms. ctx.axis.owned(tree) is"
+            " ctx.owned(tree)."
+        )
+
+    def request(self, request: Request[A], resume: Callable[[A], T]) -> T:
+        """Return ``resume(answer)``, with the answer to a request over all elements that share the step.
+
+        A driver that steps pieces or shards gets :class:`everybit.Pending` in the place of the result.
+
+        Args:
+            request: :class:`everybit.Sum`, :class:`everybit.Max`, :class:`everybit.SumOfSquares`, or what a method of
+                :attr:`per_tensor` returns.
+            resume: The rest of the update. All processes make the same requests, in the same order.
+
+        Examples:
+            >>> import torch, everybit as eb
+            >>> def normalized(updates, ctx):
+            ...     return ctx.request(eb.SumOfSquares(updates), lambda square: eb.tree.map(lambda u: u / square.sqrt(), updates))
+            >>> normalized(torch.tensor([3.0, 4.0]), eb.Context())
+            tensor([0.6000, 0.8000])
+        """
+        if not self.pending or request.is_met():
+            return resume(request.here())
+        waiting: Any = Pending(request, self.owned, lambda total: resume(request.answer(total)))
+        return waiting  # type: ignore[no-any-return]
+
+    def owned(self, values: P) -> P:
+        """Return a tree with zeros in the place of elements that another process contributes, and of padding."""
+        if not self.pending:
+            return values
+        return without_gaps(self.first_element, values) if self.contributes else tree.zeros_like(values)
 
     def at(self, step: Tensor) -> Context:
         """Return this context with ``step`` filled in; for those that count every step."""
@@ -145,7 +193,13 @@ class Context:
         if period == 1:
             return work()
         updates = require_step(self.step if self.updates is None else self.updates, "ctx.every")
-        return tree.where((updates - 1) % period == 0, work(), otherwise())
+        is_due = (updates - 1) % period == 0
+
+        def chosen(done: T) -> T:
+            found: T = then(otherwise(), lambda kept: tree.where(is_due, done, kept))
+            return found
+
+        return then(work(), chosen)
 
 
 ALONE = Context()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,19 +14,33 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.context import Context
+from everybit.requests import then
 from everybit.transform import Transform
 
 P = TypeVar("P")
 S = TypeVar("S")
+R = TypeVar("R")
 
 
-def updated(transform: Transform[S], updates: P, state: S, params: P, ctx: Context) -> tuple[P, S]:
-    """``transform.update(updates, state, params, ctx)``, for those who call another's transform.
+def enter(transform: Transform[S], updates: P, state: S, params: P, ctx: Context, after: Callable[[P, S], R]) -> R:
+    """Call ``transform.update``, and go on with ``after(updates, state)``, now or when its requests are met.
+
+    Combinators and optimizers call every transform by this function.
 
     Raises:
-        TypeError: What it returned is not a pair of updates and a state of the same class.
+        TypeError: The update returned something else than a pair of updates and a state of the same class.
     """
-    returned: Any = transform.update(updates, state, params, ctx)
+
+    def checked(returned: Any) -> R:
+        _require_pair(transform, returned, state)
+        return after(*returned)
+
+    if ctx.entered is not None:
+        ctx.entered(transform, state)
+    return then(transform.update(updates, state, params, ctx), checked)
+
+
+def _require_pair(transform: Transform[S], returned: Any, state: S) -> None:
     if type(returned) is not tuple or len(returned) != 2:
         raise TypeError(
             f"{_name(transform)}.update returned a {type(returned).__name__}; accepted is a pair: return updates, state."
@@ -36,7 +50,6 @@ def updated(transform: Transform[S], updates: P, state: S, params: P, ctx: Conte
             f"{_name(transform)}.update returned a {type(returned[1]).__name__} as its state; accepted is what init returned, a"
             f" {type(state).__name__}: return updates, {type(state).__name__}(...)."
         )
-    return returned
 
 
 def require_state(transform: Transform[Any], state: object, params: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.axis import Local
 from everybit.blocks import without_gaps
 from everybit.context import Context
 from everybit.optimizer import Optimizer, OptimizerState, StepTrace
+from everybit.requests import Sum, then
 from everybit.transform import Cut
 
 P = TypeVar("P")
@@ -135,9 +136,16 @@ class Measured(Generic[S]):
         self, params: P, grads: P, state: MeasuredState[S], ctx: Context | None = None
     ) -> tuple[P, MeasuredState[S]]:
         """Step as the optimizer does, bit for bit; ``state.metrics`` has the metrics of this step."""
-        trace = self.optimizer.step_traced(params, grads, state.optimizer, ctx)
-        metrics = measure(self.optimizer, trace, ctx)
-        return trace.params, MeasuredState(trace.state, metrics)
+        ctx = ctx or Context()
+
+        def measured(trace: StepTrace) -> tuple[P, MeasuredState[S]]:
+            here = measure(self.optimizer, trace, ctx)
+            return ctx.request(
+                Sum(torch.stack(dataclasses.astuple(here))),
+                lambda sums: (trace.params, MeasuredState(trace.state, Metrics(*sums.unbind()))),
+            )
+
+        return then(self.optimizer.step_traced(params, grads, state.optimizer, ctx), measured)
 
     def export_fp32(self, params: P, state: MeasuredState[S]) -> P:
         """Return the weights in float32, as the optimizer's ``export_fp32`` does."""
@@ -169,11 +177,13 @@ def with_metrics(optimizer: Optimizer[S]) -> Measured[S]:
 
 
 def measure(optimizer: Optimizer[Any], trace: StepTrace, ctx: Context | None = None) -> Metrics:
-    """The metrics of a step, summed over ``ctx.axis``."""
-    axis, first = (Local, 0) if ctx is None else (ctx.axis, ctx.first_element)
+    """The metrics of the elements of a step that ``ctx`` says are this process's."""
+    ctx = ctx or Context()
     reached = tree.leaves(optimizer.export_fp32(trace.params, trace.state))
     total = Metrics.zero(trace.state.step.device)
-    counted = (axis.owned(without_gaps(first, values)) for values in (trace.before, trace.updates, trace.grads))
+    counted = (
+        ctx.owned(without_gaps(ctx.first_element, values)) for values in (trace.before, trace.updates, trace.grads)
+    )
     before, updates, grads = counted
     for x, y, u, g in zip(tree.leaves(before), reached, tree.leaves(updates), tree.leaves(grads), strict=True):
         moving = u != 0
@@ -184,6 +194,4 @@ def measure(optimizer: Optimizer[Any], trace: StepTrace, ctx: Context | None = N
             u.double().square().sum(),
             g.double().square().sum(),
         )
-    return Metrics(
-        *(axis.sum(value) for value in (total.lost, total.moved, total.effective, total.intended, total.gradient))
-    )
+    return total

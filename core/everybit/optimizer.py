@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -16,11 +16,12 @@ from everybit.checks import problems, undeclared
 from everybit.codec import Codec, widened, widened_param, zeros
 from everybit.combinators.chain import zero_step
 from everybit.context import Context
-from everybit.contracts import Unwritten, require_cut, require_state, separated, updated
+from everybit.contracts import Unwritten, enter, require_cut, require_state, separated
 from everybit.dtypes import torch_dtype
 from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, draws_bits, policies_of, resolve_tree
 from everybit.policy_names import PolicyOrName, with_name_resolved
 from everybit.random_bits import require_seed
+from everybit.requests import Pending, advance, then
 from everybit.transform import (
     Cut,
     Transform,
@@ -97,7 +98,7 @@ class Optimizer(Generic[S]):
 
     @property
     def reduces(self) -> bool:
-        """Whether a step asks ``ctx.axis`` for anything."""
+        """Whether a step makes requests."""
         return self.transform.reduces
 
     @property
@@ -195,14 +196,14 @@ class Optimizer(Generic[S]):
             ctx: What else is known; see :class:`~everybit.Context`.
 
         Returns:
-            New parameters, of the same dtypes, and new state. Nothing that was passed in is changed.
+            New parameters, of the same dtypes, and new state. Nothing that was passed in is changed. Under ``Context(pending=True)`` a
+            step with requests returns :class:`everybit.Pending`; :func:`everybit.fulfil` makes it this pair.
 
         Raises:
             TypeError: A gradient that is complex, sparse or no floating-point tensor.
             ValueError: Structures, shapes or formats that do not fit; the message names the path.
         """
-        trace = self.step_traced(params, grads, state, ctx)
-        return trace.params, trace.state
+        return then(self.step_traced(params, grads, state, ctx), lambda trace: (trace.params, trace.state))
 
     def step_traced(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> StepTrace:
         """Compute a step as :meth:`step` does, and return its intermediate results too."""
@@ -216,16 +217,19 @@ class Optimizer(Generic[S]):
         inner = codec.decode_state(state.inner)
 
         unwritten = Unwritten(grads=wide_grads, state=inner, params=before)
-        updates, inner = updated(self.transform, wide_grads, inner, before, self._inside(ctx, codec))
-        unwritten.require(self.transform)
-        moves = tree.leaves(updates)
-        if len(moves) != len(values) or any(u.shape != x.shape for u, x in zip(moves, values, strict=True)):
-            tree.require_same_structure(updates, params, name="updates", reference_name="params")
 
-        after = [x + u for x, u in zip(values, moves, strict=True)]
-        parts = codec.encode_params(after)
-        new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), codec.encode_state(inner))
-        return StepTrace(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
+        def applied(updates: Any, inner: S) -> StepTrace:
+            unwritten.require(self.transform)
+            moves = tree.leaves(updates)
+            if len(moves) != len(values) or any(u.shape != x.shape for u, x in zip(moves, values, strict=True)):
+                tree.require_same_structure(updates, params, name="updates", reference_name="params")
+
+            after = [x + u for x, u in zip(values, moves, strict=True)]
+            parts = codec.encode_params(after)
+            new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), codec.encode_state(inner))
+            return StepTrace(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
+
+        return enter(self.transform, wide_grads, inner, before, self._inside(ctx, codec), applied)
 
     def _inside(self, ctx: Context | None, codec: Codec) -> Context:
         """The context of a step for the transform."""
@@ -244,17 +248,19 @@ class Optimizer(Generic[S]):
         state: OptimizerState[S],
         ctx: Context,
         *,
+        totals: Sequence[Tensor] = (),
         reads: Collection[str] | None = None,
-    ) -> None:
-        """Run a step's update for what it asks of ``ctx.axis``; what it computes is dropped, and nothing is stored.
+    ) -> Pending | None:
+        """Run a step's update up to its first request that ``totals`` do not answer, and return that; None if there is none.
 
         Args:
             params: As for :meth:`step`.
             grads: As for :meth:`step`.
             state: As for :meth:`step`.
-            ctx: With an axis that takes note of what it is asked.
-            reads: From which slots, and whether from the weights (``"params"``), the answers are computed: what is not named is not
-                decoded, and zeros stand for it. None: from all.
+            ctx: With ``pending=True``.
+            totals: Of the first requests, in order.
+            reads: The slots, and ``"params"`` for the weights, from which the request is computed. Others are not decoded, and zeros
+                stand for them. None: all.
         """
         formats = self.formats(params)
         step = state.step + 1
@@ -264,9 +270,10 @@ class Optimizer(Generic[S]):
         else:
             values = [zeros(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
         inner = codec.decode_state(state.inner, reads)
-        self.transform.update(
-            widened(grads, params, formats), inner, tree.replace(params, values), self._inside(ctx, codec)
-        )
+        weights = tree.replace(params, values)
+        found: Any = self.transform.update(widened(grads, params, formats), inner, weights, self._inside(ctx, codec))
+        found = advance(found, totals)
+        return found if isinstance(found, Pending) else None
 
     def export_fp32(self, params: P, state: OptimizerState[S]) -> P:
         """Return the weights with all the precision that parameters and state hold together, in the compute dtype (float32).

@@ -10,19 +10,20 @@ and the last of them only some: :class:`Members` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from everybit import barriers, tree
-from everybit.axis import Axis
+from everybit.requests import Owned, Request, stacked
 
 P = TypeVar("P")
+A = TypeVar("A")
 
 SHORT = 1 << 11
 """Mean number of elements of a leaf's parameters, below which a CPU works on all of them by one operation."""
@@ -49,50 +50,97 @@ class Members:
         return Members(self.numbers, self.edges.clamp(start, stop) - start, self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class PerTensor:
-    """Reductions over each whole parameter, for transforms: ``ctx.per_tensor``.
-
-    Sums are taken in float64, so that those of pieces add up to that of the whole but for a float64's last bits. All processes that share
-    the step have to ask for the same, in the same order, as for reductions over everything.
+@dataclass(frozen=True)
+class Numbers(Request[A]):
+    """Sums over the elements of each parameter; made by the methods of :class:`PerTensor`.
 
     Attributes:
-        axis: Over which the pieces of a parameter are summed.
-        members: Of each leaf, in order; None: every leaf is one whole parameter, and nothing is asked of the axis.
+        trees: Trees of the parameters' structure and shapes, which are reduced together.
+        of: Sums a tensor, or the squares of one.
+        members: Of each leaf; None: every leaf is one whole parameter.
+        finish: From the sums of each tree, as numbers, to the answer.
     """
 
-    axis: Axis
+    trees: tuple[Any, ...]
+    of: Callable[[Tensor], Tensor]
+    members: tuple[Members, ...] | None
+    finish: Callable[..., A]
+
+    def here(self) -> A:
+        """Return the numbers of leaves that are whole parameters, or of elements that are all there are."""
+        if self.members is None:
+            return self.finish(*(tree.map(lambda x: self.of(x).reshape(1), values) for values in self.trees))
+        return self.answer(self.partial(lambda values: values))
+
+    def is_met(self) -> bool:
+        """Whether every leaf is one whole parameter."""
+        return self.members is None
+
+    def partial(self, owned: Owned) -> Tensor:
+        """Return the sums here for every parameter that shares the step: float64, 1-d; 2-d for several trees."""
+        return stacked([self._of_all(owned(values)) for values in self.trees])
+
+    def answer(self, total: Tensor) -> A:
+        """Return the numbers of the parameters that have elements here."""
+        each = [total] if total.ndim == 1 else total.unbind()
+        return self.finish(
+            *(_map(self.members, partial(_at, one), values) for values, one in zip(self.trees, each, strict=True))
+        )
+
+    def _of_all(self, values: Any) -> Tensor:
+        members = _of_leaves(self.members, values)
+        return _added([_partial(x, one, self.of) for x, one in zip(tree.leaves(values), members, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class PerTensor:
+    """Requests for numbers of each whole parameter, for transforms: ``ctx.per_tensor``.
+
+    Sums are taken in float64, so that those of pieces add up to that of the whole but for a float64's last bits. All processes that share
+    the step make the same requests, in the same order.
+
+    Attributes:
+        members: Of each leaf, in order; None: every leaf is one whole parameter, and requests are met at once.
+    """
+
     members: tuple[Members, ...] | None
 
-    def sum(self, values: P) -> P:
+    def sum(self, values: P) -> Request[P]:
         """The sum of each parameter's elements, as numbers."""
-        return self._sum(values, _sum)
+        return self._numbers((values,), _sum, _same)
 
-    def sum_of_squares(self, values: P) -> P:
+    def sum_of_squares(self, values: P) -> Request[P]:
         """The sum of the squares of each parameter's elements, as numbers."""
-        return self._sum(values, barriers.sum_of_squares)
+        return self._numbers((values,), barriers.sum_of_squares, _same)
 
-    def norm(self, values: P) -> P:
+    def norm(self, values: P) -> Request[P]:
         """The Euclidean norm of each parameter's elements, as numbers."""
-        return tree.map(barriers.sqrt, self.sum_of_squares(values))
+        return self._numbers((values,), barriers.sum_of_squares, _roots)
 
-    def norms(self, *trees: P) -> tuple[P, ...]:
+    def norms(self, *trees: P) -> Request[tuple[P, ...]]:
         """:meth:`norm` of each of several trees of the same structure, found by one reduction of all of them."""
-        return tuple(tree.map(barriers.sqrt, one) for one in self._sums(trees, barriers.sum_of_squares))
+        return self._numbers(trees, barriers.sum_of_squares, lambda *sums: tuple(map(_roots, sums)))
+
+    def mean(self, values: P) -> Request[P]:
+        """The mean of each parameter's elements, as numbers; 0 of a parameter without elements."""
+        return self._numbers((values,), _sum, lambda sums: tree.map(_divided, sums, self.size(values)))
+
+    def mean_of_squares(self, values: P) -> Request[P]:
+        """The mean of the squares of each parameter's elements, as numbers; 0 of a parameter without elements."""
+        return self._numbers(
+            (values,), barriers.sum_of_squares, lambda squares: tree.map(_divided, squares, self.size(values))
+        )
+
+    def _numbers(self, trees: tuple[Any, ...], of: Callable[[Tensor], Tensor], finish: Callable[..., A]) -> Numbers[A]:
+        for values in trees if self.members is not None else ():
+            _of_leaves(self.members, values)
+        return Numbers(trees, of, self.members, finish)
 
     def size(self, values: P) -> P:
         """The number of elements of each parameter, as numbers; of the whole of it, wherever the rest is."""
         if self.members is None:
             return tree.map(lambda x: torch.full((1,), x.numel(), dtype=torch.float64, device=x.device), values)
-        return self._map(lambda _, members: members.sizes[members.numbers], values)
-
-    def mean(self, values: P) -> P:
-        """The mean of each parameter's elements, as numbers; 0 of a parameter without elements."""
-        return tree.map(_divided, self.sum(values), self.size(values))
-
-    def mean_of_squares(self, values: P) -> P:
-        """The mean of the squares of each parameter's elements, as numbers; 0 of a parameter without elements."""
-        return tree.map(_divided, self.sum_of_squares(values), self.size(values))
+        return _map(self.members, lambda _, members: members.sizes[members.numbers], values)
 
     def expand(self, numbers: P, like: P) -> P:
         """Give each element its parameter's number, in the dtype of ``like``.
@@ -109,44 +157,32 @@ class PerTensor:
         """
         if self.members is None:
             return tree.map(_broadcast, numbers, like)
-        return self._map(_expanded, like, numbers)
+        return _map(self.members, _expanded, like, numbers)
 
-    def _sum(self, values: P, of: Callable[[Tensor], Tensor]) -> P:
-        (found,) = self._sums((values,), of)
-        return found
 
-    def _sums(self, trees: Sequence[P], of: Callable[[Tensor], Tensor]) -> tuple[P, ...]:
-        if self.members is None:
-            return tuple(tree.map(lambda x: of(x).reshape(1), values) for values in trees)
-        known = getattr(self.axis, "known", None)
-        totals = None if known is None else known()
-        if totals is None:
-            found = [self._of_all(self.axis.owned(values), of) for values in trees]
-            totals = self.axis.sum(found[0] if len(found) == 1 else torch.stack(found))
-        each = [totals] if totals.ndim == 1 else totals.unbind()
-        return tuple(self._map(partial(_at, total), values) for values, total in zip(trees, each, strict=True))
+def _map(members: tuple[Members, ...] | None, function: Callable[..., Tensor], values: P, *others: P) -> P:
+    """Apply a function to the leaves of trees, with the members of each as its second argument."""
+    leaves = [tree.leaves(one) for one in (values, *others)]
+    found = [function(x, *rest) for x, *rest in zip(leaves[0], _of_leaves(members, values), *leaves[1:], strict=True)]
+    return tree.replace(values, found)
 
-    def _of_all(self, values: P, of: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum here for every parameter that shares the step: float64, 1-d."""
-        return _added(
-            [_partial(x, one, of) for x, one in zip(tree.leaves(values), self._of_leaves(values), strict=True)]
+
+def _of_leaves(members: tuple[Members, ...] | None, values: object) -> tuple[Members, ...]:
+    assert members is not None
+    if len(tree.leaves(values)) != len(members):
+        raise ValueError(
+            f"ctx.per_tensor: got {len(tree.leaves(values))} tensors; accepted is a tree of the {len(members)} parameters'"
+            " structure. A combinator that leaves some out passes ctx.of(chosen) on."
         )
+    return members
 
-    def _map(self, function: Callable[..., Tensor], values: P, *others: P) -> P:
-        leaves = [tree.leaves(one) for one in (values, *others)]
-        members = self._of_leaves(values)
-        return tree.replace(
-            values, [function(x, *rest) for x, *rest in zip(leaves[0], members, *leaves[1:], strict=True)]
-        )
 
-    def _of_leaves(self, values: object) -> tuple[Members, ...]:
-        assert self.members is not None
-        if len(tree.leaves(values)) != len(self.members):
-            raise ValueError(
-                f"ctx.per_tensor: got {len(tree.leaves(values))} tensors; accepted is a tree of the {len(self.members)} parameters'"
-                " structure. A combinator that leaves some out passes ctx.of(chosen) on."
-            )
-        return self.members
+def _same(sums: P) -> P:
+    return sums
+
+
+def _roots(squares: P) -> P:
+    return tree.map(barriers.sqrt, squares)
 
 
 def _partial(x: Tensor, members: Members, of: Callable[[Tensor], Tensor]) -> Tensor:

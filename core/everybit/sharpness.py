@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from everybit import barriers, tree
-from everybit.axis import Axis, Local
+from everybit.requests import Axis, Local
 from everybit.scalars import Scalar, require
 
 P = TypeVar("P")
@@ -55,7 +55,7 @@ def sam_point(
     grads = tree.map(_wide, tree.ordered_as(params, grads))
     weights = tree.map(_wide, params)
     scaled = tree.elementwise(lambda g, w: g * w.abs(), grads, weights) if adaptive else grads
-    norm = barriers.sqrt(axis.sum(tree.sum_of_squares(axis.owned(scaled))))
+    norm = barriers.sqrt(axis.sum(tree.sum_of_squares(scaled)))
     share = radius / (norm + eps)
 
     def moved(w: Tensor, g: Tensor, p: Tensor) -> Tensor:

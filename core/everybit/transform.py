@@ -30,8 +30,7 @@ class Transform(Protocol[S]):
 
     Two declarations say how an engine may run it. ``cut``: ``"element"`` if parameters may be cut into any flat slices, because the
     update of an element depends only on that element and on reduced totals; ``"tensor"`` if it needs whole tensors with their shapes.
-    ``reduces``: whether ``update`` asks ``ctx.axis`` for sums or maxima over all parameters of the step, or ``ctx.per_tensor`` for those
-    over each parameter.
+    ``reduces``: whether ``update`` makes requests (``ctx.request``): sums or maxima over all parameters of the step, or over each of them.
 
     A transform may have more: ``per_tensor``, True if ``update`` asks ``ctx.per_tensor`` (it has to say that it reduces, too);
     ``draws``, True if ``update`` asks ``ctx.keys`` for random bits; ``decays()``, see :class:`SlotDecay`;
@@ -47,7 +46,7 @@ class Transform(Protocol[S]):
 
     @property
     def reduces(self) -> bool:
-        """Whether ``update`` asks ``ctx.axis`` or ``ctx.per_tensor`` for anything."""
+        """Whether ``update`` makes requests."""
         ...
 
     def init(self, params: P) -> S:

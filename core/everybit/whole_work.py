@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from everybit import tree
-from everybit.axis import Local
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.joint_work import AtOnce
+from everybit.requests import Pending
 from everybit.stored_rows import StoredRows, WorkState
 from everybit.transform import Elementwise, SlotDecay, Transform, any_draws, decays, eval_params, periods
 from everybit.transforms.stateless import Empty
@@ -114,13 +114,14 @@ class WholeWork:
         """
         weights = torch.empty_like(update, device="meta") if weights is None else weights
         # Of a whole parameter nothing is asked of others, whatever its transforms promise.
-        ctx = replace(ctx, axis=Local, joint=AtOnce, members=None, undeclared=())
+        ctx = replace(ctx, pending=False, joint=AtOnce, members=None, undeclared=())
         (*before, last) = ctx.path or (None,)
         updates, states = [update], list(state.states)
         for part, place in zip(self.parts, self.places, strict=True):
             inside = ctx if last is None else replace(ctx, path=(*before, last + place))
             is_all = self._is_all(place)
-            updates, held = updated(part, updates, states[place] if is_all else part.init(updates), [weights], inside)
+            before_part = states[place] if is_all else part.init(updates)
+            updates, held = enter(part, updates, before_part, [weights], inside, lambda *pair: pair)
             if is_all:
                 states[place] = held
         return updates[0], WorkState(tuple(states))
@@ -250,28 +251,10 @@ def why_not_elsewhere(transform: Transform[Any], shape: Sequence[int]) -> str | 
 
 def _asks_the_axis(transform: Transform[Any], like: list[Tensor]) -> bool:
     """Whether a transform that reduces does so over several parameters, and not only over each, which is here as a whole."""
-    axis = _Noting()
     step = torch.ones((), dtype=torch.int64, device="meta")
     due = tuple((period, True) for period in periods(transform))
-    transform.update(like, transform.init(like), like, Context(axis=axis, step=step, updates=step, due=due))
-    return axis.was_asked
-
-
-class _Noting:
-    """The axis of a single process, which notes whether it is asked."""
-
-    def __init__(self) -> None:
-        self.was_asked = False
-
-    def sum(self, value: Tensor) -> Tensor:
-        self.was_asked = True
-        return value
-
-    def max(self, value: Tensor) -> Tensor:
-        return self.sum(value)
-
-    def owned(self, tree: Any) -> Any:
-        return tree
+    ctx = Context(pending=True, step=step, updates=step, due=due)
+    return isinstance(transform.update(like, transform.init(like), like, ctx), Pending)
 
 
 def slots_in(state: Any) -> list[Any]:

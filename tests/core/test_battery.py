@@ -335,9 +335,12 @@ class NeedsWholeTensorsAndReduces(Liar):
     reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        norm = 1 + ctx.axis.sum(eb.tree.sum_of_squares(ctx.axis.owned(updates))).sqrt()
-        own = eb.tree.elementwise(lambda u: u / (norm * (1 + u.abs().sum())), updates)
-        return super().update(own, state, params)
+        def scaled(square: Tensor) -> tuple[P, Any]:
+            norm = 1 + square.sqrt()
+            own = eb.tree.elementwise(lambda u: u / (norm * (1 + u.abs().sum())), updates)
+            return Liar.update(self, own, state, params)
+
+        return ctx.request(eb.SumOfSquares(updates), scaled)
 
 
 class LooksAtItsShardOnly(Liar):
@@ -356,8 +359,11 @@ class CountsCopiesTwice(Liar):
     reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        norm = 1 + ctx.axis.sum(eb.tree.sum_of_squares(updates)).sqrt()
-        return super().update(eb.tree.elementwise(lambda u: u / norm, updates), state, params)
+        def scaled(square: Tensor) -> tuple[P, Any]:
+            norm = 1 + square.sqrt()
+            return Liar.update(self, eb.tree.elementwise(lambda u: u / norm, updates), state, params)
+
+        return ctx.request(eb.Sum(eb.tree.sum_of_squares(updates)), scaled)
 
 
 class AsksOnlyIfItHasSomething(Liar):
@@ -375,8 +381,14 @@ class AsksForEachTensorItHas(Liar):
     reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        norms = [ctx.axis.sum(u.square().sum()) for u in eb.tree.leaves(updates) if u.numel() > 3]
-        return super().update(eb.tree.map(lambda u: u / (1 + len(norms)), updates), state, params)
+        large = [u for u in eb.tree.leaves(updates) if u.numel() > 3]
+
+        def request(number: int) -> tuple[P, Any]:
+            if number == len(large):
+                return Liar.update(self, eb.tree.map(lambda u: u / (1 + number), updates), state, params)
+            return ctx.request(eb.Sum(large[number].square().sum()), lambda _: request(number + 1))
+
+        return request(0)
 
 
 @eb.state
@@ -403,15 +415,24 @@ class ReducesThreeTimes(Liar):
     reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        owned = ctx.axis.owned(updates)
-        norm = 1 + ctx.axis.sum(eb.tree.sum_of_squares(owned)).sqrt()
-        scaled = eb.tree.elementwise(lambda u: u / norm, updates)
-        signed = [u.sum() for u in eb.tree.leaves(ctx.axis.owned(scaled))]
-        mean = ctx.axis.sum(torch.stack(signed).sum())
-        flat = torch.cat([torch.zeros(1), *(u.reshape(-1) for u in eb.tree.leaves(owned))])
-        ends = ctx.axis.max(torch.stack([flat.max(), (-flat).max()]))
-        factor = 1 + mean.abs() + ends.sum()
-        return super().update(eb.tree.elementwise(lambda u: u / factor, scaled), state, params)
+        owned = ctx.owned(updates)
+
+        def by_norm(square: Tensor) -> tuple[P, Any]:
+            norm = 1 + square.sqrt()
+            scaled = eb.tree.elementwise(lambda u: u / norm, updates)
+
+            def by_mean(mean: Tensor) -> tuple[P, Any]:
+                def by_ends(ends: Tensor) -> tuple[P, Any]:
+                    factor = 1 + mean.abs() + ends.sum()
+                    return Liar.update(self, eb.tree.elementwise(lambda u: u / factor, scaled), state, params)
+
+                flat = torch.cat([torch.zeros(1), *(u.reshape(-1) for u in eb.tree.leaves(owned))])
+                return ctx.request(eb.Max(torch.stack([flat.max(), (-flat).max()])), by_ends)
+
+            signed = [u.sum() for u in eb.tree.leaves(ctx.owned(scaled))]
+            return ctx.request(eb.Sum(torch.stack(signed).sum()), by_mean)
+
+        return ctx.request(eb.SumOfSquares(updates), by_norm)
 
 
 class ReducesLeafByLeaf(Liar):
@@ -420,9 +441,12 @@ class ReducesLeafByLeaf(Liar):
     reduces = True
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        owned = eb.tree.leaves(ctx.axis.owned(updates))
-        largest = ctx.axis.max(torch.stack([u.abs().max() if u.numel() else u.sum() for u in owned])).max()
-        return super().update(eb.tree.elementwise(lambda u: u / (1 + largest), updates), state, params)
+        def scaled(largest: Tensor) -> tuple[P, Any]:
+            most = largest.max()
+            return Liar.update(self, eb.tree.elementwise(lambda u: u / (1 + most), updates), state, params)
+
+        owned = eb.tree.leaves(ctx.owned(updates))
+        return ctx.request(eb.Max(torch.stack([u.abs().max() if u.numel() else u.sum() for u in owned])), scaled)
 
 
 class WorksAgainstTheAnswer(Liar):
@@ -569,9 +593,9 @@ LIARS = [
     (
         "shards equal whole",
         AsksOnlyIfItHasSomething,
-        r"6 of 7 ranks ask for reduction 1, .* also one that has no elements",
+        r"6 of 7 ranks make request 1, .* also one that has no elements",
     ),
-    ("shards equal whole", AsksForEachTensorItHas, r"2 of 7 ranks ask for reduction 1"),
+    ("shards equal whole", AsksForEachTensorItHas, r"2 of 7 ranks make request 1"),
     ("shards equal whole", EstimatesByItself, r"step 1: against the whole: what is no slot: at \[1\]"),
     ("cut", LooksAtTheTree, r"cut 'tensor': the update at \['w'\] depends on the gradients of other tensors"),
     ("cut", InventsACut, r"cut: got 'galaxy'; accepted are 'element', 'tensor'"),

@@ -82,15 +82,17 @@ def test_a_judge_of_updates_sees_those_of_all_shards() -> None:
             return 2 * value
 
     def judge(updates: Any, ctx: Context) -> Tensor:
-        square = ctx.axis.sum(eb.tree.sum_of_squares(ctx.axis.owned(updates)))
-        seen.append(float(square))
-        return square < 10.0
+        def is_small(square: Tensor) -> Tensor:
+            seen.append(float(square))
+            return square < 10.0
+
+        return ctx.request(eb.SumOfSquares(updates), is_small)
 
     tx = eb.conditionally(eb.scale(-1.0), lambda done: done < 1, judge=judge)
     assert tx.reduces
     g = torch.full((4,), 1.0)
     state = tx.init(g)
-    moved, state = tx.update(g, state, g, Context(step=torch.tensor(1), axis=Doubled()))
+    moved, state = eb.fulfil(tx.update(g, state, g, Context(step=torch.tensor(1), pending=True)), Doubled())
     assert moved.tolist() == [-1.0] * 4
     for step, gradient in ((1, 2 * g), (2, g)):
         still, state = tx.update(gradient, state, g, Context(step=torch.tensor(step)))

@@ -16,7 +16,6 @@ from torch import Tensor
 import everybit as eb
 from everybit import barriers, per_tensor
 from everybit.context import ALONE
-from everybit.replay import NeedsReductionError, ReplayAxis
 from everybit.testing import CHECKS
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 from tests.support.transforms import (
@@ -59,22 +58,18 @@ def members_of(sizes: list[int]) -> eb.Members:
 
 
 def over_pieces(
-    x: Tensor, sizes: list[int], edges: list[int], ask: Callable[[Any, list[Tensor]], list[Tensor]]
+    x: Tensor, sizes: list[int], edges: list[int], ask: Callable[[eb.Context, list[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
     """What is asked for each piece of ``x``, with the totals over all pieces."""
     members = members_of(sizes)
-    totals: list[Tensor] = []
-    while True:
-        found, partials = [], []
-        for start, stop in pairwise(edges):
-            ctx = eb.Context(axis=ReplayAxis(totals), members=(members.cut(start, stop),))
-            try:
-                found += ask(ctx.per_tensor, [x[start:stop]])
-            except NeedsReductionError as pending:
-                partials.append(pending.value)
-        if not partials:
-            return found
-        totals.append(torch.stack(partials).sum(0))
+    results: list[Any] = []
+    for start, stop in pairwise(edges):
+        ctx = eb.Context(pending=True, members=(members.cut(start, stop),))
+        results.append(ask(ctx, [x[start:stop]]))
+    while isinstance(results[0], eb.Pending):
+        total = torch.stack([one.partial() for one in results]).sum(0)
+        results = [one.resume(total) for one in results]
+    return [one for found in results for one in found]
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,7 +93,15 @@ def test_numbers_of_pieces_are_those_of_each_parameter(sizes: list[int], cuts: l
         "norm": lambda p: p.square().sum().sqrt(),
     }
     for name, of in asked.items():
-        found = over_pieces(x, sizes, edges, lambda per, here, name=name: per.expand(getattr(per, name)(here), here))  # type: ignore[misc]
+
+        def expanded(ctx: eb.Context, here: list[Tensor], name: str = name) -> list[Tensor]:
+            per = ctx.per_tensor
+            wanted = getattr(per, name)(here)
+            if name == "size":
+                return per.expand(wanted, here)
+            return ctx.request(wanted, lambda numbers: per.expand(numbers, here))
+
+        found = over_pieces(x, sizes, edges, expanded)
         spread = [piece.expand(stop - start) for piece, start, stop in zip(found, edges[:-1], edges[1:], strict=True)]
         expected = torch.cat([of(p).float().expand(p.numel()) for p in parameters])
         assert torch.equal(torch.cat(spread), expected), name
@@ -127,13 +130,10 @@ def test_accelerators_compute_what_the_host_does(monkeypatch: pytest.MonkeyPatch
 def test_numbers_on_a_device_are_those_on_the_host() -> None:
     members = members_of([3, 0, 40, 7])
     x = torch.randint(-50, 50, (50,), generator=torch.Generator().manual_seed(0)).float()
-    ask = eb.Context(axis=ReplayAxis([]), members=(members,))
-    with pytest.raises(NeedsReductionError) as host:
-        ask.per_tensor.sum_of_squares([x])
-    there = eb.Context(axis=ReplayAxis([]), members=(eb.tree.map(torch.Tensor.cuda, members),))
-    with pytest.raises(NeedsReductionError) as device:
-        there.per_tensor.sum_of_squares([x.cuda()])
-    assert torch.equal(device.value.value.cpu(), host.value.value)
+    host = eb.Context(members=(members,)).per_tensor.sum_of_squares([x])
+    there = eb.Context(members=(eb.tree.map(torch.Tensor.cuda, members),))
+    device = there.per_tensor.sum_of_squares([x.cuda()])
+    assert torch.equal(device.partial(lambda values: values).cpu(), host.partial(lambda values: values))
 
 
 def test_trust_ratios_are_those_of_the_paper() -> None:
@@ -148,7 +148,7 @@ def test_a_mean_over_a_parameter_counts_all_of_it_wherever_it_is() -> None:
     """A shard of 2 of 10 elements: a mean over its own elements would be 5 times too large."""
     members = eb.Members(torch.tensor([0]), torch.tensor([0, 2]), torch.tensor([10.0], dtype=torch.float64))
     ctx = eb.Context(members=(members,))
-    (mean,) = ctx.per_tensor.mean([torch.ones(2)])
+    (mean,) = ctx.request(ctx.per_tensor.mean([torch.ones(2)]), lambda means: means)
     assert mean.item() == pytest.approx(0.2)
 
 

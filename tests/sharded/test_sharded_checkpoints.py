@@ -458,14 +458,16 @@ class Fading:
         return FadingState(eb.tree.map(torch.zeros_like, params), *numbers)
 
     def update(self, updates: P, state: FadingState[P], params: P, ctx: eb.Context = ALONE) -> tuple[P, FadingState[P]]:
-        total = state.total + 1
-        if self.reduces:
-            squares = [(g.double() ** 2).sum() for g in eb.tree.leaves(updates) if g is not None]
-            total = torch.maximum(state.total, ctx.axis.sum(torch.stack(squares).sum()))
-        momentum = eb.tree.map(lambda g, m: 0.5 * m + g, updates, state.momentum)
-        sign = torch.where(state.odd, 1.0, 2.0) / (1 + total.float())
-        steps = eb.tree.map(lambda m: -0.1 * state.factor * sign * m, momentum)
-        return steps, FadingState(momentum, state.factor * 0.75, total, ~state.odd)
+        def moved(total: Tensor) -> tuple[P, FadingState[P]]:
+            momentum = eb.tree.map(lambda g, m: 0.5 * m + g, updates, state.momentum)
+            sign = torch.where(state.odd, 1.0, 2.0) / (1 + total.float())
+            steps = eb.tree.map(lambda m: -0.1 * state.factor * sign * m, momentum)
+            return steps, FadingState(momentum, state.factor * 0.75, total, ~state.odd)
+
+        if not self.reduces:
+            return moved(state.total + 1)
+        squares = [(g.double() ** 2).sum() for g in eb.tree.leaves(updates) if g is not None]
+        return ctx.request(eb.Sum(torch.stack(squares).sum()), lambda found: moved(torch.maximum(state.total, found)))
 
 
 def fading(

@@ -30,13 +30,17 @@ class ScaleByTrustRatio:
         return eb.identity().init(params)
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        weights, moves = ctx.per_tensor.norm(params), ctx.per_tensor.norm(updates)
-
         def ratio(weight: Tensor, move: Tensor) -> Tensor:
             return torch.where((weight > 0) & (move > 0), weight / move, 1.0)
 
-        ratios = ctx.per_tensor.expand(eb.tree.map(ratio, weights, moves), updates)
-        return eb.tree.elementwise(lambda u, r: u * r, updates, ratios), state
+        def scaled(weights: P, moves: P) -> tuple[P, Any]:
+            ratios = ctx.per_tensor.expand(eb.tree.map(ratio, weights, moves), updates)
+            return eb.tree.elementwise(lambda u, r: u * r, updates, ratios), state
+
+        def of_weights(weights: P) -> tuple[P, Any]:
+            return ctx.request(ctx.per_tensor.norm(updates), lambda moves: scaled(weights, moves))
+
+        return ctx.request(ctx.per_tensor.norm(params), of_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,17 @@ class ClipByRms:
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
         limit = at(self.limit, ctx.step, name="limit")
-        squares = ctx.per_tensor.mean_of_squares(updates)
 
         def factor(square: Tensor) -> Tensor:
             # No root of zero, which has no derivative.
             above = square > limit * limit
             return torch.where(above, torch.where(above, square, 1.0).sqrt() / limit, 1.0)
 
-        factors = eb.tree.map(factor, squares)
-        return eb.tree.elementwise(lambda u, f: u / f, updates, ctx.per_tensor.expand(factors, updates)), state
+        def divided(squares: P) -> tuple[P, Any]:
+            factors = ctx.per_tensor.expand(eb.tree.map(factor, squares), updates)
+            return eb.tree.elementwise(lambda u, f: u / f, updates, factors), state
+
+        return ctx.request(ctx.per_tensor.mean_of_squares(updates), divided)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,11 @@ class CenterGradients:
         return eb.identity().init(params)
 
     def update(self, updates: P, state: Any, params: P, ctx: eb.Context = ALONE) -> tuple[P, Any]:
-        means = ctx.per_tensor.expand(ctx.per_tensor.mean(updates), updates)
-        return eb.tree.elementwise(lambda u, m: u - m, updates, means), state
+        def centered(means: P) -> tuple[P, Any]:
+            expanded = ctx.per_tensor.expand(means, updates)
+            return eb.tree.elementwise(lambda u, m: u - m, updates, expanded), state
+
+        return ctx.request(ctx.per_tensor.mean(updates), centered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +223,12 @@ class ScaleByOldNorm:
         def work() -> Tensor:
             if not torch.compiler.is_compiling():
                 WORK.extend(x.numel() for x in eb.tree.leaves(updates))
-            return ctx.axis.sum(eb.tree.sum_of_squares(ctx.axis.owned(updates))).sqrt()
+            return ctx.request(eb.SumOfSquares(updates), torch.sqrt)
 
-        norm = ctx.every(self.period, work, lambda: state.norm)
-        return eb.tree.elementwise(lambda u: u / (norm + 1).to(u.dtype), updates), OldNormState(norm)
+        def divided(norm: Tensor) -> tuple[P, OldNormState]:
+            return eb.tree.elementwise(lambda u: u / (norm + 1).to(u.dtype), updates), OldNormState(norm)
+
+        return eb.then(ctx.every(self.period, work, lambda: state.norm), divided)
 
 
 @eb.state

@@ -350,10 +350,6 @@ class GroupAxis:
         """The greatest over the ranks."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
-    def owned(self, tree: Any) -> Any:
-        """``tree``: shards do not overlap, and their padding is no part of what is stepped."""
-        return tree
-
     def _reduce(self, value: Tensor, op: Op) -> Tensor:
         if self.is_alone:
             return value

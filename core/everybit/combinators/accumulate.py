@@ -11,7 +11,7 @@ from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.scalars import require_count
 from everybit.transform import (
     SlotDecay,
@@ -78,11 +78,14 @@ class Accumulate(Wrapping):
         mean = tree.map(lambda g, a: a + (g - a) / count, updates, state.gradient)
         due = count == self.every
         step = state.step + due
-        inner_updates, inner = updated(self.transform, mean, state.inner, params, ctx.counted(state.step + 1))
-        none = tree.zeros_like(updates)
-        return tree.where(due, inner_updates, none), AccumulateState(
-            step, count * ~due, tree.where(due, none, mean), tree.where(due, inner, state.inner)
-        )
+
+        def kept(moves: P, inner: Any) -> tuple[P, AccumulateState[P]]:
+            none = tree.zeros_like(updates)
+            return tree.where(due, moves, none), AccumulateState(
+                step, count * ~due, tree.where(due, none, mean), tree.where(due, inner, state.inner)
+            )
+
+        return enter(self.transform, mean, state.inner, params, ctx.counted(state.step + 1), kept)
 
 
 accumulate = Accumulate

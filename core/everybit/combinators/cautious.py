@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.transform import (
     Transform,
     require_transform,
@@ -85,15 +85,22 @@ class Cautious(Wrapping):
 
     def update(self, updates: P, state: CautiousState, params: P, ctx: Context = ALONE) -> tuple[P, CautiousState]:
         """The inner updates where they agree with what came in."""
-        moves, inner = updated(self.transform, updates, state.inner, params, ctx)
-        # Signs, whose product neither overflows nor vanishes.
-        agreement = tree.elementwise(lambda u, g: (torch.sign(u) * torch.sign(g) > 0).to(u.dtype), moves, updates)
-        kept = tree.elementwise(lambda u, a: torch.where(a > 0, u, 0.0), moves, agreement)
-        if self.rescale == "none":
-            return kept, CautiousState(inner)
-        factors = tree.map(self._factor, ctx.per_tensor.sum(agreement), ctx.per_tensor.size(agreement))
-        expanded = ctx.per_tensor.expand(factors, kept)
-        return tree.elementwise(lambda u, f: u * f, kept, expanded), CautiousState(inner)
+
+        def masked(moves: P, inner: Any) -> tuple[P, CautiousState]:
+            # Signs, whose product neither overflows nor vanishes.
+            agreement = tree.elementwise(lambda u, g: (torch.sign(u) * torch.sign(g) > 0).to(u.dtype), moves, updates)
+            kept = tree.elementwise(lambda u, a: torch.where(a > 0, u, 0.0), moves, agreement)
+            if self.rescale == "none":
+                return kept, CautiousState(inner)
+
+            def rescaled(agreeing: P) -> tuple[P, CautiousState]:
+                factors = tree.map(self._factor, agreeing, ctx.per_tensor.size(agreement))
+                expanded = ctx.per_tensor.expand(factors, kept)
+                return tree.elementwise(lambda u, f: u * f, kept, expanded), CautiousState(inner)
+
+            return ctx.request(ctx.per_tensor.sum(agreement), rescaled)
+
+        return enter(self.transform, updates, state.inner, params, ctx, masked)
 
     def _factor(self, agreeing: Tensor, size: Tensor) -> Tensor:
         if self.rescale == "count":

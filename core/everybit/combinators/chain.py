@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.transform import (
     Cut,
     SlotDecay,
@@ -27,6 +27,7 @@ from everybit.transform import (
 )
 
 P = TypeVar("P")
+R = TypeVar("R")
 
 
 @tree.state
@@ -98,12 +99,14 @@ class Chain:
     def update(self, updates: P, state: ChainState, params: P, ctx: Context = ALONE) -> tuple[P, ChainState]:
         """Each part's update, of what the one before it gave."""
         step = state.step + 1
-        ctx = ctx.at(step)
-        states = []
-        for index, (transform, inner) in enumerate(zip(self.transforms, state.states, strict=True)):
-            updates, inner = updated(transform, updates, inner, params, ctx.inside(index))
-            states.append(inner)
-        return updates, ChainState(step, tuple(states))
+        return _run(
+            self.transforms,
+            updates,
+            state.states,
+            params,
+            ctx.at(step),
+            lambda u, states: (u, ChainState(step, states)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +161,33 @@ class NamedChain:
     def update(self, updates: P, state: NamedChainState, params: P, ctx: Context = ALONE) -> tuple[P, NamedChainState]:
         """Each part's update, of what the one before it gave."""
         step = state.step + 1
-        ctx = ctx.at(step)
-        states = {}
-        for index, (name, transform) in enumerate(self.transforms.items()):
-            updates, states[name] = updated(transform, updates, state.states[name], params, ctx.inside(index))
-        return updates, NamedChainState(step, states)
+        parts = tuple(self.transforms.values())
+        inner = tuple(state.states[name] for name in self.transforms)
+
+        def named(updates: P, states: tuple[Any, ...]) -> tuple[P, NamedChainState]:
+            return updates, NamedChainState(step, dict(zip(self.transforms, states, strict=True)))
+
+        return _run(parts, updates, inner, params, ctx.at(step), named)
+
+
+def _run(
+    parts: tuple[Transform[Any], ...],
+    updates: P,
+    states: tuple[Any, ...],
+    params: P,
+    ctx: Context,
+    after: Callable[[P, tuple[Any, ...]], R],
+    done: tuple[Any, ...] = (),
+) -> R:
+    """Apply the parts from number ``len(done)`` on, each to the updates of the one before it."""
+    index = len(done)
+    if index == len(parts) or (ctx.requests_only and not any_reduces(parts[index:])):
+        return after(updates, (*done, *states[index:]))
+
+    def further(updates: P, state: Any) -> R:
+        return _run(parts, updates, states, params, ctx, after, (*done, state))
+
+    return enter(parts[index], updates, states[index], params, ctx.inside(index), further)
 
 
 def chain(*transforms: Transform[Any]) -> Chain:

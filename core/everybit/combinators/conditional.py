@@ -14,7 +14,8 @@ from everybit.combinators.chain import zero_step
 from everybit.combinators.masked import Partition, PartitionState
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
+from everybit.requests import then
 from everybit.scalars import Scalar, require, require_step
 from everybit.transform import Transform, require_transform
 
@@ -79,17 +80,21 @@ class Conditionally(Wrapping):
         self, updates: P, state: ConditionallyState, params: P, ctx: Context = ALONE
     ) -> tuple[P, ConditionallyState]:
         """The inner update, or none."""
-        holds = self._holds(updates, state, ctx)
-        moves, inner = updated(self.transform, updates, state.inner, params, ctx.counted(state.step + 1))
-        moves = tree.where(holds, moves, updates) if self.otherwise == "pass" else _moved_if(holds, moves)
-        return moves, ConditionallyState(state.step + holds, tree.where(holds, inner, state.inner))
-
-    def _holds(self, updates: Any, state: ConditionallyState, ctx: Context) -> Tensor:
         found: Any = self.when
         if callable(found):
             found = found(require_step(ctx.step, "conditionally") - 1)
-        holds = _truth(found, "when", state.step)
-        return holds if self.judge is None else holds & _truth(self.judge(updates, ctx), "judge", state.step)
+        when = _truth(found, "when", state.step)
+
+        def judged(found: object) -> tuple[P, ConditionallyState]:
+            holds = when if found is None else when & _truth(found, "judge", state.step)
+
+            def kept(moves: P, inner: Any) -> tuple[P, ConditionallyState]:
+                moves = tree.where(holds, moves, updates) if self.otherwise == "pass" else _moved_if(holds, moves)
+                return moves, ConditionallyState(state.step + holds, tree.where(holds, inner, state.inner))
+
+            return enter(self.transform, updates, state.inner, params, ctx.counted(state.step + 1), kept)
+
+        return then(None if self.judge is None else self.judge(updates, ctx), judged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +115,13 @@ class Freezable(Wrapping):
     def update(self, updates: P, state: FreezableState, params: P, ctx: Context = ALONE) -> tuple[P, FreezableState]:
         """The inner update, or none."""
         moving = ~state.frozen
-        moves, inner = updated(self.transform, updates, state.inner, params, ctx.counted(state.step + 1))
-        return _moved_if(moving, moves), FreezableState(
-            state.frozen.clone(), state.step + moving, tree.where(moving, inner, state.inner)
-        )
+
+        def kept(moves: P, inner: Any) -> tuple[P, FreezableState]:
+            return _moved_if(moving, moves), FreezableState(
+                state.frozen.clone(), state.step + moving, tree.where(moving, inner, state.inner)
+            )
+
+        return enter(self.transform, updates, state.inner, params, ctx.counted(state.step + 1), kept)
 
 
 def conditionally(
@@ -134,8 +142,8 @@ def conditionally(
             hyperparameter: :func:`everybit.inject_hyperparameters` keeps it in the state under the name ``"when"``, and if it is an
             argument that a ``TorchOptimizer`` was given for its factory, it is switched in the param groups.
         judge: A function from the updates that come in and the :class:`everybit.Context` to a 0-d tensor. It has to be the same on all
-            shards, so that sums go through ``ctx.axis``:
-            ``lambda updates, ctx: ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))) < 1``. If ``when`` is given, too, both
+            shards, so that sums are requested:
+            ``lambda updates, ctx: ctx.request(eb.SumOfSquares(updates), lambda square: square < 1)``. If ``when`` is given, too, both
             have to hold.
         otherwise: The updates where the condition does not hold. ``"zero"``: nothing moves (optax's ``conditionally_mask``). ``"pass"``:
             those that came in (optax's ``conditionally_transform``).

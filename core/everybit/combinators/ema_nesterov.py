@@ -13,7 +13,7 @@ from everybit.barriers import materialize
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.scalars import Hyperparameter, at, require, require_step
 from everybit.transform import SlotDecay, Transform, decays, require_transform
 from everybit.tree import Slot
@@ -91,12 +91,15 @@ class EmaNesterov(Wrapping):
         decay = at(self.decay, step, name="decay")
         ahead = at(self.lookahead, step + 1, name="lookahead")
         ahead = materialize(ahead * torch.ones_like(step, dtype=torch.float64))
-        moves, inner = updated(self.transform, updates, state.inner, params, ctx)
-        direction = tree.elementwise(
-            lambda u, m: decay * m + (1 - decay) * (u + state.ahead * m), moves, state.direction
-        )
-        there = tree.elementwise(lambda u, m: u + ahead * m, moves, direction)
-        return there, EmaNesterovState(direction, ahead, inner)
+
+        def moved(moves: P, inner: Any) -> tuple[P, EmaNesterovState[P]]:
+            direction = tree.elementwise(
+                lambda u, m: decay * m + (1 - decay) * (u + state.ahead * m), moves, state.direction
+            )
+            there = tree.elementwise(lambda u, m: u + ahead * m, moves, direction)
+            return there, EmaNesterovState(direction, ahead, inner)
+
+        return enter(self.transform, updates, state.inner, params, ctx, moved)
 
 
 ema_nesterov = EmaNesterov

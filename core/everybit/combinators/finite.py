@@ -12,7 +12,8 @@ from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
+from everybit.requests import Max
 from everybit.scalars import require_count
 from everybit.transform import (
     Transform,
@@ -37,7 +38,7 @@ class ApplyIfFiniteState:
 class ApplyIfFinite(Wrapping):
     """Skip a step whose gradients hold an infinity or NaN: the update is zero and the inner state stays as it was.
 
-    All shards agree, through ``ctx.axis``. The decision is made on the device; the host never waits. Look at ``state.skipped``
+    All shards agree. The decision is made on the device; the host never waits. Look at ``state.skipped``
     when it suits you.
 
     Args:
@@ -66,16 +67,21 @@ class ApplyIfFinite(Wrapping):
         self, updates: P, state: ApplyIfFiniteState, params: P, ctx: Context = ALONE
     ) -> tuple[P, ApplyIfFiniteState]:
         """The inner update, or zero."""
-        bad = ctx.axis.max((~tree.all_finite(updates)).long())
-        apply = bad == 0
-        consecutive = torch.where(apply, 0, state.consecutive + 1)
-        if self.max_consecutive is not None:
-            apply = apply | (consecutive > self.max_consecutive)
-        inner_updates, inner = updated(self.transform, updates, state.inner, params, ctx.counted(state.step + 1))
-        chosen = tree.where(apply, inner_updates, tree.zeros_like(updates))
-        return chosen, ApplyIfFiniteState(
-            state.step + apply, state.skipped + ~apply, consecutive, tree.where(apply, inner, state.inner)
-        )
+
+        def judged(bad: Tensor) -> tuple[P, ApplyIfFiniteState]:
+            apply = bad == 0
+            consecutive = torch.where(apply, 0, state.consecutive + 1)
+            if self.max_consecutive is not None:
+                apply = apply | (consecutive > self.max_consecutive)
+
+            def kept(moves: P, inner: Any) -> tuple[P, ApplyIfFiniteState]:
+                return tree.where(apply, moves, tree.zeros_like(updates)), ApplyIfFiniteState(
+                    state.step + apply, state.skipped + ~apply, consecutive, tree.where(apply, inner, state.inner)
+                )
+
+            return enter(self.transform, updates, state.inner, params, ctx.counted(state.step + 1), kept)
+
+        return ctx.request(Max((~tree.all_finite(updates)).long()), judged)
 
 
 apply_if_finite = ApplyIfFinite

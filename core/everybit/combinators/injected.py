@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.hyperparameters import accepting, hyperparameters, map_hyperparameters
 from everybit.transform import (
     SlotDecay,
@@ -71,8 +71,14 @@ class Injected(Wrapping):
     def update(self, updates: P, state: InjectedState, params: P, ctx: Context = ALONE) -> tuple[P, InjectedState]:
         """The inner update with the state's hyperparameters, which it hands on."""
         kept = {name: value.clone() for name, value in state.hyperparameters.items()}
-        moves, inner = updated(self._with(kept), updates, state.inner, params, ctx)
-        return moves, InjectedState(kept, inner)
+        return enter(
+            self._with(kept),
+            updates,
+            state.inner,
+            params,
+            ctx,
+            lambda moves, inner: (moves, InjectedState(kept, inner)),
+        )
 
     def _with(self, values: dict[str, Tensor]) -> Transform[Any]:
         return map_hyperparameters(lambda name, value: values.get(name, value), self.transform)

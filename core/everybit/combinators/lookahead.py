@@ -11,7 +11,7 @@ from everybit import tree
 from everybit.barriers import materialize
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.scalars import Hyperparameter, at, require, require_count, require_step
 from everybit.transform import (
     SlotDecay,
@@ -88,14 +88,17 @@ class Lookahead(Wrapping):
     ) -> tuple[P, LookaheadState[P]]:
         """The inner update, or at a synchronization what leads to the new slow weights."""
         step = require_step(ctx.step, "lookahead")
-        moves, inner = updated(self.transform, updates, state.inner, params, ctx)
-        due = step % self.period == 0
-        # A product with a float64 one: torch.where makes float32 of two numbers.
-        share = at(self.share, step, name="share") * torch.ones_like(step, dtype=torch.float64)
-        share = materialize(torch.where(due, share, 0.0))
-        slow = tree.elementwise(lambda s, p, u: s + share * ((p + u) - s), state.slow, params, moves)
-        back = tree.elementwise(lambda u, p, s: torch.where(due, s - p, u), moves, params, slow)
-        return back, LookaheadState(slow, inner)
+
+        def synchronized(moves: P, inner: Any) -> tuple[P, LookaheadState[P]]:
+            due = step % self.period == 0
+            # A product with a float64 one: torch.where makes float32 of two numbers.
+            share = at(self.share, step, name="share") * torch.ones_like(step, dtype=torch.float64)
+            share = materialize(torch.where(due, share, 0.0))
+            slow = tree.elementwise(lambda s, p, u: s + share * ((p + u) - s), state.slow, params, moves)
+            back = tree.elementwise(lambda u, p, s: torch.where(due, s - p, u), moves, params, slow)
+            return back, LookaheadState(slow, inner)
+
+        return enter(self.transform, updates, state.inner, params, ctx, synchronized)
 
 
 lookahead = Lookahead

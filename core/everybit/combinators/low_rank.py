@@ -14,7 +14,7 @@ from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.masked import Masked, Partition
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.matrix_views import MatrixView
 from everybit.parts import transforms_in
 from everybit.projections import Basis, ProjectedSide, Projection
@@ -137,14 +137,16 @@ class LowRank(Wrapping):
         # What looks at shapes alone is given others of them: weights may be elsewhere.
         low_params: Any = tree.map(self.projection.down, params, bases) if self.reads_weights else low
         inner = _map_values(state.inner, params, lambda value, p: _unpacked(value, self._names(p)))
-        moves, inner = updated(self.transform, low, inner, low_params, self._inside(ctx, params))
 
         def back(g: Tensor, move: Any, basis: dict[str, Tensor]) -> Tensor:
             whole = self.projection.up(move, basis, g)
             return whole * scale if isinstance(move, dict) else whole
 
-        packed = _map_values(inner, params, lambda value, p: _packed(value, self._names(p)))
-        return tree.map(back, updates, moves, bases), LowRankState(packed, stored)
+        def after(moves: Any, inner: Any) -> tuple[P, LowRankState[P]]:
+            packed = _map_values(inner, params, lambda value, p: _packed(value, self._names(p)))
+            return tree.map(back, updates, moves, bases), LowRankState(packed, stored)
+
+        return enter(self.transform, low, inner, low_params, self._inside(ctx, params), after)
 
     def _names(self, p: Tensor) -> list[str]:
         return [part.name for part in self.projection.parts(p.shape)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
 from everybit.transform import (
     Cut,
     SlotDecay,
@@ -94,10 +94,11 @@ class Masked(Wrapping):
         """The inner update where selected, else what came in."""
         updates = tree.ordered_as(params, updates)
         chosen = _mask(self.mask, params)
-        inner_updates, inner = updated(
-            self.transform, _select(updates, chosen), state.inner, _select(params, chosen), ctx.of(chosen)
-        )
-        return _merge(updates, inner_updates), MaskedState(inner)
+        own, weights = _select(updates, chosen), _select(params, chosen)
+        return enter(
+            self.transform, own, state.inner, weights, ctx.of(chosen),
+            lambda moves, inner: (_merge(updates, moves), MaskedState(inner)),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +181,22 @@ class Partition:
     def update(self, updates: P, state: PartitionState, params: P, ctx: Context = ALONE) -> tuple[P, PartitionState]:
         """Each label's update of its leaves."""
         updates = tree.ordered_as(params, updates)
-        labels = self._labels(params)
-        merged, states = updates, {}
-        for index, (name, transform) in enumerate(self.transforms.items()):
+        labels, names = self._labels(params), list(self.transforms)
+
+        def run(merged: P, states: dict[str, Any]) -> tuple[P, PartitionState]:
+            index = len(states)
+            if index == len(names):
+                return merged, PartitionState(states)
+            name = names[index]
             chosen = [label == name for label in labels]
             # By position, as in a chain: that is what a front end makes of a partition whose labels it knows.
-            inner_updates, states[name] = updated(
-                transform,
-                _select(updates, chosen),
-                state.by_label[name],
-                _select(params, chosen),
-                ctx.of(chosen).inside(index),
-            )
-            merged = _merge(merged, inner_updates)
-        return merged, PartitionState(states)
+            inside = ctx.of(chosen).inside(index)
+            return enter(
+                self.transforms[name], _select(updates, chosen), state.by_label[name], _select(params, chosen), inside,
+                lambda moves, inner: run(_merge(merged, moves), states | {name: inner}),
+            )  # fmt: skip
+
+        return run(updates, {})
 
     def _labels(self, params: object) -> list[str]:
         labels = tree.label(self.labels, params)

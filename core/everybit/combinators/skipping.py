@@ -11,7 +11,8 @@ from everybit import tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
 from everybit.context import ALONE, Context
-from everybit.contracts import updated
+from everybit.contracts import enter
+from everybit.requests import SumOfSquares
 from everybit.scalars import Scalar, require
 from everybit.transform import (
     Transform,
@@ -67,12 +68,18 @@ class SkipLargeUpdates(Wrapping):
         self, updates: P, state: SkipLargeUpdatesState, params: P, ctx: Context = ALONE
     ) -> tuple[P, SkipLargeUpdatesState]:
         """The inner update, or zero."""
-        square = ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates)))
-        apply = square < self.limit * self.limit
-        moves, inner = updated(self.transform, updates, state.inner, params, ctx.counted(state.step + 1))
-        return tree.where(apply, moves, tree.zeros_like(updates)), SkipLargeUpdatesState(
-            state.step + apply, state.skipped + ~apply, tree.where(apply, inner, state.inner)
-        )
+
+        def judged(square: Tensor) -> tuple[P, SkipLargeUpdatesState]:
+            apply = square < self.limit * self.limit
+
+            def kept(moves: P, inner: Any) -> tuple[P, SkipLargeUpdatesState]:
+                return tree.where(apply, moves, tree.zeros_like(updates)), SkipLargeUpdatesState(
+                    state.step + apply, state.skipped + ~apply, tree.where(apply, inner, state.inner)
+                )
+
+            return enter(self.transform, updates, state.inner, params, ctx.counted(state.step + 1), kept)
+
+        return ctx.request(SumOfSquares(updates), judged)
 
 
 skip_large_updates = SkipLargeUpdates

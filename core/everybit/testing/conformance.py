@@ -60,11 +60,11 @@ PROMISES: Mapping[str, _Promise] = MappingProxyType(
         ),
         "cut": _Promise(
             "a transform that does not say that it reduces treats each tensor by itself",
-            "norms and means over all tensors: they go through ctx.axis, with reduces True",
+            "norms and means over all tensors: they are requested (ctx.request), with reduces True",
         ),
         "shards equal whole": _Promise(
             "pieces of the parameters on several ranks have the bits of the whole",
-            "cut and reduces; reductions through ctx.axis of what ctx.axis.owned leaves; ranks that have no elements",
+            "cut and reduces; requests of what ctx.owned leaves; ranks that have no elements",
         ),
         "periodic work": _Promise(
             "where the host says which work is due a step has the bits that it has where the device decides",

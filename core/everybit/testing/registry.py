@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit import tree
 from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
 from everybit.aliases import adam, adamw, lion, rmsprop, sgd
 from everybit.combinators.accumulate import accumulate
@@ -46,6 +45,7 @@ from everybit.more_aliases import (
 )
 from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
 from everybit.preconditioned_aliases import apollo, dion, galore, kron, shampoo, soap
+from everybit.requests import SumOfSquares
 from everybit.schedules import warmup_cosine_decay_schedule
 from everybit.testing.checks.conditions import Build
 from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
@@ -92,7 +92,7 @@ def _dimensions(_path: str, leaf: Tensor) -> str:
 
 
 def _is_large(updates: Any, ctx: Context) -> Tensor:
-    return ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))) > 4.0
+    return ctx.request(SumOfSquares(updates), lambda square: square > 4.0)
 
 
 _decay = warmup_cosine_decay_schedule(0.1, 3, steps=50, end=0.01)

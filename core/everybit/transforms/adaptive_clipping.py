@@ -12,6 +12,7 @@ from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
 from everybit.dimensions import mean
+from everybit.requests import SumOfSquares
 from everybit.scalars import Hyperparameter, at, beside, require, require_count, require_step
 from everybit.transform import Elementwise, WholeTensors
 from everybit.transforms.stateless import Empty
@@ -101,6 +102,7 @@ class ClipByRms(Elementwise):
         Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235, section 6; optax's ``clip_by_block_rms``.
     """
 
+    reads_weights: ClassVar[bool] = False
     per_tensor: ClassVar[bool] = True
     limit: Hyperparameter = 1.0
 
@@ -125,8 +127,11 @@ class ClipByRms(Elementwise):
             above = square > limit * limit
             return torch.where(above, limit / sqrt(torch.where(above, square, 1.0)), 1.0)
 
-        factors = tree.map(factor, ctx.per_tensor.mean_of_squares(updates))
-        return tree.elementwise(lambda u, f: u * f, updates, ctx.per_tensor.expand(factors, updates)), state
+        def clipped(squares: P) -> tuple[P, Empty]:
+            factors = ctx.per_tensor.expand(tree.map(factor, squares), updates)
+            return tree.elementwise(lambda u, f: u * f, updates, factors), state
+
+        return ctx.request(ctx.per_tensor.mean_of_squares(updates), clipped)
 
 
 @tree.state
@@ -163,6 +168,7 @@ class ClipByZScore(Elementwise):
         Kumar et al. 2025, https://arxiv.org/abs/2504.02507 (there :math:`\alpha = 0.97`, :math:`z_\text{max} = 2.5`, 25 updates).
     """
 
+    reads_weights: ClassVar[bool] = False
     decay: Hyperparameter = 0.97
     limit: Hyperparameter = 2.5
     warmup: int = 25
@@ -187,20 +193,24 @@ class ClipByZScore(Elementwise):
         """Return the scaled updates, and the statistics with their norm."""
         step = require_step(ctx.step, "clip_by_z_score")
         decay, limit = at(self.decay, step, name="decay"), at(self.limit, step, name="limit")
-        norm = sqrt(ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))))
-        # Without a division by sigma, which may be zero: z > limit, and sigma / z is sigma**2 / (norm - mean).
-        excess = norm - state.mean
-        variance = state.variance
-        outlier = (step > self.warmup) & (excess > limit * sqrt(variance)) & (variance > 0)
-        kept = torch.where(outlier, state.mean + limit * limit * variance / torch.where(outlier, excess, 1.0), norm)
-        warming, count = step <= self.warmup, step.double()
-        # Welford's mean and variance of all norms so far.
-        mean_now = torch.where(warming, state.mean + excess / count, decay * state.mean + (1 - decay) * kept)
-        spread = variance + (excess * (norm - mean_now) - variance) / count
-        running = decay * variance + (1 - decay) * (kept - mean_now).square()
-        factor = materialize(torch.where(outlier, kept / torch.where(outlier, norm, 1.0), 1.0))
-        statistics = ZClipState(materialize(mean_now), materialize(torch.where(warming, spread, running)))
-        return tree.elementwise(lambda u: u * factor, updates), statistics
+
+        def clipped(square: Tensor) -> tuple[P, ZClipState]:
+            norm = sqrt(square)
+            # Without a division by sigma, which may be zero: z > limit, and sigma / z is sigma**2 / (norm - mean).
+            excess = norm - state.mean
+            variance = state.variance
+            outlier = (step > self.warmup) & (excess > limit * sqrt(variance)) & (variance > 0)
+            kept = torch.where(outlier, state.mean + limit * limit * variance / torch.where(outlier, excess, 1.0), norm)
+            warming, count = step <= self.warmup, step.double()
+            # Welford's mean and variance of all norms so far.
+            mean_now = torch.where(warming, state.mean + excess / count, decay * state.mean + (1 - decay) * kept)
+            spread = variance + (excess * (norm - mean_now) - variance) / count
+            running = decay * variance + (1 - decay) * (kept - mean_now).square()
+            factor = materialize(torch.where(outlier, kept / torch.where(outlier, norm, 1.0), 1.0))
+            statistics = ZClipState(materialize(mean_now), materialize(torch.where(warming, spread, running)))
+            return tree.elementwise(lambda u: u * factor, updates), statistics
+
+        return ctx.request(SumOfSquares(updates), clipped)
 
 
 def _at_least(x: Tensor, low: float | Tensor) -> Tensor:

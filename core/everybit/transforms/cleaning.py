@@ -14,6 +14,7 @@ from everybit.context import ALONE, Context
 from everybit.dimensions import mean
 from everybit.random_bits import Key
 from everybit.random_normal import normal
+from everybit.requests import SumOfSquares
 from everybit.scalars import Hyperparameter, at, require, require_step
 from everybit.transform import Elementwise, WholeTensors
 from everybit.transforms.stateless import Empty
@@ -132,6 +133,7 @@ class NormalizeByGlobalNorm(Elementwise):
         ValueError: A hyperparameter out of range.
     """
 
+    reads_weights: ClassVar[bool] = False
     scale: Hyperparameter = 1.0
     eps: Hyperparameter = 1e-6
 
@@ -150,9 +152,13 @@ class NormalizeByGlobalNorm(Elementwise):
 
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates."""
-        norm = sqrt(ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))))
-        factor = materialize(at(self.scale, ctx.step, name="scale") / (norm + at(self.eps, ctx.step, name="eps")))
-        return tree.elementwise(lambda u: u * factor, updates), state
+        scale, eps = at(self.scale, ctx.step, name="scale"), at(self.eps, ctx.step, name="eps")
+
+        def scaled(square: Tensor) -> tuple[P, Empty]:
+            factor = materialize(scale / (sqrt(square) + eps))
+            return tree.elementwise(lambda u: u * factor, updates), state
+
+        return ctx.request(SumOfSquares(updates), scaled)
 
 
 zero_nans = ZeroNans

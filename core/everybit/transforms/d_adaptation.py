@@ -11,6 +11,7 @@ from torch import Tensor
 from everybit import barriers, tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
+from everybit.requests import Sum
 from everybit.scalars import Hyperparameter, at, bias_correction, is_zero, require, require_step, square_root
 from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
@@ -126,30 +127,32 @@ class DAdaptAdam(Elementwise):
 
         way = tree.elementwise(lambda s, v: s / (sqrt(v) + eps), state.weighted_sum, state.variance)
         weighted = tree.elementwise(lambda g, s: root * s + of_sum * g, updates, state.weighted_sum)
-        momentum = tree.elementwise(lambda g, m: b1 * m + of_mean * g, updates, state.momentum)
-        variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
-
-        owned = tree.leaves(ctx.axis.owned(updates))
+        owned = tree.leaves(ctx.owned(updates))
         agreements = [barriers.sum(g.double() * w.double()) for g, w in zip(owned, tree.leaves(way), strict=True)]
-        lengths = [barriers.sum(s.double().abs()) for s in tree.leaves(ctx.axis.owned(weighted))]
-        sums = ctx.axis.sum(torch.stack([barriers.total(agreements, d), barriers.total(lengths, d)]))
-        numerator = root * state.numerator + (1 - root) * size * sums[0]
-        known = moves & (sums[1] > 0)
-        found = numerator / torch.where(known, (1 - root) * sums[1], 1.0)
-        if self.growth_rate is not None:
-            found = torch.minimum(found, d * at(self.growth_rate, step, name="growth_rate"))
+        lengths = [barriers.sum(s.double().abs()) for s in tree.leaves(ctx.owned(weighted))]
 
-        def moved(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            u = -m / (sqrt(v) + eps)
-            return torch.where(known, torch.where(shrink == 0, u, u - shrink * p), 0.0)
+        def stepped(sums: Tensor) -> tuple[P, DAdaptAdamState[P]]:
+            momentum = tree.elementwise(lambda g, m: b1 * m + of_mean * g, updates, state.momentum)
+            variance = tree.elementwise(lambda g, v: b2 * v + (1 - b2) * (g * g), updates, state.variance)
+            numerator = root * state.numerator + (1 - root) * size * sums[0]
+            known = moves & (sums[1] > 0)
+            found = numerator / torch.where(known, (1 - root) * sums[1], 1.0)
+            if self.growth_rate is not None:
+                found = torch.minimum(found, d * at(self.growth_rate, step, name="growth_rate"))
 
-        return tree.elementwise(moved, momentum, variance, params), DAdaptAdamState(
-            tree.where(moves, momentum, state.momentum),
-            tree.where(moves, variance, state.variance),
-            tree.where(moves, weighted, state.weighted_sum),
-            torch.where(known, torch.maximum(d, found), d),
-            torch.where(known, numerator, state.numerator),
-        )
+            def moved(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
+                u = -m / (sqrt(v) + eps)
+                return torch.where(known, torch.where(shrink == 0, u, u - shrink * p), 0.0)
+
+            return tree.elementwise(moved, momentum, variance, params), DAdaptAdamState(
+                tree.where(moves, momentum, state.momentum),
+                tree.where(moves, variance, state.variance),
+                tree.where(moves, weighted, state.weighted_sum),
+                torch.where(known, torch.maximum(d, found), d),
+                torch.where(known, numerator, state.numerator),
+            )
+
+        return ctx.request(Sum(torch.stack([barriers.total(agreements, d), barriers.total(lengths, d)])), stepped)
 
 
 dadapt_adam = DAdaptAdam

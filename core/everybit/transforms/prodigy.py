@@ -11,6 +11,7 @@ from torch import Tensor
 from everybit import barriers, tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
+from everybit.requests import Sum
 from everybit.scalars import Hyperparameter, at, bias_correction, is_zero, require, require_step, square_root
 from everybit.transform import Elementwise, SlotDecay
 from everybit.tree import Slot
@@ -140,37 +141,39 @@ class Prodigy(Elementwise):
         b1_share, b2_share = materialize(d * (1 - b1)), materialize(d * d * (1 - b2))
 
         weighted = tree.elementwise(lambda g, s: b3 * s + gain * g, updates, state.weighted_sum)
-        momentum = tree.elementwise(lambda g, m: b1 * m + b1_share * g, updates, state.momentum)
-        variance = tree.elementwise(lambda g, v: b2 * v + b2_share * (g * g), updates, state.variance)
-
-        owned = tree.leaves(ctx.axis.owned(updates))
+        owned = tree.leaves(ctx.owned(updates))
         ways = [_inner(g, p0, p) for g, p0, p in zip(owned, tree.leaves(state.start), tree.leaves(params), strict=True)]
-        lengths = [barriers.sum(s.double().abs()) for s in tree.leaves(ctx.axis.owned(weighted))]
-        sums = ctx.axis.sum(torch.stack([barriers.total(ways, d), barriers.total(lengths, d)]))
-        numerator = b3 * state.numerator + relative * size * sums[0]
-        known = moves & (sums[1] > 0)
+        lengths = [barriers.sum(s.double().abs()) for s in tree.leaves(ctx.owned(weighted))]
 
-        found = at(self.d_coef, step, name="d_coef") * numerator / torch.where(known, sums[1], 1.0)
-        greatest = torch.maximum(state.greatest, found)
-        begun = torch.where(d == at(self.d0, None, name="d0"), torch.maximum(d, found), d)
-        # Without a limit the estimate is the greatest one.
-        grown = greatest if self.growth_rate is None else begun * at(self.growth_rate, step, name="growth_rate")
-        estimate = torch.where(known, torch.minimum(greatest, grown), d)
-        least, shrink = materialize(estimate * eps), materialize(size * decay)
+        def stepped(sums: Tensor) -> tuple[P, ProdigyState[P]]:
+            momentum = tree.elementwise(lambda g, m: b1 * m + b1_share * g, updates, state.momentum)
+            variance = tree.elementwise(lambda g, v: b2 * v + b2_share * (g * g), updates, state.variance)
+            numerator = b3 * state.numerator + relative * size * sums[0]
+            known = moves & (sums[1] > 0)
 
-        def moved(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            u = -size * (m / (sqrt(v) + least))
-            return torch.where(known, u if is_zero(decay) else torch.where(shrink == 0, u, u - shrink * p), 0.0)
+            found = at(self.d_coef, step, name="d_coef") * numerator / torch.where(known, sums[1], 1.0)
+            greatest = torch.maximum(state.greatest, found)
+            begun = torch.where(d == at(self.d0, None, name="d0"), torch.maximum(d, found), d)
+            # Without a limit the estimate is the greatest one.
+            grown = greatest if self.growth_rate is None else begun * at(self.growth_rate, step, name="growth_rate")
+            estimate = torch.where(known, torch.minimum(greatest, grown), d)
+            least, shrink = materialize(estimate * eps), materialize(size * decay)
 
-        return tree.elementwise(moved, momentum, variance, params), ProdigyState(
-            tree.where(moves, momentum, state.momentum),
-            tree.where(moves, variance, state.variance),
-            tree.where(moves, weighted, state.weighted_sum),
-            tree.map(torch.clone, state.start),
-            estimate,
-            torch.where(known, greatest, state.greatest),
-            torch.where(known, numerator, state.numerator),
-        )
+            def moved(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
+                u = -size * (m / (sqrt(v) + least))
+                return torch.where(known, u if is_zero(decay) else torch.where(shrink == 0, u, u - shrink * p), 0.0)
+
+            return tree.elementwise(moved, momentum, variance, params), ProdigyState(
+                tree.where(moves, momentum, state.momentum),
+                tree.where(moves, variance, state.variance),
+                tree.where(moves, weighted, state.weighted_sum),
+                tree.map(torch.clone, state.start),
+                estimate,
+                torch.where(known, greatest, state.greatest),
+                torch.where(known, numerator, state.numerator),
+            )
+
+        return ctx.request(Sum(torch.stack([barriers.total(ways, d), barriers.total(lengths, d)])), stepped)
 
 
 def _inner(g: Tensor, start: Tensor, p: Tensor) -> Tensor:

@@ -86,8 +86,6 @@ class ScaleByStableAdam(Elementwise):
             above = square > 1
             return torch.where(above, 1 / sqrt(torch.where(above, square, 1.0)), 1.0)
 
-        factors = tree.map(factor, ctx.per_tensor.mean_of_squares(shares))
-
         def direction(m: Tensor, v: Tensor, p: Tensor, f: Tensor) -> Tensor:
             u = (m * unbias_mean) / (sqrt(v * unbias_square) + eps)
             if isinstance(decay, Tensor):
@@ -96,8 +94,11 @@ class ScaleByStableAdam(Elementwise):
                 u = u + decay * p
             return u * f
 
-        expanded = ctx.per_tensor.expand(factors, updates)
-        return tree.elementwise(direction, momentum, variance, params, expanded), AdamState(momentum, variance)
+        def limited(squares: P) -> tuple[P, AdamState[P]]:
+            expanded = ctx.per_tensor.expand(tree.map(factor, squares), updates)
+            return tree.elementwise(direction, momentum, variance, params, expanded), AdamState(momentum, variance)
+
+        return ctx.request(ctx.per_tensor.mean_of_squares(shares), limited)
 
 
 scale_by_stable_adam = ScaleByStableAdam

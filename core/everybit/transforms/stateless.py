@@ -12,6 +12,7 @@ from torch import Tensor
 from everybit import tree
 from everybit.barriers import materialize, sqrt
 from everybit.context import ALONE, Context
+from everybit.requests import SumOfSquares
 from everybit.scalars import Hyperparameter, Scalar, at, require
 from everybit.transform import Elementwise
 
@@ -145,13 +146,14 @@ class Clip(Elementwise):
 class ClipByGlobalNorm(Elementwise):
     """Scale all updates by one factor so that their joint Euclidean norm is at most ``limit``.
 
-    The norm is taken over everything that shares the step, through ``ctx.axis``: on one process and on shards it is the same number.
+    The norm is taken over everything that shares the step: on one process and on shards it is the same number.
     As ``torch.nn.utils.clip_grad_norm_``, without its 1e-6 in the denominator.
 
     Args:
         limit: At least zero; same unit as the updates.
     """
 
+    reads_weights: ClassVar[bool] = False
     limit: Hyperparameter = 1.0
 
     def __post_init__(self) -> None:
@@ -171,12 +173,15 @@ class ClipByGlobalNorm(Elementwise):
     def update(self, updates: P, state: Empty, params: P, ctx: Context = ALONE) -> tuple[P, Empty]:
         """Return the scaled updates; a norm that is not finite makes them NaN or zero, which ``apply_if_finite`` catches."""
         limit = at(self.limit, ctx.step, name="limit")
-        # In float64, as tree.sum_of_squares is: with a limit that is a float64 tensor a float32 norm would be compared and divided
-        # otherwise.
-        norm = sqrt(ctx.axis.sum(tree.sum_of_squares(ctx.axis.owned(updates))))
-        # Compared rather than divided first: a zero norm divides nothing.
-        factor = materialize(torch.where(norm > limit, limit / norm, 1.0))
-        return tree.elementwise(lambda u: u * factor, updates), state
+
+        def clipped(square: Tensor) -> tuple[P, Empty]:
+            # In float64: with a limit that is a float64 tensor a float32 norm would be compared and divided otherwise.
+            norm = sqrt(square)
+            # Compared rather than divided first: a zero norm divides nothing.
+            factor = materialize(torch.where(norm > limit, limit / norm, 1.0))
+            return tree.elementwise(lambda u: u * factor, updates), state
+
+        return ctx.request(SumOfSquares(updates), clipped)
 
 
 def _clamp(x: Tensor, limit: Scalar) -> Tensor:

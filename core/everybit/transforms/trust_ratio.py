@@ -75,8 +75,11 @@ class ScaleByTrustRatio(_PerTensor):
             found = _ratio(weight, move, coefficient * weight, move + eps)
             return found if most is None else torch.minimum(found, most * torch.ones_like(found))
 
-        ratios = tree.map(ratio, *ctx.per_tensor.norms(params, updates))
-        return tree.elementwise(lambda u, r: u * r, updates, ctx.per_tensor.expand(ratios, updates)), state
+        def scaled(norms: tuple[P, ...]) -> tuple[P, Empty]:
+            ratios = tree.map(ratio, *norms)
+            return tree.elementwise(lambda u, r: u * r, updates, ctx.per_tensor.expand(ratios, updates)), state
+
+        return ctx.request(ctx.per_tensor.norms(params, updates), scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +130,11 @@ class ScaleByLars(_PerTensor):
         def scaled(g: Tensor, p: Tensor, r: Tensor) -> Tensor:
             return (g + decayed(p, -0.0)) * r
 
-        ratios = tree.map(ratio, *ctx.per_tensor.norms(params, updates))
-        return tree.elementwise(scaled, updates, params, ctx.per_tensor.expand(ratios, updates)), state
+        def after(norms: tuple[P, ...]) -> tuple[P, Empty]:
+            ratios = tree.map(ratio, *norms)
+            return tree.elementwise(scaled, updates, params, ctx.per_tensor.expand(ratios, updates)), state
+
+        return ctx.request(ctx.per_tensor.norms(params, updates), after)
 
 
 def _ratio(weight: Tensor, move: Tensor, above: Tensor, below: Tensor) -> Tensor:

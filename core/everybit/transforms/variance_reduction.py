@@ -49,6 +49,7 @@ class ReduceVariance(Elementwise):
         Yuan et al. 2024, https://arxiv.org/abs/2411.10438, Algorithm 2 and eq. 2.6.
     """
 
+    reads_weights: ClassVar[bool] = False
     per_tensor: ClassVar[bool] = True
     gamma: Hyperparameter = 0.025
     b1: Hyperparameter = 0.95
@@ -92,8 +93,11 @@ class ReduceVariance(Elementwise):
             above = square > most * most
             return torch.where(above, most / sqrt(torch.where(above, square, 1.0)), 1.0)
 
-        factors = tree.map(factor, ctx.per_tensor.sum_of_squares(corrected))
-        return tree.elementwise(lambda c, f: c * f, corrected, ctx.per_tensor.expand(factors, updates)), after
+        def limited(squares: P) -> tuple[P, VarianceReductionState[P]]:
+            factors = ctx.per_tensor.expand(tree.map(factor, squares), updates)
+            return tree.elementwise(lambda c, f: c * f, corrected, factors), after
+
+        return ctx.request(ctx.per_tensor.sum_of_squares(corrected), limited)
 
 
 reduce_variance = ReduceVariance

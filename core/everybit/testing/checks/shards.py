@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from everybit.context import Context
 from everybit.optimizer import Optimizer, OptimizerState, with_policy
 from everybit.parts import needs_whole_tensors, transforms_in
 from everybit.per_tensor import Members
-from everybit.replay import Kind, NeedsReductionError, ReplayAxis
+from everybit.requests import Kind, Pending
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.checks.cuts import flattened, promises, stored_slots
 from everybit.testing.checks.parts import decided
@@ -37,9 +36,9 @@ def check_shards_equal_whole(build: Build, stored: Stored = STORED) -> None:
     counts. Masks and labels that are functions are asked of the whole parameters. Under a policy with one number for a block of elements,
     which no piece may cut, the pieces are whole parameters.
 
-    Ranks share what a transform asks of ``ctx.axis``, and nothing else: all have to ask for the same reductions, in the same order. What
-    the whole contributes to a reduction has to be what its pieces contribute together, a maximum exactly, and a sum to the rounding of
-    another order of addition; pieces and whole then go on with the same number.
+    Ranks share the requests of a transform, and nothing else: all make the same ones, in the same order. The contribution of the whole
+    to a reduction is that of its pieces together, a maximum exactly, and a sum to the rounding of another order of addition; pieces and
+    whole then go on with the same number.
     """
     for dtype, policy in stored:
         params = example_params(dtype)
@@ -63,18 +62,13 @@ def _check_pieces(optimizer: Optimizer[Any], params: Any, pieces: list[_Piece], 
     parts = [piece.of(params) for piece in pieces]
     sizes = [leaf.numel() for leaf in tree.leaves(params)]
     whole = _Piece(0, sum(sizes), flat=False)
-    states = [optimizer.init(part, piece.context((), sizes)) for piece, part in zip(pieces, parts, strict=True)]
+    states = [optimizer.init(part, piece.context(sizes)) for piece, part in zip(pieces, parts, strict=True)]
     for step in (1, 2):
         grads = example_grads(params, step)
         now = f"{what}, step {step}"
         ranks = [_Rank(piece, part, piece.of(grads), s) for piece, part, s in zip(pieces, parts, states, strict=True)]
         totals, stepped = _step_together(optimizer, ranks, sizes, now)
-        axis = _RecordingAxis([total.value for total in totals])
-        try:
-            params, state = optimizer.step(params, grads, state, replace(whole.context((), sizes), axis=axis))
-        except NeedsReductionError as pending:
-            raise AssertionError(f"{now}: only the whole asks for the {pending.kind} of {pending.value}.") from None
-        _require_agreement(axis.asked, totals, now)
+        params, state = _step_whole(optimizer, _Rank(whole, params, grads, state), totals, sizes, now)
         parts, states = [out[0] for out in stepped], [out[1] for out in stepped]
         counted = [out for out, piece in zip(stepped, pieces, strict=True) if piece.counted]
         _require_same_bits(counted, (params, state), f"{now}: against the whole")
@@ -131,8 +125,8 @@ class _Piece(NamedTuple):
             position += leaf.numel()
         return torch.cat(found) if self.joined else tree.replace(values, found)
 
-    def context(self, totals: Sequence[Tensor], sizes: Sequence[int]) -> Context:
-        """Return the context of a step of tensors of these sizes, whose first reductions have these totals."""
+    def context(self, sizes: Sequence[int]) -> Context:
+        """Return the context of a step of tensors of these sizes."""
         ends = torch.tensor([0, *itertools.accumulate(sizes)])
         whole = Members(torch.arange(len(sizes)), ends, torch.tensor(sizes, dtype=torch.float64))
         here = whole.cut(self.start, self.stop)
@@ -142,7 +136,8 @@ class _Piece(NamedTuple):
         )
         return Context(
             first_element=self.start,
-            axis=ReplayAxis(totals, counted=self.counted),
+            pending=True,
+            contributes=self.counted,
             members=(here,) if self.joined else tuple(apart),
         )
 
@@ -162,59 +157,54 @@ class _Total(NamedTuple):
     magnitude: Tensor
 
 
-class _RecordingAxis(ReplayAxis):
-    """An axis that also keeps what it was asked, with the partial results that it answered."""
-
-    def __init__(self, totals: Sequence[Tensor], *, counted: bool = True) -> None:
-        super().__init__(totals, counted=counted)
-        self.asked: list[tuple[Kind, Tensor]] = []
-
-    def known(self) -> None:
-        """Return None, so that partial results are computed in any case."""
-
-    def _answer(self, kind: Kind, value: Tensor) -> Tensor:
-        answer = super()._answer(kind, value)
-        self.asked.append((kind, value))
-        return answer
+def _step_whole(
+    optimizer: Optimizer[Any], rank: _Rank, totals: list[_Total], sizes: Sequence[int], what: str
+) -> tuple[Any, OptimizerState[Any]]:
+    """Step the whole model with the totals of its shards, and hold its own contributions against them."""
+    result: Any = optimizer.step(rank.params, rank.grads, rank.state, rank.piece.context(sizes))
+    made: list[tuple[Kind, Tensor]] = []
+    while isinstance(result, Pending):
+        made.append((result.kind, result.partial()))
+        if len(made) > len(totals):
+            raise AssertionError(f"{what}: only the whole requests the {result.kind} of {made[-1][1]}.")
+        result = result.resume(totals[len(made) - 1].value)
+    _require_agreement(made, totals, what)
+    stepped: tuple[Any, OptimizerState[Any]] = result
+    return stepped
 
 
 def _step_together(
     optimizer: Optimizer[Any], ranks: list[_Rank], sizes: Sequence[int], what: str
 ) -> tuple[list[_Total], list[tuple[Any, OptimizerState[Any]]]]:
-    """Step all ranks, and return the totals of their reductions and each rank's result.
-
-    An update is pure: it is run again with each further total.
-    """
+    """Step all ranks, and return the totals of their reductions and each rank's result."""
     totals: list[_Total] = []
-    while True:
-        stepped, partials = [], []
-        for rank in ranks:
-            ctx = rank.piece.context([total.value for total in totals], sizes)
-            try:
-                stepped.append(optimizer.step(rank.params, rank.grads, rank.state, ctx))
-            except NeedsReductionError as pending:
-                partials.append(pending)
-        if not partials:
-            return totals, stepped
-        asked = {(one.kind, one.value.shape, one.value.dtype) for one in partials}
-        if stepped or len(asked) > 1:
+    results: list[Any] = [
+        optimizer.step(rank.params, rank.grads, rank.state, rank.piece.context(sizes)) for rank in ranks
+    ]
+    while any(isinstance(one, Pending) for one in results):
+        waiting = [one for one in results if isinstance(one, Pending)]
+        partials = [(one.kind, one.partial()) for one in waiting]
+        made = {(kind, value.shape, value.dtype) for kind, value in partials}
+        if len(waiting) < len(ranks) or len(made) > 1:
             raise AssertionError(
-                f"{what}: {len(partials)} of {len(ranks)} ranks ask for reduction {len(totals) + 1}, of"
-                f" {sorted(map(str, asked))}; promised is that all ranks ask for the same, also one that has no elements."
+                f"{what}: {len(waiting)} of {len(ranks)} ranks make request {len(totals) + 1}, of {sorted(map(str, made))}; promised"
+                " is that all ranks make the same, also one that has no elements."
             )
         totals.append(_reduced(partials))
+        results = [one.resume(totals[-1].value) for one in waiting]
+    return totals, results
 
 
-def _reduced(partials: list[NeedsReductionError]) -> _Total:
-    kind, dtype = partials[0].kind, partials[0].value.dtype
-    values = torch.stack([one.value.double() for one in partials])
+def _reduced(partials: list[tuple[Kind, Tensor]]) -> _Total:
+    kind, dtype = partials[0][0], partials[0][1].dtype
+    values = torch.stack([value.double() for _, value in partials])
     value = values.sum(0) if kind == "sum" else values.amax(0)
     return _Total(kind, value.to(dtype), values.abs().sum(0))
 
 
 def _require_agreement(asked: list[tuple[Kind, Tensor]], totals: list[_Total], what: str) -> None:
     if len(asked) != len(totals):
-        raise AssertionError(f"{what}: the whole asks for {len(asked)} reductions, its shards for {len(totals)}.")
+        raise AssertionError(f"{what}: the whole makes {len(asked)} requests, its shards {len(totals)}.")
     for number, ((kind, value), total) in enumerate(zip(asked, totals, strict=True), start=1):
         bound = AGREEMENT * total.magnitude if kind == "sum" else 0.0
         # Shapes that differ would be broadcast.
@@ -223,5 +213,5 @@ def _require_agreement(asked: list[tuple[Kind, Tensor]], totals: list[_Total], w
         if not same and not (alike and torch.equal(value, total.value)):
             raise AssertionError(
                 f"{what}: reduction {number}: the {total.kind} over the shards is {total.value}, and the {kind} of the whole {value}."
-                " Promised is that each element contributes once: reduce through ctx.axis what ctx.axis.owned leaves."
+                " Promised is that each element contributes once: what is requested is computed from ctx.owned(...)."
             )

@@ -17,6 +17,7 @@ import everybit as eb
 from everybit.blocks import FirstElement
 from everybit.combinators.lookahead import Lookahead
 from everybit.combinators.low_rank import LowRank
+from everybit.contracts import enter
 from everybit.optimizer import OptimizerState
 from everybit.parts import fields_of, needs_whole_tensors, transforms_in
 from everybit.requests import Kind, Pending, SumOfSquares, advance
@@ -143,8 +144,7 @@ def _source(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor], 
     ctx = eb.Context(
         pending=True, requests_only=True, entered=note, members=no_members_of(unit), seed=optimizer.seed, due=due
     ).at(state.step + 1)
-    note(optimizer.transform, state.inner)
-    result: Any = advance(optimizer.transform.update(grads, state.inner, params, ctx), totals)
+    result: Any = advance(enter(optimizer.transform, grads, state.inner, params, ctx, lambda *_: None), totals)
     if not isinstance(result, Pending):
         return Source(frozenset(), gradient_norm=False, pending=False)
     values = eb.tree.leaves(result.request.values) if isinstance(result.request, SumOfSquares) else []

@@ -45,7 +45,7 @@ class Context:
         path: Position of the transform in the chains around it, by which equal transforms draw different bits.
         joint: Does work for several matrices at once, for transforms that offer it.
         entered: Called with each transform that is entered and its state, for drivers that want to know what a request is computed from.
-        requests_only: Whether the caller wants the requests alone, so that transforms after the last that makes some may be left out.
+        requests_only: Whether the caller wants the requests alone: a chain leaves out its transforms after the last that makes some.
         pending: Whether other elements share the step, so that requests are returned as :class:`everybit.Pending` to a driver.
         contributes: Whether this process contributes its elements to reductions; False for a copy of what another one contributes.
         undeclared: Promises that the transform has not made, ``"per_tensor"`` or ``"draws"``; to use what they are for is an error.

@@ -271,8 +271,8 @@ class Optimizer(Generic[S]):
             values = [zeros(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
         inner = codec.decode_state(state.inner, reads)
         weights = tree.replace(params, values)
-        found: Any = self.transform.update(widened(grads, params, formats), inner, weights, self._inside(ctx, codec))
-        found = advance(found, totals)
+        inside, given = self._inside(ctx, codec), widened(grads, params, formats)
+        found: Any = advance(enter(self.transform, given, inner, weights, inside, lambda *_: None), totals)
         return found if isinstance(found, Pending) else None
 
     def export_fp32(self, params: P, state: OptimizerState[S]) -> P:

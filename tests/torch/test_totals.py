@@ -89,8 +89,14 @@ def by_distance(learning_rate: Any) -> eb.Transform[Any]:
     return eb.chain(ByDistance(), eb.trace(0.9), eb.scale_by_learning_rate(learning_rate))
 
 
+def cautious(learning_rate: Any) -> eb.Transform[Any]:
+    """A request comes after the update of an inner chain that makes none."""
+    inner = eb.chain(eb.trace(0.9), eb.scale_by_sign())
+    return eb.chain(eb.clip_by_global_norm(0.5), eb.cautious(inner), eb.scale_by_learning_rate(learning_rate))
+
+
 FACTORIES: dict[str, Callable[..., Any]] = {
-    "clipped": clipped, "skipping": skipping, "late": late, "decayed": decayed, "by distance": by_distance,
+    "cautious": cautious, "clipped": clipped, "skipping": skipping, "late": late, "decayed": decayed, "by distance": by_distance,
 }  # fmt: skip
 
 

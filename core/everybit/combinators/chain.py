@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class NamedChainState:
 class Chain:
     """Transforms applied left to right."""
 
+    stops_at_requests: ClassVar[bool] = True
     transforms: tuple[Transform[Any], ...]
 
     def __post_init__(self) -> None:
@@ -113,6 +114,7 @@ class Chain:
 class NamedChain:
     """Transforms with names, applied in order; their states are found by name."""
 
+    stops_at_requests: ClassVar[bool] = True
     transforms: Mapping[str, Transform[Any]] = field(hash=False)
 
     def __post_init__(self) -> None:
@@ -183,11 +185,15 @@ def _run(
     index = len(done)
     if index == len(parts) or (ctx.requests_only and not any_reduces(parts[index:])):
         return after(updates, (*done, *states[index:]))
+    inside = ctx.inside(index)
+    if ctx.requests_only and any_reduces(parts[index + 1 :]):
+        # A later request is computed from all of this part's updates.
+        inside = replace(inside, requests_only=False)
 
     def further(updates: P, state: Any) -> R:
         return _run(parts, updates, states, params, ctx, after, (*done, state))
 
-    return enter(parts[index], updates, states[index], params, ctx.inside(index), further)
+    return enter(parts[index], updates, states[index], params, inside, further)
 
 
 def chain(*transforms: Transform[Any]) -> Chain:

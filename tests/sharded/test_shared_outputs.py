@@ -403,3 +403,59 @@ def test_a_state_dict_of_full_parameters_outlives_them() -> None:
         assert all(torch.equal(found[name], x) for name, x in expected.items())
     with stepper.full_parameters():
         assert not torch.equal(model[0].get_parameter("linear.weight"), expected["0.linear.weight"])
+
+
+class Passing(Block):
+    """Returns its input, or its weight."""
+
+    def __init__(self, weight: bool) -> None:
+        super().__init__()
+        self.returns_weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear.weight if self.returns_weight else x
+
+
+class UnderNoGrad(nn.Module):
+    """Calls a unit under no_grad, which returns a tensor of before."""
+
+    def __init__(self, weight: bool) -> None:
+        super().__init__()
+        self.first, self.dropped, self.last = nn.Linear(WIDTH, WIDTH), Passing(False), Passing(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.dropped(self.first(x))
+        with torch.no_grad():
+            kept: Tensor = self.last(h)
+        return x @ kept if self.last.returns_weight else kept
+
+
+def test_a_tensor_that_a_unit_returns_under_no_grad_keeps_its_gradient() -> None:
+    found = []
+    for strategy in ("optim", "optim_grads_params"):
+        torch.manual_seed(0)
+        model = UnderNoGrad(weight=False)
+        stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Passing])
+        with stepper.microbatch(last=True):
+            model(torch.ones(3, WIDTH)).square().sum().backward()
+        stepper.step()
+        stepper.close()
+        found.append(model.first.weight.detach().clone())
+    assert torch.equal(*found)
+    torch.manual_seed(0)
+    assert not torch.equal(found[0], UnderNoGrad(weight=False).first.weight)
+
+
+def test_a_weight_that_a_unit_returns_under_no_grad_is_an_error_by_name() -> None:
+    """It has its gradient from outside of the unit's pass; that was dropped."""
+    model = UnderNoGrad(weight=True)
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Passing])
+
+    def microbatch() -> None:
+        with stepper.microbatch(last=True):
+            model(torch.ones(3, WIDTH)).square().sum().backward()
+
+    with pytest.raises(
+        RuntimeError, match=r"^last\.linear\.weight: its gradient came before that of what its unit, last, returned"
+    ):
+        microbatch()

@@ -185,6 +185,7 @@ def torch_muon(
     eps: Hyperparameter = 1e-7,
     ns_steps: int = 5,
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+    arithmetic: Arithmetic = "bfloat16",
 ) -> Chain | Partition:
     """Muon of matrices alone, with the arguments of ``torch.optim.Muon``; :func:`muon` is the same for a whole model.
 
@@ -197,6 +198,7 @@ def torch_muon(
         eps: The least norm that a matrix is divided by, above zero.
         ns_steps: Of the iteration, from 1 to 99.
         adjust_lr_fn: Factor of the update, from rows and columns: ``"original"``, the default, or ``"match_rms_adamw"``.
+        arithmetic: The dtype of the iteration; ``"bfloat16"`` is torch's.
 
     Raises:
         ValueError: A hyperparameter out of range; from ``init``, a parameter that has not two dimensions.
@@ -212,6 +214,7 @@ def torch_muon(
         nesterov=nesterov,
         coefficients=(ns_coefficients,),
         steps=ns_steps,
+        arithmetic=arithmetic,
         eps=eps,
         scale=adjust_lr_fn or "original",
         weight_decay=weight_decay,

@@ -42,6 +42,14 @@ def test_a_checkpoint_covers_frozen_units_before_trained_ones() -> None:
     require_plain_torchs_bits(2, [Program((cycle,), reshard, False, (None, None)) for reshard in (True, False)])
 
 
+def test_a_rank_whose_gradients_all_come_from_a_reentrant_checkpoint_sends_them_in_time() -> None:
+    """Its graph says that it accumulates nothing, as in torch.autograd.grad; the others waited for its sums, and it for their weights."""
+    plain, covered = Way((3,), False, "no", False, 99), Way((0,), False, "reentrant", False, 88)
+    microbatch = Microbatch((plain, covered, plain), None, ("entry", "exit"), False, False)
+    cycle = Cycle((microbatch,), "microbatch", None, None)
+    require_plain_torchs_bits(3, [Program((cycle,), reshard, False, (None,) * 3) for reshard in (True, False)])
+
+
 @settings(max_examples=3)
 @given(st.lists(programs(2), min_size=3, max_size=3))
 def test_random_programs_have_the_bits_of_plain_torch(drawn: list[Program]) -> None:

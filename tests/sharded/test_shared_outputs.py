@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +268,58 @@ def test_a_penalty_outside_of_the_units_is_an_error_by_name(name: str, nan: NanC
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
 
 
+def weight_of(model: nn.Sequential) -> nn.Parameter:
+    """Of the last block."""
+    (*_, block) = model
+    return block.get_parameter("linear.weight")
+
+
+FROZEN: dict[str, Callable[[Tensor, nn.Parameter], Tensor]] = {
+    "a linear map": functional.linear,
+    "a factor": lambda x, w: x * w.norm(),
+    "a product in place": lambda x, w: (x * 1).mul_(w[0]),
+    "in float64": lambda x, w: x.double() @ w.double(),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_weight_outside_of_its_unit_is_an_error_by_name(name: str) -> None:
+    """It has no gradient itself; NaN were in the loss, and in the gradients of all others."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(), Block())
+    model[1].requires_grad_(False)
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])
+
+    def microbatch() -> None:
+        with stepper.microbatch(last=True):
+            FROZEN[name](model(torch.ones(3, WIDTH)), weight_of(model)).sum().backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(RuntimeError, match=r"^1\.linear\.weight: was used out of the forward pass of 1, while"):
+        microbatch()
+    stepper.zero_grad()
+    with stepper.full_parameters():
+        microbatch()
+    stepper.step()
+    stepper.close()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_sharded_parameter_tells_dtype_device_and_shape() -> None:
+    model = nn.Sequential(Block(), Block())
+    FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])
+    weight, x = weight_of(model), torch.ones(WIDTH, WIDTH, requires_grad=True) * 1
+    for found in (
+        x.to(weight),
+        x.type_as(weight),
+        x.reshape_as(weight),
+        x.view_as(weight),
+        torch.ones_like(weight) * x,
+    ):
+        assert torch.equal(found, x)
+    with pytest.raises(RuntimeError, match=r"^1\.linear\.weight: was used"):
+        weight.to(torch.float64)
+
+
 def test_what_computes_nothing_with_a_sharded_parameter_is_allowed() -> None:
     block = Block()
     model = nn.Sequential(block, Block())
@@ -287,3 +340,122 @@ def test_what_computes_nothing_with_a_sharded_parameter_is_allowed() -> None:
     p.requires_grad_(False).requires_grad_(True)
     stepper.close()
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+# -- writes in a pass, and tensors that outlive a context ---------------------------------------------------------------------------------
+
+
+class Renormed(nn.Module):
+    """Writes to its weight in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.rows(x)
+        return found
+
+
+class Clamped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", [Renormed, Clamped])
+def test_a_write_in_a_pass_is_an_error_by_name(kind: type[nn.Module], grad: bool) -> None:
+    """The write was lost: the next pass gathers the shards."""
+    model = nn.Sequential(kind())
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[kind])
+    x = torch.arange(4) if kind is Renormed else torch.ones(3, WIDTH)
+    message = r"^0\.(rows|linear)\.weight: was written to during a pass, in a copy that is freed after it\. Accepted is"
+
+    def used() -> None:
+        if not grad:
+            with torch.no_grad():
+                model(x)
+            return
+        with stepper.microbatch(last=True):
+            model(x).sum().backward()
+
+    with pytest.raises(RuntimeError, match=message):
+        used()
+
+
+def test_a_state_dict_of_full_parameters_outlives_them() -> None:
+    """It holds views of what is freed; reading them ended in SIGSEGV, and a file of them could not be loaded."""
+    model = nn.Sequential(Block(), Block())
+    expected = copy.deepcopy(model.state_dict())
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Block])
+    with stepper.full_parameters():
+        held = model.state_dict()
+    for _ in range(2):
+        with stepper.microbatch(last=True):
+            model(torch.ones(3, WIDTH)).sum().backward()
+        stepper.step()
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    for found in (held, torch.load(file, weights_only=True)):
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+    with stepper.full_parameters():
+        assert not torch.equal(model[0].get_parameter("linear.weight"), expected["0.linear.weight"])
+
+
+class Passing(Block):
+    """Returns its input, or its weight."""
+
+    def __init__(self, weight: bool) -> None:
+        super().__init__()
+        self.returns_weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear.weight if self.returns_weight else x
+
+
+class UnderNoGrad(nn.Module):
+    """Calls a unit under no_grad, which returns a tensor of before."""
+
+    def __init__(self, weight: bool) -> None:
+        super().__init__()
+        self.first, self.dropped, self.last = nn.Linear(WIDTH, WIDTH), Passing(False), Passing(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.dropped(self.first(x))
+        with torch.no_grad():
+            kept: Tensor = self.last(h)
+        return x @ kept if self.last.returns_weight else kept
+
+
+def test_a_tensor_that_a_unit_returns_under_no_grad_keeps_its_gradient() -> None:
+    found = []
+    for strategy in ("optim", "optim_grads_params"):
+        torch.manual_seed(0)
+        model = UnderNoGrad(weight=False)
+        stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Passing])
+        with stepper.microbatch(last=True):
+            model(torch.ones(3, WIDTH)).square().sum().backward()
+        stepper.step()
+        stepper.close()
+        found.append(model.first.weight.detach().clone())
+    assert torch.equal(*found)
+    torch.manual_seed(0)
+    assert not torch.equal(found[0], UnderNoGrad(weight=False).first.weight)
+
+
+def test_a_weight_that_a_unit_returns_under_no_grad_is_an_error_by_name() -> None:
+    """It has its gradient from outside of the unit's pass; that was dropped."""
+    model = UnderNoGrad(weight=True)
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads_params", units=[Passing])
+
+    def microbatch() -> None:
+        with stepper.microbatch(last=True):
+            model(torch.ones(3, WIDTH)).square().sum().backward()
+
+    with pytest.raises(
+        RuntimeError, match=r"^last\.linear\.weight: its gradient came before that of what its unit, last, returned"
+    ):
+        microbatch()

@@ -15,8 +15,13 @@ from everybit_torch.torch_internals.tensors import plain_tensors
 _UNITS: MutableMapping[Tensor, tuple[str, str]] = WeakIdKeyDictionary()
 """The name of each parameter, and of its unit."""
 
-# These take a parameter to find its gradient, and compute nothing from its values.
-_HARMLESS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.view_as, Tensor.expand_as}
+# These take a parameter to find its gradient, or for its shape, dtype or device, and compute nothing from its values.
+_MAKES_OTHERS = {"__get__", "detach", "requires_grad_"}
+
+_HARMLESS = {
+    torch.autograd.grad, torch.autograd.backward, Tensor.backward,
+    Tensor.view_as, Tensor.expand_as, Tensor.reshape_as, Tensor.type_as, Tensor.to,
+}  # fmt: skip
 
 
 class AbsentParameter(nn.Parameter):
@@ -37,12 +42,10 @@ class AbsentParameter(nn.Parameter):
         given = kwargs or {}
         with plain_tensors():
             result = function(*args, **given)
-            if function in _HARMLESS or not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or not _computes(function, args, result):
                 return result
-            recorded = (x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf)
-            if next(recorded, None) is None or getattr(function, "__self__", None) is Tensor.grad:
-                return result
-        _refuse([x for x in tree_leaves((args, given)) if isinstance(x, AbsentParameter) and x.requires_grad])
+        # A frozen one, too: it has no gradient, and its NaN is in those of others.
+        _refuse([x for x in tree_leaves((args, given)) if isinstance(x, AbsentParameter)])
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -52,6 +55,16 @@ class AbsentParameter(nn.Parameter):
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         found: nn.Parameter = memo[id(self)]
         return found
+
+
+def _computes(function: Callable[..., Any], args: Sequence[Any], result: Any) -> bool:
+    """Whether a call made numbers of a parameter's values, which are NaN."""
+    name = getattr(function, "__name__", "")
+    if function in _HARMLESS or name in _MAKES_OTHERS or name.startswith("new_") or name.endswith("_like"):
+        # A conversion of the parameter itself reads its values.
+        return name in ("to", "type_as", "reshape_as") and bool(args) and isinstance(args[0], AbsentParameter)
+    made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
+    return any(x is not (args[0] if args else None) for x in made)
 
 
 def _refuse(absent: Sequence[Tensor]) -> None:

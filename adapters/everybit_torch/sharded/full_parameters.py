@@ -63,6 +63,8 @@ class FullParameters:
                         self._keep(new)
                 finally:
                     self._units -= new
+                    for weights in self._weights:
+                        weights.was_shown_to_user |= weights.group.unit in new
 
     def keep(self) -> None:
         """This rank's shards are what the model's tensors are now, where they are shown."""

@@ -186,7 +186,11 @@ class Gathering:
             return outputs
 
         def own(x: Any) -> Any:
-            return x.clone() if id(x) in freed else x.view_as(x) if id(x) in passed_on else x
+            if id(x) not in freed and id(x) not in passed_on:
+                return x
+            # A tensor of before no_grad() keeps its gradient in there.
+            with torch.set_grad_enabled(x.requires_grad):
+                return x.clone() if id(x) in freed else x.view_as(x)
 
         return tree_map(own, outputs)
 

@@ -20,7 +20,7 @@ from everybit_torch.sharded.absent_parameters import hide, show
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.strategies import Sharding
-from everybit_torch.torch_internals.tensors import add_to_versions, plain_tensors, version
+from everybit_torch.torch_internals.tensors import add_to_versions, count_holders, plain_tensors, version
 
 MOVED = (
     "{name}: was moved, cast or given other memory since the stepper was made, and is not in its buffer now. Cast and move a model first,"
@@ -122,6 +122,8 @@ class WeightBuffer:
             self.shard = self._own_of_whole() if sharding.state else self.whole
         self.gathered = self.shown = not sharding.params
         self._versions = [0 for _ in self.parameters]
+        self._own_holders: int | None = None
+        self.was_shown_to_user = False
 
     # -- taking the model's tensors ------------------------------------------------------------------------------------------------
 
@@ -218,6 +220,7 @@ class WeightBuffer:
         for parameter, tensor in zip(self._tensors, self._pieces, strict=True):
             parameter.data = tensor
         add_to_versions(self._tensors, -1)
+        self._versions = [version(parameter) for parameter in self._tensors]
         self.shown = True
 
     def release(self) -> None:
@@ -239,6 +242,7 @@ class WeightBuffer:
                 pending.wait()
             if shown:
                 self._require_in_place(absent=False)
+                self._require_kept()
         finally:
             for parameter, tensor in zip(self._tensors, self._absent, strict=True):
                 parameter.data = tensor
@@ -250,6 +254,15 @@ class WeightBuffer:
             hide(self.parameters)
             self._free()
             self.gathered = False
+
+    def _require_kept(self) -> None:
+        """Refuse writes that would be lost: each rank keeps its shard, and what is gathered is a copy."""
+        for parameter, known, place in zip(self._tensors, self._versions, self.group.placements, strict=True):
+            if version(parameter) != known:
+                raise RuntimeError(
+                    f"{place.spec.name}: was written to during a pass, in a copy that is freed after it. Accepted is to write to it after"
+                    " the step, inside `with stepper.full_parameters():`."
+                )
 
     def _views(self) -> list[Tensor]:
         return [
@@ -264,10 +277,14 @@ class WeightBuffer:
         else:
             self.whole = self._pool.empty(self.group.padded, self.group.dtype, self.whole.device)
             self._pieces = self._views()
+        self._own_holders = count_holders(self.whole.untyped_storage())
 
     @outside_inference
     def _free(self) -> None:
-        if can_be_freed(self.whole):
+        # What a state dict holds is read after the context, and would be memory that is not there.
+        is_held = self.was_shown_to_user and count_holders(self.whole.untyped_storage()) != self._own_holders
+        self.was_shown_to_user = False
+        if can_be_freed(self.whole) and not is_held:
             self._pool.take_back(self.whole)
         else:
             # It stays with whoever holds on to it, or with a graph that was made with it; the next is another.
@@ -309,6 +326,7 @@ class WeightBuffer:
         """
         self._require_in_place(absent=False)
         self.shard.copy_(self._own_of_whole())
+        self._versions = [version(parameter) for parameter in self._tensors]
 
     def _own_of_whole(self) -> Tensor:
         return self.whole[self._low : self._high]

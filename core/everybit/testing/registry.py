@@ -210,7 +210,8 @@ _BUILDS: dict[str, Build] = {
         others=sgd,
     ),
     "torch muon": lambda lr: partition(
-        {"matrix": torch_muon(lr), "tensor": sgd(lr)}, lambda _, leaf: "matrix" if leaf.ndim == 2 else "tensor"
+        {"matrix": torch_muon(lr, arithmetic="float64"), "tensor": sgd(lr)},
+        lambda _, leaf: "matrix" if leaf.ndim == 2 else "tensor",
     ),
     "muon with others": lambda lr: muon(lr, arithmetic="float64", others=adamw),
     "muon equalized": lambda lr: muon(

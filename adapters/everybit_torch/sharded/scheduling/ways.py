@@ -96,6 +96,11 @@ class Ways:
         return self._cycle, len(self._uses) - 1
 
     @property
+    def have_reentrant_checkpoint(self) -> bool:
+        """Whether units ran in a reentrant checkpoint: their gradients are accumulated by a pass that is no part of the graph."""
+        return any(use.block and not use.recorded for use in self._uses)
+
+    @property
     def in_the_layouts_order(self) -> bool:
         """Whether units ran once each, in the layout's order, and none with another in one checkpoint; some may have been left out."""
         pairs = list(pairwise(self._uses))

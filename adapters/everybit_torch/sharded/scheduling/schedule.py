@@ -133,8 +133,8 @@ class Schedule:
         self, expected: Sequence[int], *, accumulates: bool = True, creates_graph: bool = False
     ) -> Iterator[Event]:
         """A backward pass begins; see :meth:`.gradients.GradientSchedule.begin_pass`. ``creates_graph`` if autograd records it."""
-        # Torch refuses torch.autograd.grad through a reentrant checkpoint. Without this a rank all of whose gradients come from inside of one
-        # would send none of them in time, and the others wait for it.
+        # Torch refuses torch.autograd.grad through a reentrant checkpoint. A rank all of whose gradients come from inside of one would
+        # otherwise send none of them in time, and the others wait for it.
         reentrant = self.weights is not None and self.weights.ways.have_reentrant_checkpoint
         self.accumulates, self.arrived = accumulates or reentrant, False
         yield from self.gradients.begin_pass(expected, defers=not self.reduces)

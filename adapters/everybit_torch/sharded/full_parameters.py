@@ -61,6 +61,8 @@ class FullParameters:
                 try:
                     if writeback:
                         self._keep(new)
+                    else:
+                        each([weights.drop_writes for weights in self._weights if weights.group.unit in new])
                 finally:
                     self._units -= new
                     for weights in self._weights:

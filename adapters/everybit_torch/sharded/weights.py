@@ -328,6 +328,10 @@ class WeightBuffer:
         self.shard.copy_(self._own_of_whole())
         self._versions = [version(parameter) for parameter in self._tensors]
 
+    def drop_writes(self) -> None:
+        """What was written to the model's tensors is lost, and meant to be."""
+        self._versions = [version(parameter) for parameter in self._tensors]
+
     def _own_of_whole(self) -> Tensor:
         return self.whole[self._low : self._high]
 

@@ -61,10 +61,10 @@ class FullParameters:
                 try:
                     if writeback:
                         self._keep(new)
+                    else:
+                        each([weights.drop_writes for weights in self._weights if weights.group.unit in new])
                 finally:
                     self._units -= new
-                    for weights in self._weights:
-                        weights.was_shown_to_user |= weights.group.unit in new
 
     def keep(self) -> None:
         """This rank's shards are what the model's tensors are now, where they are shown."""

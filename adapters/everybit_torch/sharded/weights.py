@@ -20,7 +20,7 @@ from everybit_torch.sharded.absent_parameters import hide, show
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.strategies import Sharding
-from everybit_torch.torch_internals.tensors import add_to_versions, count_holders, plain_tensors, version
+from everybit_torch.torch_internals.tensors import add_to_versions, plain_tensors, version
 
 MOVED = (
     "{name}: was moved, cast or given other memory since the stepper was made, and is not in its buffer now. Cast and move a model first,"
@@ -122,8 +122,6 @@ class WeightBuffer:
             self.shard = self._own_of_whole() if sharding.state else self.whole
         self.gathered = self.shown = not sharding.params
         self._versions = [0 for _ in self.parameters]
-        self._own_holders: int | None = None
-        self.was_shown_to_user = False
 
     # -- taking the model's tensors ------------------------------------------------------------------------------------------------
 
@@ -277,14 +275,10 @@ class WeightBuffer:
         else:
             self.whole = self._pool.empty(self.group.padded, self.group.dtype, self.whole.device)
             self._pieces = self._views()
-        self._own_holders = count_holders(self.whole.untyped_storage())
 
     @outside_inference
     def _free(self) -> None:
-        # What a state dict holds is read after the context, and would be memory that is not there.
-        is_held = self.was_shown_to_user and count_holders(self.whole.untyped_storage()) != self._own_holders
-        self.was_shown_to_user = False
-        if can_be_freed(self.whole) and not is_held:
+        if can_be_freed(self.whole):
             self._pool.take_back(self.whole)
         else:
             # It stays with whoever holds on to it, or with a graph that was made with it; the next is another.
@@ -326,6 +320,10 @@ class WeightBuffer:
         """
         self._require_in_place(absent=False)
         self.shard.copy_(self._own_of_whole())
+        self._versions = [version(parameter) for parameter in self._tensors]
+
+    def drop_writes(self) -> None:
+        """What was written to the model's tensors is lost, and meant to be."""
         self._versions = [version(parameter) for parameter in self._tensors]
 
     def _own_of_whole(self) -> Tensor:

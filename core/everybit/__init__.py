@@ -126,7 +126,7 @@ from everybit.transforms.equalize import equalize
 from everybit.transforms.grokfast import amplify_slow_gradients
 from everybit.transforms.kron import scale_by_kron
 from everybit.transforms.lion import scale_by_lion
-from everybit.transforms.matrix_wise import scale_by_shape
+from everybit.transforms.matrix_wise import MatrixWise, scale_by_shape
 from everybit.transforms.nadam import scale_by_nadam
 from everybit.transforms.normuon import scale_by_normuon
 from everybit.transforms.novograd import scale_by_novograd
@@ -164,15 +164,15 @@ from everybit.wide_parameters import keep_wide
 
 __all__ = [
     "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
-    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "Max", "Members", "Metrics", "NamedOptimizer",
-    "Nearest", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Pending", "Policy", "PolicyName", "Projection",
-    "Request", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Sum", "SumOfSquares", "Transform",
-    "WholeTensors", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2", "adam_mini", "adamax", "adamw",
-    "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix", "adopt", "amplify_slow_gradients",
-    "apollo", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent", "batched", "begin_after",
-    "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip", "clip_by_global_norm",
-    "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule", "cosine_decay_schedule",
-    "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "dion", "ema_nesterov", "equalize",
+    "Hyperparameter", "Kahan", "Key", "Kronecker", "Local", "Master", "MatrixView", "MatrixWise", "Max", "Members", "Metrics",
+    "NamedOptimizer", "Nearest", "Optimizer", "OptimizerName", "OptimizerState", "ParamFormat", "PartSpec", "Pending", "Policy",
+    "PolicyName", "Projection", "Request", "Schedule", "Slot", "SlotDecay", "SlotKind", "Split", "StateFormat", "Stochastic", "Sum",
+    "SumOfSquares", "Transform", "WholeTensors", "accumulate", "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adam_atan2",
+    "adam_mini", "adamax", "adamw", "adan", "add_cautious_decay", "add_corrected_decay", "add_decayed_weights", "add_noise", "ademamix",
+    "adopt", "amplify_slow_gradients", "apollo", "apply_if_finite", "apply_updates", "asgd", "at", "average_weights", "averaged_descent",
+    "batched", "begin_after", "bias_correction", "by_dtype", "by_label", "by_name", "came", "cautious", "centralize", "chain", "clip",
+    "clip_by_global_norm", "clip_by_rms", "clip_by_unit_norm", "clip_by_z_score", "conditionally", "constant_schedule",
+    "cosine_decay_schedule", "cosine_one_cycle_schedule", "cosine_restarts_schedule", "dadapt_adam", "dion", "ema_nesterov", "equalize",
     "exponential_decay_schedule", "flattened", "freezable", "freeze", "fulfil", "galore", "heads", "identity", "inject_hyperparameters",
     "inverse_sqrt_schedule", "join_schedules", "keep_wide", "kron", "label_table", "lamb", "laprop", "lars", "layerwise_decay",
     "linear_one_cycle_schedule", "linear_schedule", "lion", "load_state_dict", "lookahead", "low_rank", "mars", "masked", "matrix",

@@ -70,7 +70,9 @@ def require_state(transform: Transform[Any], state: object, params: object) -> N
         slots = tree.slot_fields(node)
         if slots is not None:
             for name, is_slot in slots.items():
-                if not is_slot:
+                if is_slot:
+                    require_factors(getattr(node, name), f"{where}.{name}")
+                else:
                     require_no_parameter_tree(getattr(node, name), f"{path}.{name}", name)
                     walk(getattr(node, name), f"{path}.{name}")
         elif isinstance(node, Tensor):
@@ -99,6 +101,14 @@ def require_state(transform: Transform[Any], state: object, params: object) -> N
                 else ", such as torch.zeros((), dtype=torch.int64) for a counter"
             )
             raise TypeError(f"{where}: got {got}; accepted are tensors and classes registered with @eb.state{hint}.")
+
+    def require_factors(slot: Any, where: str) -> None:
+        for index, value in enumerate(tree.flatten_up_to(params, slot)):
+            if isinstance(value, dict) and not value:
+                raise TypeError(
+                    f"{where}{tree.paths(params)[index]}: got an empty dict; accepted are a tensor of the parameter's shape, and a dict of"
+                    " factors, tensors by name. Where there is nothing to keep, keep one factor without elements."
+                )
 
     def require_no_parameter_tree(value: object, path: str, name: str) -> None:
         if isinstance(value, (dict, list)) and whole and tree.same_structure(value, params):

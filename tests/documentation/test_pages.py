@@ -91,6 +91,19 @@ def check_own_optimizer(names: dict[str, Any], printed: str, folder: Path) -> No
     assert abs(names["lean_loss"] - names["float32_loss"]) < 0.05 * names["float32_loss"]
 
 
+def check_matrices(names: dict[str, Any], printed: str, folder: Path) -> None:
+    """The table that the page shows is printed, the parameter is named, and two ranks have the weights of one process."""
+    shown = re.findall(
+        r"```text\n(.*?)```", (ROOT / "docs/tutorials/write_a_matrix_optimizer.md").read_text(), re.DOTALL
+    )
+    (checked,) = (text for text in shown if text.startswith("ScaleBySpectralNorm"))
+    assert checked in printed
+    assert "for a parameter of shape (3, 2, 3), ['layers'][0]['w'] of everybit.testing.example_params()" in printed
+    assert "matrices_only=True" in printed
+    assert names["losses"][-1] < 0.7 * names["losses"][0]
+    assert "2 ranks: FSDP2 and FlatStepper have the weights of one process" in printed
+
+
 def check_choice(names: dict[str, Any], printed: str, folder: Path) -> None:
     """Half of the updates are lost, as the page's table says of another model, and the commands leave what it says."""
     assert sum(layer.lost_share for layer in names["audit"].layers) > 0.4 * len(names["audit"].layers)
@@ -292,6 +305,7 @@ PAGES = {
         smaller={"--steps 20": "--steps 2", "--steps 40": "--steps 4"}, check=check_sharded
     ),
     "docs/tutorials/write_an_optimizer.md": Page(check=check_own_optimizer),
+    "docs/tutorials/write_a_matrix_optimizer.md": Page(check=check_matrices),
     "docs/checkpoints.md": Page(check=check_checkpoints),
     "docs/transforms.md": Page(check=check_transforms),
 }

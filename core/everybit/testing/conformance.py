@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
+import torch
+
+from everybit import tree
+from everybit.aliases import sgd
 from everybit.combinators.chain import chain
+from everybit.combinators.masked import Masked, Partition, partition
 from everybit.hyperparameters import hyperparameters, map_hyperparameters
-from everybit.parts import is_transform
+from everybit.parts import is_transform, transforms_in
 from everybit.scalars import Hyperparameter
 from everybit.testing.battery import CHECKS
-from everybit.testing.checks.conditions import LEARNING_RATE, Build
+from everybit.testing.checks.conditions import LEARNING_RATE, Build, at_step
+from everybit.testing.examples import example_params
 from everybit.transform import Transform, periods, require_transform
 from everybit.transforms.stateless import scale_by_learning_rate
 
@@ -112,7 +118,9 @@ class Conformance:
         return "\n".join([f"{self.subject}: keeps {len(self.passed)} promises", *lines])
 
 
-def assert_transform_conforms(transform: Transform[Any] | Build, *, compiled: bool = True) -> Conformance:
+def assert_transform_conforms(
+    transform: Transform[Any] | Build, *, compiled: bool = True, matrices_only: bool = False
+) -> Conformance:
     """Run every check of :data:`everybit.testing.CHECKS` that applies to a transform; all failures are told together.
 
     Args:
@@ -120,12 +128,15 @@ def assert_transform_conforms(transform: Transform[Any] | Build, *, compiled: bo
             a transform they replace the hyperparameters called ``learning_rate``, and one that has none is followed by
             ``eb.scale_by_learning_rate``.
         compiled: Run the two checks that compile, which takes some ten seconds. They come last, if no other check failed.
+        matrices_only: The transform takes parameters of two dimensions alone. The checks give the others to ``eb.sgd``. They give the
+            transform matrices of shape (0, 0), too, which stand for those that another rank works on.
 
     Returns:
         What was run and what was not, and why: ``print(assert_transform_conforms(my_optimizer))``.
 
     Raises:
-        AssertionError: For each check that failed its name, what is promised, what was found, and what to look at.
+        AssertionError: For each check that failed its name, what is promised, what was found, and what to look at. Or a shape that the
+            transform does not take.
         TypeError: Neither a transform nor a function that returns one.
 
     Examples:
@@ -149,6 +160,9 @@ def assert_transform_conforms(transform: Transform[Any] | Build, *, compiled: bo
           no wait                   passed
     """
     build, subject = _build_of(transform)
+    _require_shapes(build(LEARNING_RATE), subject, matrices_only=matrices_only)
+    if matrices_only:
+        build = _of_matrices(build)
     skipped = _skipped(build(LEARNING_RATE), compiled)
     passed: list[str] = []
     failures: dict[str, Exception] = {}
@@ -180,6 +194,43 @@ def _build_of(given: Any) -> tuple[Build, str]:
     name = getattr(given, "__name__", type(given).__name__)
     require_transform(given(LEARNING_RATE), who=f"assert_transform_conforms, what {name}({LEARNING_RATE}) returned")
     return cast(Build, given), name
+
+
+def _require_shapes(transform: Transform[Any], subject: str, *, matrices_only: bool) -> None:
+    """Refuse a transform that does not take the shapes of the examples, before ten checks fail of it."""
+    params = example_params()
+    leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
+    if matrices_only:
+        leaves = {path: leaf for path, leaf in leaves.items() if leaf.ndim == 2} | {"['none']": torch.empty(0, 0)}
+    for path, leaf in leaves.items():
+        try:
+            state = transform.init([leaf])
+            transform.update([leaf.clone()], state, [leaf], at_step(1))
+        except Exception as error:
+            if isinstance(error, ValueError) and chooses(transform):
+                continue  # a label that no parameter has, where there is one parameter
+            advice = (
+                "A matrix without elements stands for one that another rank works on: return updates and state without elements."
+                if matrices_only
+                else "For a transform of matrices alone write assert_transform_conforms(..., matrices_only=True)."
+            )
+            told = str(error).rstrip(".")
+            raise AssertionError(
+                f"{subject}: raised {type(error).__name__} for a parameter of shape {tuple(leaf.shape)}, {path} of"
+                f" everybit.testing.example_params(): {told}. {advice}"
+            ) from error
+
+
+def chooses(transform: Transform[Any]) -> bool:
+    """Whether a transform treats parameters differently, by masks or labels."""
+    return any(isinstance(one, (Masked, Partition)) for one in transforms_in(transform))
+
+
+def _of_matrices(build: Build) -> Build:
+    def of_matrices(rate: Hyperparameter) -> Transform[Any]:
+        return partition({"matrix": build(rate), "other": sgd(rate)}, lambda _, p: "matrix" if p.ndim == 2 else "other")
+
+    return of_matrices
 
 
 def _with_rate(transform: Transform[Any]) -> Build:

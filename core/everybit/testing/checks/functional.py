@@ -27,7 +27,8 @@ def check_vmap(build: Build) -> None:
         state = optimizer.init(params)
         for grads in sequence:
             params, state = optimizer.step(params, grads, state)
-        return optimizer.export_fp32(params, state), state
+        # Not the compensation by itself, whose unit is the last place of a float32 weight: the weights have it.
+        return optimizer.export_fp32(params, state), state.step, state.inner
 
     def update(rate: Tensor, params: Any, sequence: list[Any], _policy: Policy) -> Any:
         transform = build(rate)

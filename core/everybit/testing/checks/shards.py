@@ -116,12 +116,14 @@ class _Piece(NamedTuple):
     counted: bool = True
 
     def of(self, values: Any) -> Any:
-        """The same tree, or a vector; a tensor that lies elsewhere is empty."""
+        """The same tree, or a vector; a tensor that lies elsewhere has no elements."""
         position, found = 0, []
         for leaf in tree.leaves(values):
             first, last = (min(max(edge - position, 0), leaf.numel()) for edge in (self.start, self.stop))
             whole = last - first == leaf.numel() and not self.flat
-            found.append(leaf.clone() if whole else leaf.reshape(-1)[first:last].clone())
+            # Of a matrix that another rank has, this one has a matrix without elements, as on FSDP2.
+            none = leaf.new_empty((0,) * max(leaf.ndim, 1)) if not self.flat else leaf.reshape(-1)[first:last].clone()
+            found.append(leaf.clone() if whole else none)
             position += leaf.numel()
         return torch.cat(found) if self.joined else tree.replace(values, found)
 

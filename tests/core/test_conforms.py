@@ -5,6 +5,7 @@ That the honest pass is an example in its docstring.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,55 @@ class Raises(Plain):
 
 def conforms(transform: Any) -> Conformance:
     return assert_transform_conforms(transform, compiled=False)
+
+
+class OfMatrices(eb.WholeTensors):
+    """Looks at rows and columns."""
+
+    def init(self, params: Any) -> Any:
+        return eb.identity().init(params)
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = ALONE) -> Any:
+        return eb.tree.map(lambda u: u - u.sum(1, keepdim=True) / u.shape[1], updates), state
+
+
+class OfFullMatrices(OfMatrices):
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = ALONE) -> Any:
+        return eb.tree.map(lambda u: u - u[0, 0], updates), state
+
+
+def test_a_transform_of_matrices_is_told_of_the_parameter_and_what_to_write() -> None:
+    """Ten checks failed, each with a hint of its own."""
+    message = (
+        r"^OfMatrices, then scale_by_learning_rate: raised IndexError for a parameter of shape \(3,\), \['layers'\]\[0\]\['b'\] of"
+        r" everybit\.testing\.example_params\(\): .*\. For a transform of matrices alone write assert_transform_conforms\(\.\.\.,"
+        r" matrices_only=True\)\.$"
+    )
+    with pytest.raises(AssertionError, match=message):
+        conforms(OfMatrices())
+    found = assert_transform_conforms(OfMatrices(), compiled=False, matrices_only=True)
+    assert "shards equal whole" in found.passed
+
+
+def test_matrices_without_elements_are_checked() -> None:
+    with pytest.raises(
+        AssertionError, match=r"raised IndexError for a parameter of shape \(0, 0\), .* without elements\.$"
+    ):
+        assert_transform_conforms(OfFullMatrices(), compiled=False, matrices_only=True)
+
+
+def test_a_slot_of_an_empty_dict_is_refused() -> None:
+    @eb.state
+    @dataclass(frozen=True, slots=True)
+    class State:
+        rows: eb.Slot[Any]
+
+    class Empty(OfMatrices):
+        def init(self, params: Any) -> Any:
+            return State(eb.tree.map(lambda _: {}, params))
+
+    with pytest.raises(TypeError, match=r"^Empty\.init: state\.rows\['w'\]: got an empty dict; accepted are a tensor"):
+        eb.with_policy(Empty(), "FP32").init({"w": torch.ones(2, 3)})
 
 
 Builds = dict[str, Any]

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from everybit import tree
 from everybit.aliases import sgd
@@ -202,13 +203,11 @@ def _require_shapes(transform: Transform[Any], subject: str, *, matrices_only: b
     leaves = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
     if matrices_only:
         leaves = {path: leaf for path, leaf in leaves.items() if leaf.ndim == 2} | {"['none']": torch.empty(0, 0)}
+    if not matrices_only and _fails(transform, params["w"]) is not None:
+        return  # of a matrix, too: the checks tell why
     for path, leaf in leaves.items():
-        try:
-            state = transform.init([leaf])
-            transform.update([leaf.clone()], state, [leaf], at_step(1))
-        except Exception as error:
-            if isinstance(error, ValueError) and chooses(transform):
-                continue  # a label that no parameter has, where there is one parameter
+        error = _fails(transform, leaf)
+        if error is not None:
             advice = (
                 "A matrix without elements stands for one that another rank works on: return updates and state without elements."
                 if matrices_only
@@ -221,9 +220,14 @@ def _require_shapes(transform: Transform[Any], subject: str, *, matrices_only: b
             ) from error
 
 
-def chooses(transform: Transform[Any]) -> bool:
-    """Whether a transform treats parameters differently, by masks or labels."""
-    return any(isinstance(one, (Masked, Partition)) for one in transforms_in(transform))
+def _fails(transform: Transform[Any], leaf: Tensor) -> Exception | None:
+    """The error of a step of one parameter; none that comes of a label that no parameter has."""
+    try:
+        transform.update([leaf.clone()], transform.init([leaf]), [leaf], at_step(1))
+    except Exception as error:
+        chooses = any(isinstance(one, (Masked, Partition)) for one in transforms_in(transform))
+        return None if chooses and isinstance(error, ValueError) else error
+    return None
 
 
 def _of_matrices(build: Build) -> Build:

@@ -26,7 +26,8 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
-_set_versions: Any = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+_bindings: Any = torch._C
+_set_versions: Any = getattr(_bindings._autograd, "_unsafe_set_version_counter", None)
 
 
 def add_to_versions(tensors: Sequence[Tensor], number: int) -> None:

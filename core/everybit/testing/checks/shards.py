@@ -185,7 +185,7 @@ def _step_together(
     ]
     while any(isinstance(one, Pending) for one in results):
         waiting = [one for one in results if isinstance(one, Pending)]
-        partials = [(one.kind, one.partial()) for one in waiting]
+        partials: list[tuple[Kind, Tensor]] = [(one.kind, one.partial()) for one in waiting]
         made = {(kind, value.shape, value.dtype) for kind, value in partials}
         if len(waiting) < len(ranks) or len(made) > 1:
             raise AssertionError(

@@ -67,7 +67,7 @@ def requirements() -> list[str]:
     """What the tests need beside torch: of pyproject.toml, without torch, Triton, and this project itself."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    named = [*project["dependencies"], *extras["cli"], *extras["safetensors"], *extras["dev"]]
+    named = [*project["dependencies"], *extras["cli"], *extras["safetensors"], *extras["config"], *extras["dev"]]
     return [one for one in named if not re.match(r"(everybit|torch|ruff|import-linter)\b", one)]
 
 

@@ -126,6 +126,7 @@ def test_a_report_of_pytest_is_counted_and_a_run_without_one_is_broken(tmp_path:
     outcome = read(report, code)
     assert (outcome.passed, outcome.failed, outcome.skipped, outcome.broken) == (1, 2, 1, None)
     assert outcome.failures == ("test_some::test_b", "test_some::test_d")
+    assert read(report, 5).broken is None  # of an area of which every file is skipped
     assert read(report, 3).broken == "pytest ended with code 3"
     assert read(tmp_path / "none.xml", -9).broken == "pytest ended with code -9 and without a report"
 

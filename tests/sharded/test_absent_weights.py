@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -141,6 +142,25 @@ def test_a_data_parallel_wrapper_around_a_sharded_model_is_told_to_leave_it_out(
         assert all(
             one.startswith("DistributedDataParallel: call the model without it. A FlatStepper shards") for one in said
         )
+
+
+def collected_late() -> int:
+    held: list[Any] = []
+
+    def collect(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    handle = register_module_module_registration_hook(collect)
+    held.append(made())
+    try:
+        return len(nn.Sequential(nn.Linear(1, 1)))
+    finally:
+        handle.remove()
+
+
+def test_a_stepper_may_be_collected_while_a_module_is_made() -> None:
+    assert run(1, collected_late) == [1]
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])

@@ -360,7 +360,7 @@ def test_reading_runs_nothing_from_a_checkpoint(tmp_path: Path) -> None:
         before = one.bits()
         with pytest.raises(
             ValueError,
-            match=r"\.metadata: is no metadata of torch.distributed.checkpoint.* it names (io.open|posix.system)",
+            match=r"\.metadata: is no metadata of torch.distributed.checkpoint.* it names (_?io.open|posix.system)",
         ):
             one.load(tmp_path)
         assert not victim.exists()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,14 +38,14 @@ class Guards:
         for number, unit in enumerate(gathering.units):
             units |= {id(p): number for buffer in unit.buffers for p in buffer.parameters}
         self._lifted = False
-        # torch has hooks on assigning a module for all modules together only, so that this one leaves with the stepper.
-        guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._handles: list[Any] = [register_module_module_registration_hook(_WrapperCheck(guarded))]
-        weakref.finalize(self, self._handles[0].remove)
+        _refuse_wrappers()
+        self._guarded: list[weakref.ref[nn.Module]] = []
+        self._handles: list[Any] = []
         for name, module in model.named_modules():
             own = {units[id(p)] for p in module.parameters(recurse=False) if id(p) in units}
             if own:
-                guarded.add(module)
+                _GUARDED.add(module)
+                self._guarded.append(weakref.ref(module))
                 guard = _Guard(self, module, name or "the model", sorted(own))
                 self._handles += [
                     module.register_forward_pre_hook(guard.before_forward),
@@ -56,6 +57,8 @@ class Guards:
         """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
+        for module in filter(None, (reference() for reference in self._guarded)):
+            _GUARDED.discard(module)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -77,21 +80,27 @@ class Guards:
         return None
 
 
-class _WrapperCheck:
-    """A hook that refuses ``DistributedDataParallel`` around a model whose parameters are sharded, before it sends anything."""
+_GUARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules whose parameters are sharded."""
 
-    def __init__(self, guarded: weakref.WeakSet[nn.Module]) -> None:
-        self._guarded = guarded
 
-    def __call__(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
-        """Look at a module that is assigned to an attribute of another; torch calls hooks so."""
-        if not isinstance(wrapper, DistributedDataParallel) or module is None:
-            return
-        if any(one in self._guarded for one in module.modules()):
-            raise RuntimeError(
-                "DistributedDataParallel: call the model without it. A FlatStepper shards the model's parameters and sums their"
-                " gradients over the ranks itself; close() gives the model back."
-            )
+@cache
+def _refuse_wrappers() -> None:
+    """Register a hook that refuses ``DistributedDataParallel`` around such a module, before it sends anything.
+
+    It stays registered: torch iterates over its hooks while modules are made, when the garbage collector may come to a stepper.
+    """
+    register_module_module_registration_hook(_refuse_wrapper)
+
+
+def _refuse_wrapper(wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
+    if not isinstance(wrapper, DistributedDataParallel) or module is None:
+        return
+    if any(one in _GUARDED for one in module.modules()):
+        raise RuntimeError(
+            "DistributedDataParallel: call the model without it. A FlatStepper shards the model's parameters and sums their"
+            " gradients over the ranks itself; close() gives the model back."
+        )
 
 
 class _Guard:

@@ -20,7 +20,7 @@ from everybit.combinators.chain import chain
 from everybit.combinators.masked import Masked, Partition
 from everybit.parts import map_parts, transforms_in
 from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
-from everybit_torch.parted import parted
+from everybit_torch.owner_transforms import for_rows
 from everybit_torch.reductions_only import ReductionsOnly
 
 Tree = Mapping[Any, Tensor]
@@ -139,12 +139,12 @@ class Decision:
     Attributes:
         choices: The result of each mask and each partition.
         label: The result of the policy's labels; None if it has none.
-        parted: Whether the process has parts of parameters whose transform must see whole ones.
+        rows: Whether the process holds rows of parameters whose transform needs whole tensors.
     """
 
     choices: tuple[Any, ...]
     label: str | None
-    parted: bool = False
+    rows: bool = False
 
     def applied(self, optimizer: eb.Optimizer[Any]) -> eb.Optimizer[Any]:
         """The optimizer of these parameters.
@@ -160,7 +160,7 @@ class Decision:
             )
         policy = policy.policy_for(self.label) if isinstance(policy, ByLabel) else policy
         transform = chosen(transform, self.choices)
-        return replace(optimizer, transform=parted(transform) if self.parted else transform, policy=policy)
+        return replace(optimizer, transform=for_rows(transform) if self.rows else transform, policy=policy)
 
 
 def decide(optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor]) -> list[Decision | None]:

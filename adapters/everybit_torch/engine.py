@@ -31,7 +31,7 @@ from everybit_torch.joining import Joining, boundaries_between
 from everybit_torch.joint_steps import JointSteps, arranged, collected
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, find_totals
-from everybit_torch.stepping import StateCopies, step_in_pieces
+from everybit_torch.stepping import Begun, StateCopies, step_in_pieces
 from everybit_torch.streams import is_capturing
 from everybit_torch.units import CHUNK, Unit, init_state, write
 from everybit_torch.work_rows import WorkRows
@@ -352,11 +352,21 @@ class Engine:
             totals = prepared.totals.get(self.groups[unit.group].source, ()) if prepared.totals else ()
             return totals, prepared.due.get(id(unit), ())
 
+        def begin(unit: Unit, grads: Grads) -> Begun | None:
+            grad = prepared.gathered.get(id(unit))
+            grad = unit.gathered(cast(list[Tensor], grads)) if grad is None else grad
+            return Begun.of(self.optimizer_of(unit), unit, cast(Tensor, grad), *known(unit))
+
+        def restarts(unit: Unit) -> bool:
+            return self.groups[unit.group].compiles(unit)
+
         joint = self._joint if self._copies is None else None
         with self._joining.stepping([unit for unit, grads in prepared.work if have_gradients(grads)]):
-            for (unit, grads), answers in arranged(prepared.work, joint, self.optimizer_of, known, prepared.gathered):
+            for unit, grads, results, begun in arranged(prepared.work, joint, self.optimizer_of, begin, restarts):
                 gathered, (totals, due) = prepared.gathered.pop(id(unit), None), known(unit)
-                measured = self.step_unit(unit, grads, totals, gathered, metrics=metrics, due=due, answers=answers)
+                measured = self.step_unit(
+                    unit, grads, totals, gathered, metrics=metrics, due=due, results=results, begun=begun
+                )
                 counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
                 if measured is not None and counted:
                     total = measured if total is None else added(total, measured)
@@ -396,7 +406,8 @@ class Engine:
         *,
         metrics: bool = False,
         due: Due | None = None,
-        answers: Sequence[Tensor] = (),
+        results: Sequence[Tensor] = (),
+        begun: Begun | None = None,
     ) -> Metrics | None:
         """Step a unit whose members have gradients, all or none.
 
@@ -407,12 +418,12 @@ class Engine:
             gathered: The gradients, if they were gathered already.
             metrics: Measure it.
             due: Which periodic work is due, as it was when the totals were found. None: for a unit that is stepped by itself.
-            answers: The results of its joint work; none for a unit that is stepped by itself.
+            results: Of its joint work; none for a unit that is stepped by itself.
+            begun: The step up to that work; None: it begins anew.
         """
         if not have_gradients(grads):
             return None
         group = self.groups[unit.group]
-        grad = unit.gathered(cast(list[Tensor], grads)) if gathered is None else gathered
         if totals and not group.optimizer_of(unit).transform.reduces:
             totals = ()
         compile = group.compiles(unit)
@@ -421,21 +432,29 @@ class Engine:
 
         def step(part: Unit, grad: Tensor) -> Metrics | None:
             return group.step(
-                part, grad, compile=compile, metrics=metrics, totals=totals, due=periodic, answers=answers
+                part, grad, compile=compile, metrics=metrics, totals=totals, due=periodic, answers=results
             )
 
-        if self._copies is not None:
-            measured = step_in_pieces(unit, *self._copies.stepping(unit, grad), step)
-        elif isinstance(grad, MemberGradients):
-            measured = step_in_pieces(unit, grad, unit.pieces(0, stops=grad.stops()), step)
+        if begun is not None:
+            measured = begun.finish(results, metrics=metrics)
         else:
-            measured = step(unit, grad)
+            grad = unit.gathered(cast(list[Tensor], grads)) if gathered is None else gathered
+            measured = self._step_pieces(unit, grad, step)
         if steps is not None:
             unit.host_count.note(unit.state.step, steps + 1)
         if unit.flat:
             # Autograd does not see that writing to the buffer changes the parameters; a graph that needs the old values must not run.
             torch.autograd.graph.increment_version(unit.parameters)
         return measured
+
+    def _step_pieces(
+        self, unit: Unit, grad: Gathered, step: Callable[[Unit, Tensor], Metrics | None]
+    ) -> Metrics | None:
+        if self._copies is not None:
+            return step_in_pieces(unit, *self._copies.stepping(unit, grad), step)
+        if isinstance(grad, MemberGradients):
+            return step_in_pieces(unit, grad, unit.pieces(0, stops=grad.stops()), step)
+        return step(unit, grad)
 
     def last_metrics(self) -> Metrics:
         """Return the metrics of the last measured step, over all parameters; RuntimeError if there is none."""

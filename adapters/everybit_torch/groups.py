@@ -261,7 +261,7 @@ class Group:
         """
         tensor = unit.tensor
         optimizer = self.optimizer_of(unit)
-        if not answers and unit.decision is not None and unit.decision.parted:
+        if not answers and unit.decision is not None and unit.decision.rows:
             raise RuntimeError(
                 f"param group {self.number}: got a sharded parameter that is stepped by itself, and its transform must see whole tensors;"
                 " accepted is a step of all parameters, on all ranks."

@@ -24,7 +24,7 @@ from everybit_torch.choosing import Decision, Tree, applied, decide, require_lab
 from everybit_torch.dtensors import is_dtensor, local, row_shards
 from everybit_torch.gradients import UnitGradients
 from everybit_torch.memory import has_repeated_elements, held_elsewhere, sharing
-from everybit_torch.parted import require_parted
+from everybit_torch.owner_transforms import require_rows
 from everybit_torch.sharded_blocks import require_whole_blocks
 from everybit_torch.units import Unit, can_be_flat, laid_out
 
@@ -246,7 +246,7 @@ def _runs(
         decision = decided
         if whole and is_dtensor(parameter):
             try:
-                decision = _parted(optimizer, transform, decided, parameter)
+                decision = _in_rows(optimizer, transform, decided, parameter)
             except ValueError as error:
                 raise ValueError(f"{named[id(parameter)]}: {error}") from None
         flat = allow_flat and not whole and id(parameter) not in apart and can_be_flat(parameter)
@@ -262,18 +262,18 @@ def _runs(
         yield Run(number, applied(optimizer, decision), [names[id(p)] for p in run], run, firsts, flat, decision)
 
 
-def _parted(
+def _in_rows(
     optimizer: eb.Optimizer[Any], transform: eb.Transform[Any], decided: Decision | None, parameter: Tensor
 ) -> Decision | None:
-    """What masks and labels said of a parameter of which ranks hold parts, though its transform must see whole ones.
+    """The decision for a parameter of which ranks hold rows, though its transform needs whole tensors.
 
     Raises:
         ValueError: It cannot be stepped so.
     """
     if row_shards(parameter) is None:
         return decided
-    decision = Decision((), None, parted=True) if decided is None else replace(decided, parted=True)
-    require_parted(decision.applied(optimizer), transform, parameter.shape, parameter.dtype)
+    decision = Decision((), None, rows=True) if decided is None else replace(decided, rows=True)
+    require_rows(decision.applied(optimizer), transform, parameter.shape, parameter.dtype)
     return decision
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import everybit as eb
 from everybit.blocks import FirstElement
-from everybit.joint_work import Answers
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState, StepTrace
-from everybit.requests import advance, require_done
-from everybit_torch.gradients import Gathered
+from everybit.requests import Pending, advance, require_done, with_results
+from everybit_torch.gradients import Gathered, Grads
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
 from everybit_torch.units import Unit, write
@@ -94,17 +93,95 @@ def step_in_place(
 
     The last ``answers`` of the ``totals`` are the results of joint work.
     """
-    ctx = eb.Context(first_element=first, members=members, due=due)
-    if answers:
-        ctx, totals = replace(ctx, joint=Answers(totals[-answers:])), totals[:-answers]
-    if totals:
-        ctx = replace(ctx, pending=True)
-    result = advance(optimizer.step_traced(tensors, grads, state, ctx), totals)
-    trace: StepTrace = require_done(result, optimizer.transform)
+    ctx = eb.Context(first_element=first, members=members, due=due, joint=answers > 0)
+    totals, results = totals[: len(totals) - answers], totals[len(totals) - answers :]
+    begun = begin(optimizer, tensors, grads, state, ctx, totals)
+    return finish(optimizer, tensors, state, begun, ctx, metrics=metrics, results=results)
+
+
+def begin(
+    optimizer: eb.Optimizer[Any],
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    state: OptimizerState[Any],
+    ctx: eb.Context,
+    totals: Sequence[Tensor],
+) -> Any:
+    """Run the pure step with the totals of its reductions: return its trace, or the step that waits for joint work."""
+    return advance(optimizer.step_traced(tensors, grads, state, replace(ctx, pending=len(totals) > 0)), totals)
+
+
+def finish(
+    optimizer: eb.Optimizer[Any],
+    tensors: list[Tensor],
+    state: OptimizerState[Any],
+    begun: Any,
+    ctx: eb.Context,
+    *,
+    metrics: bool,
+    results: Sequence[Tensor] = (),
+) -> Metrics | None:
+    """Go on with a step that :func:`begin` returned, with the results of its joint work, and write it over what went in."""
+    trace: StepTrace = require_done(with_results(begun, [results] if results else []), optimizer.transform)
     # What is measured of the parts is added up afterwards.
     measured = measure(optimizer, trace, ctx) if metrics else None
     write((tensors, state), (trace.params, trace.state))
     return measured
+
+
+class Begun(NamedTuple):
+    """A unit's step that waits for joint work.
+
+    Attributes:
+        optimizer: Of the step.
+        unit: The unit.
+        ctx: Of the step.
+        pending: The rest of the step, with its request.
+    """
+
+    optimizer: eb.Optimizer[Any]
+    unit: Unit
+    ctx: eb.Context
+    pending: Pending
+
+    @classmethod
+    def of(
+        cls, optimizer: eb.Optimizer[Any], unit: Unit, grad: Tensor, totals: Sequence[Tensor], due: Due
+    ) -> Begun | None:
+        """Run a unit's step up to its first joint work; None if it has none.
+
+        Args:
+            optimizer: That steps it.
+            unit: The unit.
+            grad: In the shape of its tensor.
+            totals: Of the transform's reductions.
+            due: Which periodic work is due.
+        """
+        ctx = eb.Context(first_element=unit.first, members=members_of(unit), due=due, joint=True)
+        here = [x.to(unit.tensor.device) for x in totals]
+        found = begin(optimizer, [unit.tensor], [grad], unit.state, ctx, here)
+        return cls(optimizer, unit, ctx, found) if isinstance(found, Pending) else None
+
+    def finish(self, results: Sequence[Tensor], *, metrics: bool) -> Metrics | None:
+        """Finish the step with the results of the work."""
+        tensors, state = [self.unit.tensor], self.unit.state
+        return finish(self.optimizer, tensors, state, self.pending, self.ctx, metrics=metrics, results=results)
+
+
+class Ready(NamedTuple):
+    """A unit that can be stepped.
+
+    Attributes:
+        unit: The unit.
+        grads: Of its members.
+        results: Of its joint work.
+        begun: Its step up to that work; None: it begins anew.
+    """
+
+    unit: Unit
+    grads: Grads
+    results: list[Tensor]
+    begun: Begun | None = None
 
 
 def step_unit(

@@ -21,8 +21,8 @@ from everybit.entries import entries
 from everybit.optimizer import OptimizerState
 from everybit.parts import transforms_in
 from everybit.policy import Resolved
-from everybit.stored_work import StoredWork, tensors_of, with_rows, with_tensors
-from everybit.whole_work import OnWholes
+from everybit.stored_work import StoredWork, rows_of, tensors_of, with_rows, with_tensors
+from everybit.whole_work import AtOwner
 from everybit_torch.dtensors import RowShards, first_element, is_dtensor, row_shards
 from everybit_torch.dtensors import like as like_parameter
 
@@ -65,7 +65,7 @@ class WorkRows:
         if len(parameters) != 1 or not is_dtensor(parameters[0]):
             return None
         (parameter,) = parameters
-        if not any(isinstance(node, OnWholes) for node in transforms_in(optimizer.transform)):
+        if not any(isinstance(node, AtOwner) for node in transforms_in(optimizer.transform)):
             return None
         ranks = row_shards(parameter)
         assert ranks is not None  # which placement made sure of
@@ -123,7 +123,7 @@ class WorkRows:
     def gathered(self, parts: OptimizerState[Any]) -> Any:
         """The state of the whole, which this rank and the others hold. All ranks have to call it."""
         return self._with(
-            [self._gathered(x, one) for x, (one, _) in zip(tensors_of(parts.inner), self.tensors, strict=True)]
+            [self._gathered(x, one) for x, (one, _) in zip(rows_of(parts.inner), self.tensors, strict=True)]
         )
 
     def _gathered(self, own: Tensor, like: Tensor) -> Tensor:

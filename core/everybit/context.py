@@ -10,7 +10,6 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.blocks import FirstElement, without_gaps
-from everybit.joint_work import AtOnce, JointWork
 from everybit.per_tensor import Members, PerTensor
 from everybit.random_bits import Key, Numbering, stream
 from everybit.requests import Pending, Request, then
@@ -43,7 +42,8 @@ class Context:
             who decide on the device whether a step counts.
         numbering: The indices of each leaf's elements, for random draws. Filled in by the optimizer; None: through all leaves, in order.
         path: Position of the transform in the chains around it, by which equal transforms draw different bits.
-        joint: Does work for several matrices at once, for transforms that offer it.
+        joint: Whether a driver does work on several tensors together, or on whole tensors of which this process holds rows: requests for
+            it are returned as :class:`everybit.Pending`.
         entered: Called with each transform that is entered and its state, for drivers that want to know what a request is computed from.
         requests_only: Whether the caller wants the requests alone: a chain leaves out its transforms after the last that makes some.
         pending: Whether other elements share the step, so that requests are returned as :class:`everybit.Pending` to a driver.
@@ -60,7 +60,7 @@ class Context:
     updates: Tensor | None = None
     numbering: tuple[Numbering, ...] | None = None
     path: tuple[int, ...] = ()
-    joint: JointWork = AtOnce
+    joint: bool = False
     entered: Callable[[Any, Any], None] | None = None
     requests_only: bool = False
     pending: bool = False
@@ -108,7 +108,7 @@ class Context:
             >>> normalized(torch.tensor([3.0, 4.0]), eb.Context())
             tensor([0.6000, 0.8000])
         """
-        if not self.pending or request.is_met():
+        if not (self.joint if request.joint else self.pending and not request.is_met()):
             return resume(request.here())
         waiting: Any = Pending(request, self.owned, lambda total: resume(request.answer(total)))
         return waiting  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ from everybit import tree
 from everybit.formats import PartSpec
 from everybit.optimizer import OptimizerState
 from everybit.policy import Resolved
-from everybit.stored_rows import StoredRows, in_own_places
+from everybit.stored_rows import StoredRows
 
 STEP, WEIGHTS, INNER = "step", "param", "inner"
 """Names of entries that are no slots: the optimizer's count, what the model does not hold of the weights, a transform's counts."""
@@ -119,7 +119,7 @@ def fields(state: OptimizerState[Any]) -> list[Field]:
             found.append(Field(unique, subtree, is_slot=True))
         return None
 
-    counters = in_own_places(tree.map_slots(slot, state.inner))
+    counters = tree.map_slots(slot, state.inner)
     paths = [f"{INNER}{path}" for path in tree.paths(counters)]
     return found + [Field(path, leaf, is_slot=False) for path, leaf in zip(paths, tree.leaves(counters), strict=True)]
 

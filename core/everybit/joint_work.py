@@ -1,80 +1,46 @@
-"""Work that is done for several matrices at once: by a transform for those that it is given, or by who steps several tensors one by one.
-
-A transform that has such work asks ``ctx.joint`` for it. In a front end that steps each tensor by itself the answer is found before, in a
-first run of every transform up to that question (:class:`Asking`), and given in the step (:class:`Answers`).
-"""
+"""Work on several matrices at once, such as the orthogonal updates of all matrices of one shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from everybit.requests import Request
 
 Work = Callable[[Tensor], Tensor]
 """From a batch (count, rows, columns) of matrices to as many results of their shape."""
 
 
-class JointWork(Protocol):
-    """Who does the work."""
+@dataclass(frozen=True)
+class JointWork(Request[list[Tensor]]):
+    """The results of one function for batches of matrices. A driver may call it once for alike batches of several parameters.
 
-    def results(self, batches: Sequence[Tensor], work: Work) -> list[Tensor]:
-        """Return the results of batches (..., rows, columns) of matrices, each of the shape of its batch."""
-        ...
+    Attributes:
+        batches: Matrices (..., rows, columns).
+        work: The function. Each result depends on its matrix alone, but for the bits by which batched products differ.
+    """
 
+    joint: ClassVar[bool] = True
+    batches: Sequence[Tensor]
+    work: Work
 
-class AtOnce:
-    """Does the work at once, for all matrices of one shape, dtype and device together. The class itself serves, as :class:`Local` does."""
-
-    @staticmethod
-    def results(batches: Sequence[Tensor], work: Work) -> list[Tensor]:
+    def here(self) -> list[Tensor]:
         """Return the results, batch by batch."""
-        alike: dict[object, list[int]] = {}
-        for number, batch in enumerate(batches):
-            alike.setdefault((batch.shape[-2:], batch.dtype, batch.device), []).append(number)
-        found: dict[int, Tensor] = {}
-        for numbers in alike.values():
-            flat = [batches[number].reshape(-1, *batches[number].shape[-2:]) for number in numbers]
-            parts = torch.split(work(torch.cat(flat) if len(flat) > 1 else flat[0]), [len(one) for one in flat])
-            found |= {number: part.reshape(batches[number].shape) for number, part in zip(numbers, parts, strict=True)}
-        return [found[number] for number in range(len(batches))]
+        return worked(self.batches, self.work)
 
 
-class NeedsJointWorkError(Exception):
-    """A transform asked for work whose results are not known yet.
-
-    Args:
-        batches: Of which matrices.
-        work: Which.
-    """
-
-    def __init__(self, batches: Sequence[Tensor], work: Work) -> None:
-        super().__init__("joint work")
-        self.batches, self.work = list(batches), work
-
-
-class Asking:
-    """Takes note of the first question."""
-
-    def results(self, batches: Sequence[Tensor], work: Work) -> list[Tensor]:
-        """Raise :class:`NeedsJointWorkError`."""
-        raise NeedsJointWorkError(batches, work)
-
-
-class Answers:
-    """Answers the first question by results that were found before, and does further work at once.
-
-    Args:
-        found: The results.
-    """
-
-    def __init__(self, found: Sequence[Tensor]) -> None:
-        self._found: list[Tensor] | None = list(found)
-
-    def results(self, batches: Sequence[Tensor], work: Work) -> list[Tensor]:
-        """Return what was found."""
-        if self._found is None:
-            return AtOnce.results(batches, work)
-        found, self._found = self._found, None
-        return found
+def worked(batches: Sequence[Tensor], work: Work) -> list[Tensor]:
+    """Return the results of batches, each in the shape of its batch; those of one shape, dtype and device are computed together."""
+    alike: dict[object, list[int]] = {}
+    for number, batch in enumerate(batches):
+        alike.setdefault((batch.shape[-2:], batch.dtype, batch.device), []).append(number)
+    found: dict[int, Tensor] = {}
+    for numbers in alike.values():
+        flat = [batches[number].reshape(-1, *batches[number].shape[-2:]) for number in numbers]
+        parts = torch.split(work(torch.cat(flat) if len(flat) > 1 else flat[0]), [len(one) for one in flat])
+        found |= {number: part.reshape(batches[number].shape) for number, part in zip(numbers, parts, strict=True)}
+    return [found[number] for number in range(len(batches))]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,11 +59,17 @@ class Local:
 
 
 class Request(Generic[A]):
-    """Base class of requests: a number or a tree over all elements that share a step.
+    """Base class of requests: reductions over all elements that share a step, and joint work on several tensors.
 
-    Subclasses define :meth:`here`. A reduction defines ``kind``, :meth:`partial` and :meth:`answer`, too.
+    Subclasses define :meth:`here`. A reduction defines ``kind``, :meth:`partial`, and :meth:`answer` if it is not the total, too.
+
+    Attributes:
+        joint: Whether it is joint work, which a driver does for several tensors together; see the ``joint`` of
+            :class:`~everybit.Context`.
+        kind: ``"sum"`` or ``"max"``, of a reduction.
     """
 
+    joint: ClassVar[bool] = False
     kind: Kind = "sum"
 
     def here(self) -> A:
@@ -78,9 +84,10 @@ class Request(Generic[A]):
         """Return the contribution of the elements at hand, of any shape; contributions are summed, or their greatest is taken."""
         raise NotImplementedError
 
-    def answer(self, total: Tensor) -> A:
-        """Return the answer, given the total over all pieces and ranks."""
-        raise NotImplementedError
+    def answer(self, total: Any) -> A:
+        """Return the answer, given the total over all pieces and ranks, or the results of joint work."""
+        found: A = total
+        return found
 
 
 @dataclass(frozen=True)
@@ -102,10 +109,6 @@ class Sum(Request[Tensor]):
         """Return the value."""
         return self.value
 
-    def answer(self, total: Tensor) -> Tensor:
-        """Return the total."""
-        return total
-
 
 @dataclass(frozen=True)
 class Max(Request[Tensor]):
@@ -126,10 +129,6 @@ class Max(Request[Tensor]):
         """Return the value."""
         return self.value
 
-    def answer(self, total: Tensor) -> Tensor:
-        """Return the total."""
-        return total
-
 
 @dataclass(frozen=True)
 class SumOfSquares(Request[Tensor]):
@@ -149,10 +148,6 @@ class SumOfSquares(Request[Tensor]):
     def partial(self, owned: Owned) -> Tensor:
         """Return the sum over the elements at hand."""
         return tree.sum_of_squares(owned(self.values))
-
-    def answer(self, total: Tensor) -> Tensor:
-        """Return the total."""
-        return total
 
 
 @dataclass(frozen=True)
@@ -195,12 +190,23 @@ def advance(result: Any, totals: Sequence[Tensor]) -> Any:
     """Resume a step with the totals of its first requests, in order.
 
     Returns:
-        The result, or the step that waits for the next request.
+        The result, or the step that waits for the next request. Of joint work, which no total answers, its :class:`Pending`: the totals
+        that are left are used after it.
     """
-    for total in totals:
-        if not isinstance(result, Pending):
-            break
-        result = result.resume(total)
+    if not isinstance(result, Pending):
+        return result
+    if result.request.joint:
+        resume = result.resume
+        return replace(result, resume=lambda found: advance(resume(found), totals))
+    return advance(result.resume(totals[0]), totals[1:]) if totals else result
+
+
+def with_results(result: Any, results: Sequence[Sequence[Tensor]] = ()) -> Any:
+    """Resume a step with the results of its first joint work, in order; further joint work is done at once."""
+    given = iter(results)
+    while isinstance(result, Pending) and result.request.joint:
+        found = next(given, None)
+        result = result.resume(result.request.here() if found is None else found)
     return result
 
 
@@ -218,7 +224,7 @@ def fulfil(result: Any, axis: Axis) -> Any:
         >>> eb.fulfil(pending, eb.Local)[0]
         tensor([0.6000, 0.8000])
     """
-    while isinstance(result, Pending):
+    while isinstance(result := with_results(result), Pending):
         partial = result.partial()
         result = result.resume(axis.sum(partial) if result.kind == "sum" else axis.max(partial))
     return result

@@ -1,9 +1,9 @@
-"""The state of transforms whose work on whole tensors is done elsewhere, where parts of the tensors are."""
+"""The state of transforms that need whole tensors, in a process that holds rows of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 from everybit import tree
 
@@ -11,45 +11,29 @@ from everybit import tree
 @tree.state
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Some rows of what a policy stores of one parameter's slot, in the place of a value: nobody decodes them where they lie.
+    """Rows of the stored value of one parameter's slot. They are not decoded where they lie, since a block of a factor may end elsewhere.
 
     Attributes:
         value: As the whole is stored: a tensor, a tuple of parts, or a dict of factors, but of each tensor a vector of the elements of some
-            rows; of a number without dimensions all there is. None before rows are given out.
+            rows; of a number without dimensions the number. None before rows are given out.
     """
 
     value: Any = None
 
 
-@tree.state
-@dataclass(frozen=True, slots=True)
-class WorkState:
-    """The states of neighbours in a chain whose work is done elsewhere, in order.
-
-    Where the work is done, their slots hold what is stored of the whole; where parts are, :class:`StoredRows`.
-    """
-
-    states: tuple[Any, ...]
+def holds_rows(slot: Any) -> bool:
+    """Whether a slot holds rows, of one parameter or of several."""
+    return any(isinstance(value, StoredRows) for value in (slot if isinstance(slot, list) else [slot]))
 
 
-def in_own_places(node: Any) -> Any:
-    """A state with those of such neighbours in the places that they have where one process does the work: paths are the same then."""
-    if isinstance(node, WorkState):
-        return in_own_places(node.states[0]) if len(node.states) == 1 else node
-    if isinstance(node, dict):
-        return dict(zip(node, _spread(list(node.values())), strict=True))
-    if isinstance(node, (tuple, list)) and not hasattr(node, "_fields"):
-        return type(node)(_spread(list(node)))
-    if tree.slot_fields(node) is None or isinstance(node, StoredRows):
-        return node
-    return replace(
-        cast(Any, node), **{name: in_own_places(getattr(node, name)) for name in tree.slot_fields(node) or ()}
-    )
+def slots_in(state: Any) -> list[Any]:
+    """List the values of the slots of a state, in order."""
+    found: list[Any] = []
+    tree.map_slots(lambda _name, slot: found.append(slot), state)
+    return found
 
 
-def _spread(children: list[Any]) -> list[Any]:
-    for place, child in enumerate(children):
-        if isinstance(child, WorkState):
-            # What stands in the places of the others is empty.
-            children[place : place + len(child.states)] = child.states
-    return [in_own_places(child) for child in children]
+def with_slots(state: Any, slots: list[Any]) -> Any:
+    """A state with other values in its slots, in order."""
+    new = iter(slots)
+    return tree.map_slots(lambda *_: next(new), state)

@@ -1,15 +1,16 @@
-"""Transforms of whole tensors for who holds parts of them: their work is done elsewhere, and the rest of a step where the parts are.
+"""Transforms that need whole tensors, in processes that hold rows of them.
 
-A chain of element-wise transforms around such that must see whole tensors, as Muon is, becomes one that may be cut anywhere: it asks
-``ctx.joint`` for what these make of the updates that come to them. Who steps parts brings updates together, does the work, and gives each
-part its part of the result.
+Muon's iteration needs whole matrices; its momentum, weight decay and learning rate do not. A process that holds rows of a matrix steps it
+with the transform in which each part that needs whole tensors is an :class:`AtOwner`. Such a part requests the result of the whole
+(:class:`Whole`). A driver gathers the rows of the updates on the parameter's owner, runs :class:`WholeWork` there, and gives each process
+its rows of the result. Neighbours in a chain make one request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,18 +18,17 @@ from torch import Tensor
 from everybit import tree
 from everybit.context import ALONE, Context
 from everybit.contracts import enter
-from everybit.joint_work import AtOnce
-from everybit.requests import Pending
-from everybit.stored_rows import StoredRows, WorkState
+from everybit.requests import Pending, Request
+from everybit.stored_rows import StoredRows, slots_in, with_slots
 from everybit.transform import Elementwise, SlotDecay, Transform, any_draws, decays, eval_params, periods
-from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
+R = TypeVar("R")
 
 
 @runtime_checkable
 class Rounds(Protocol):
-    """A transform that rounds updates to a dtype before it does anything else, and whose own are numbers of it, but for a factor."""
+    """A transform that first rounds updates to a dtype, and whose results are numbers of that dtype, but for a factor."""
 
     @property
     def rounds_to(self) -> torch.dtype:
@@ -36,7 +36,7 @@ class Rounds(Protocol):
         ...
 
     def without_factor(self) -> tuple[Transform[Any], Transform[Any]]:
-        """Return the transform whose updates are numbers of that dtype, and the one that multiplies them: both in turn are this one."""
+        """Return the transform without the factor, and the transform that multiplies by it: their composition is this one."""
         ...
 
 
@@ -45,93 +45,84 @@ class OfRows(Protocol):
     """A transform of whole tensors that can be applied to some rows of an update, from the shape of the whole alone."""
 
     def of_rows(self, rows: Tensor, shape: Sequence[int], first: int) -> Tensor:
-        """Return what becomes of the rows ``first`` and on of an update of this shape."""
+        """Return the results for the rows ``first`` and on of an update of this shape."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WholeWork:
-    """Transforms one after the other that must see whole tensors; itself no transform.
+    """Transforms, one after the other, that need whole tensors; itself no transform.
 
     Attributes:
-        parts: Those that are run on whole tensors, in order.
-        of_rows: Those that come after them, and that are run where the rows are.
-        places: For each of the parts its place among the transforms that were given, by which its random bits are drawn and its state is
-            found. Parts of one transform have the same, and no state.
-        count: The number of transforms that were given.
+        transforms: All of them, in order.
+        parts: Those that run on whole tensors; a transform that rounds is two of them.
+        of_rows: Those after them, which run where the rows are.
+        places: For each part the index of its transform.
     """
 
-    parts: tuple[Transform[Any], ...]
-    of_rows: tuple[OfRows, ...]
-    places: tuple[int, ...]
-    count: int
+    transforms: tuple[Transform[Any], ...]
+    parts: tuple[Transform[Any], ...] = field(init=False)
+    of_rows: tuple[OfRows, ...] = field(init=False)
+    places: tuple[int, ...] = field(init=False)
 
-    @classmethod
-    def of(cls, transforms: Sequence[Transform[Any]]) -> WholeWork:
-        """The work of these transforms; what can be done to rows alone is left to who has them."""
+    def __post_init__(self) -> None:
         parts: list[Any] = []
         places: list[int] = []
-        for place, one in enumerate(transforms):
+        for place, one in enumerate(self.transforms):
             several = one.without_factor() if isinstance(one, Rounds) else (one,)
             parts += several
             places += [place] * len(several)
         end = len(parts)
         while end and isinstance(parts[end - 1], OfRows):
             end -= 1
-        return cls(tuple(parts[:end]), tuple(parts[end:]), tuple(places[:end]), len(transforms))
+        object.__setattr__(self, "parts", tuple(parts[:end]))
+        object.__setattr__(self, "of_rows", tuple(parts[end:]))
+        object.__setattr__(self, "places", tuple(places[:end]))
 
     def sent_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which an update of this one may be brought to the work, so that no bit of the result changes."""
+        """The narrowest dtype in which an update of ``dtype`` can be sent to the owner without a change of the result."""
         return _narrower(self.parts[:1], dtype)
 
     def returned_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a result of this one may be brought back, so that no bit of it changes."""
+        """The narrowest dtype that holds results of ``dtype`` exactly."""
         return _narrower(self.parts[-1:], dtype)
 
     @property
     def reads_weights(self) -> bool:
-        """Whether one of the parts looks at weights."""
+        """Whether a part reads weights."""
         return any(getattr(part, "reads_weights", True) for part in self.parts)
 
-    def init(self, params: P) -> WorkState:
-        """Return the states of the parts for whole tensors."""
-        states: list[Any] = [Empty()] * self.count
-        for part, place in zip(self.parts, self.places, strict=True):
-            if self._is_all(place):
-                states[place] = part.init(params)
-        return WorkState(tuple(states))
+    def init(self, params: P) -> tuple[Any, ...]:
+        """Return the states of the transforms for whole tensors."""
+        return tuple(one.init(params) for one in self.transforms)
 
     def run(
-        self, update: Tensor, state: WorkState, ctx: Context, weights: Tensor | None = None
-    ) -> tuple[Tensor, WorkState]:
-        """Return what the parts make of a whole update, without those that are run on rows, and their new states.
+        self, update: Tensor, states: Sequence[Any], ctx: Context, weights: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Apply the parts to a whole update; return the result before :meth:`on_rows`, and the new states of the transforms.
 
         Args:
             update: In the compute dtype.
-            state: Of the parts.
-            ctx: Of the step, where the first of the parts is.
-            weights: In the same shape and dtype; None: all parts promise to look at the shape alone.
+            states: Of the transforms.
+            ctx: Of the step, at the first of the transforms.
+            weights: In the same shape and dtype; None: no part reads weights.
         """
         weights = torch.empty_like(update, device="meta") if weights is None else weights
-        # Of a whole parameter nothing is asked of others, whatever its transforms promise.
-        ctx = replace(ctx, pending=False, joint=AtOnce, members=None, undeclared=())
+        # A whole parameter needs no reduction over ranks: all of it is here.
+        ctx = replace(ctx, pending=False, joint=False, members=None, undeclared=())
         (*before, last) = ctx.path or (None,)
-        updates, states = [update], list(state.states)
+        updates, after = [update], list(states)
         for part, place in zip(self.parts, self.places, strict=True):
             inside = ctx if last is None else replace(ctx, path=(*before, last + place))
-            is_all = self._is_all(place)
-            before_part = states[place] if is_all else part.init(updates)
-            updates, held = enter(part, updates, before_part, [weights], inside, lambda *pair: pair)
-            if is_all:
-                states[place] = held
-        return updates[0], WorkState(tuple(states))
-
-    def _is_all(self, place: int) -> bool:
-        """Whether one part is all that is done at a place, so that it may keep state."""
-        return self.places.count(place) == 1
+            alone = self.places.count(place) == 1  # the halves of a transform that rounds keep no state
+            held = states[place] if alone else part.init(updates)
+            updates, held = enter(part, updates, held, [weights], inside, lambda *pair: pair)
+            if alone:
+                after[place] = held
+        return updates[0], tuple(after)
 
     def on_rows(self, rows: Tensor, shape: Sequence[int], first: int) -> Tensor:
-        """Return what the rest makes of the rows ``first`` and on of a result of this shape."""
+        """Apply the rest to the rows ``first`` and on of a result of this shape."""
         for part in self.of_rows:
             rows = part.of_rows(rows, shape, first)
         return rows
@@ -144,96 +135,118 @@ def _narrower(part: Sequence[Transform[Any]], dtype: torch.dtype) -> torch.dtype
     return dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Errand:
-    """Work that parts of tensors ask for.
+@dataclass(frozen=True)
+class Whole(Request[list[Tensor]]):
+    """The results of transforms for whole tensors, of which this process holds rows.
+
+    The answer is the rows of the results, and after them the rows of the stored state of the transforms, slot by slot, in order.
 
     Attributes:
-        work: The work.
-        ctx: Of the step.
+        transforms: In order; each is an :class:`AtOwner`.
+        updates: The rows of the updates.
+        states: Of the transforms, with :class:`~everybit.stored_rows.StoredRows` in their slots.
+        params: The rows of the weights.
+        ctx: Of the step, at the first of the transforms.
     """
 
-    work: WholeWork
+    joint: ClassVar[bool] = True
+    transforms: tuple[AtOwner, ...]
+    updates: Any
+    states: tuple[Any, ...]
+    params: Any
     ctx: Context
 
-    def __call__(self, batch: Tensor) -> Tensor:
-        """Refuse to work on a part, as who knows of no parts would.
+    def here(self) -> NoReturn:
+        """Refuse to work on rows.
 
         Raises:
             RuntimeError: Always.
         """
+        shape = tuple(tree.leaves(self.updates)[0].shape)
+        names = ", ".join(type(part).__name__ for one in self.transforms for part in one.work.parts)
         raise RuntimeError(
-            f"{', '.join(type(part).__name__ for part in self.work.parts)}: got {tuple(batch.shape)}, a part of a tensor; accepted are"
-            " whole ones, brought together by who asks for the work."
+            f"{names}: got {shape}, a part of a tensor; accepted are whole ones, gathered by the driver of the step."
         )
 
 
 @dataclass(frozen=True, slots=True)
-class OnWholes(Elementwise):
-    """Asks for the work of transforms that must see whole tensors, of parts of which it gets updates.
+class AtOwner(Elementwise):
+    """A transform that runs on whole tensors at their owner, where this process holds rows.
 
-    It shows the parts of the updates, and after them those of the weights, if the work looks at them. The answer is the parts of the
-    results, and after them the rows of the new state, in order. Where nobody answers, updates pass as they are: in a run for reductions, on
-    which the work has no influence.
+    Without a driver that does joint work updates pass unchanged: in a run for reductions, none of which comes after it.
 
     Attributes:
-        work: Of these transforms.
+        work: The transform, alone.
     """
 
     work: WholeWork
 
     @property
     def draws(self) -> bool:
-        """Whether one of the transforms does."""
+        """Whether the transform does."""
         return any_draws(self.work.parts)
 
     def decays(self) -> tuple[SlotDecay, ...]:
-        """Return the decay rates that the transforms declare."""
+        """Return the decay rates that the transform declares."""
         return decays(*self.work.parts)
 
     def periods(self) -> tuple[int, ...]:
-        """Return the periods that the transforms declare."""
+        """Return the periods that the transform declares."""
         return periods(*self.work.parts)
 
-    def init(self, params: P) -> WorkState:
-        """Return the states of the transforms, with no rows in their slots yet."""
+    def init(self, params: P) -> Any:
+        """Return the state of the transform, with no rows in its slots yet. It is made from a matrix without elements."""
+        (state,) = self.work.init(tree.map(_without_elements, params))
+        return with_slots(state, [tree.map(lambda _: StoredRows(), params) for _ in slots_in(state)])
 
-        def no_rows(_name: str, _slot: Any) -> Any:
-            return tree.map(lambda _: StoredRows(), params)
+    def update(self, updates: P, state: Any, params: P, ctx: Context = ALONE) -> tuple[P, Any]:
+        """Return the rows of the results, and the rows of the new state."""
+        return requested((self,), updates, (state,), params, ctx, lambda updates, states: (updates, states[0]))
 
-        return tree.map_slots(no_rows, self.work.init(tree.map(_without_elements, params)))
-
-    def update(self, updates: P, state: WorkState, params: P, ctx: Context = ALONE) -> tuple[P, WorkState]:
-        """Return the parts of the results, and the rows of the new state."""
-        if ctx.joint is AtOnce:
-            return updates, state
-        given = tree.leaves(updates)
-        weights = tree.leaves(params) if self.work.reads_weights else []
-        found = ctx.joint.results([*given, *weights], Errand(self.work, ctx))
-        rows = iter(found[len(given) :])
-        counted = self._counted(state, params, ctx)
-        state = tree.map_nodes(lambda held: tree.map(lambda _: next(rows), held), StoredRows, counted)
-        return tree.replace(updates, found[: len(given)]), state
-
-    def _counted(self, state: WorkState, params: Any, ctx: Context) -> WorkState:
-        """The state with the next counts, which every process keeps: no count depends on what is computed of elements."""
-        if not tree.leaves(_without_slots(state)):
+    def counted(self, state: Any, params: Any, ctx: Context) -> Any:
+        """A state with the counts after the step. Every process advances them, on a matrix without elements: they depend on none."""
+        if not tree.leaves(tree.map_slots(lambda *_: None, state)):
             return state
-        none = tree.leaves(tree.map(_without_elements, params))[:1]
-        begun = self.work.init(none)
-        _, after = self.work.run(none[0], with_counts(begun, state), ctx, none[0])
-        return with_counts(state, after)
+        none = [_without_elements(x) for x in tree.leaves(params)[:1]]
+        (begun,) = self.work.init(none)
+        before = with_slots(state, slots_in(begun))
+        _, (after,) = self.work.run(none[0], (before,), ctx, none[0])
+        return with_slots(after, slots_in(state))
 
 
-def with_counts(state: WorkState, other: WorkState) -> WorkState:
-    """A state with the counts of another one of the same transforms; slots stay."""
-    kept = iter(slots_in(state))
-    counted = tree.replace(_without_slots(state), tree.leaves(_without_slots(other)))
-    return tree.map_slots(lambda *_: next(kept), counted)
+def requested(
+    transforms: tuple[AtOwner, ...],
+    updates: P,
+    states: tuple[Any, ...],
+    params: P,
+    ctx: Context,
+    after: Callable[[P, tuple[Any, ...]], R],
+) -> R:
+    """Request the results of neighbours in a chain, and go on with ``after(updates, states)``.
 
+    Args:
+        transforms: The neighbours.
+        updates: Rows of updates.
+        states: Of the transforms.
+        params: Rows of weights.
+        ctx: Of the first of them.
+        after: The rest of the step.
+    """
+    if not ctx.joint:
+        return after(updates, states)
 
-def _without_slots(state: WorkState) -> WorkState:
-    return tree.map_slots(lambda *_: None, state)
+    def resumed(found: list[Tensor]) -> R:
+        count = len(tree.leaves(updates))
+        rows = iter(found[count:])
+        new = [
+            tree.map_nodes(
+                lambda held: tree.map(lambda _: next(rows), held), StoredRows, one.counted(state, params, ctx)
+            )
+            for one, state in zip(transforms, states, strict=True)
+        ]
+        return after(tree.replace(updates, found[:count]), tuple(new))
+
+    return ctx.request(Whole(transforms, updates, states, params, ctx), resumed)
 
 
 def _without_elements(x: Tensor) -> Tensor:
@@ -242,23 +255,16 @@ def _without_elements(x: Tensor) -> Tensor:
 
 
 def why_not_elsewhere(transform: Transform[Any], shape: Sequence[int]) -> str | None:
-    """Why the work of a transform cannot be done elsewhere, for parameters of this shape; None: it can."""
+    """The reason for which a transform cannot run at the owner of a parameter of this shape; None: it can."""
     like = [torch.empty(tuple(shape), device="meta")]
     if eval_params(transform, like, transform.init(like))[0] is not like[0]:
         return "it has other weights for evaluation"
-    return "it reduces over parameters" if transform.reduces and _asks_the_axis(transform, like) else None
+    return "it reduces over parameters" if transform.reduces and _reduces_over_parameters(transform, like) else None
 
 
-def _asks_the_axis(transform: Transform[Any], like: list[Tensor]) -> bool:
-    """Whether a transform that reduces does so over several parameters, and not only over each, which is here as a whole."""
+def _reduces_over_parameters(transform: Transform[Any], like: list[Tensor]) -> bool:
+    """Whether a transform reduces over several parameters, and not only over each, which its owner has as a whole."""
     step = torch.ones((), dtype=torch.int64, device="meta")
     due = tuple((period, True) for period in periods(transform))
     ctx = Context(pending=True, step=step, updates=step, due=due)
     return isinstance(transform.update(like, transform.init(like), like, ctx), Pending)
-
-
-def slots_in(state: Any) -> list[Any]:
-    """What the slots of a state hold, in order."""
-    found: list[Any] = []
-    tree.map_slots(lambda _name, slot: found.append(slot), state)
-    return found

@@ -13,14 +13,14 @@ import torch
 import everybit as eb
 import everybit.transforms
 from everybit.entries import entries
-from everybit.joint_work import Answers, Asking, NeedsJointWorkError
 from everybit.matrix_views import MatrixView
 from everybit.optimizer import OptimizerState
-from everybit.parts import transforms_in
+from everybit.parts import owner_work, transforms_in
+from everybit.stored_rows import slots_in
 from everybit.stored_work import StoredWork, tensors_of, with_rows
 from everybit.testing import REGISTRY
-from everybit.whole_work import Errand, WholeWork, slots_in, why_not_elsewhere
-from everybit_torch.parted import parted
+from everybit.whole_work import AtOwner, WholeWork, why_not_elsewhere
+from everybit_torch.owner_transforms import for_rows
 
 
 @pytest.mark.parametrize("view", [eb.matrix(), eb.heads(3), eb.row_blocks(1, 8, 3), eb.flattened()])
@@ -41,7 +41,7 @@ def test_the_wire_loses_no_bit(arithmetic: Any, scale: Any) -> None:
     x = 3 * torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
     transform = eb.orthogonalize(arithmetic=arithmetic, scale=scale)
     expected, _ = transform.update([x], transform.init([x]), [x])
-    work = WholeWork.of([transform])
+    work = WholeWork((transform,))
     out, back = work.sent_as(x.dtype), work.returned_as(x.dtype)
     assert out is back is (torch.bfloat16 if arithmetic == "bfloat16" else torch.float32)
     result, _ = work.run(x.to(out).to(x.dtype), work.init([x]), eb.Context())
@@ -50,17 +50,17 @@ def test_the_wire_loses_no_bit(arithmetic: Any, scale: Any) -> None:
 
 def test_a_wire_is_as_wide_as_what_is_not_rounded() -> None:
     rows, orthogonal = eb.equalize(None, "rows", 1e-8), eb.orthogonalize()
-    before, after = WholeWork.of([rows, orthogonal]), WholeWork.of([orthogonal, rows])
+    before, after = WholeWork((rows, orthogonal)), WholeWork((orthogonal, rows))
     assert (before.sent_as(torch.float32), before.returned_as(torch.float32)) == (torch.float32, torch.bfloat16)
     assert (after.sent_as(torch.float32), after.returned_as(torch.float32)) == (torch.bfloat16, torch.float32)
-    assert WholeWork.of([eb.orthogonalize(arithmetic="float32")]).sent_as(torch.float64) is torch.float32
+    assert WholeWork((eb.orthogonalize(arithmetic="float32"),)).sent_as(torch.float64) is torch.float32
 
 
-def test_what_knows_of_no_parts_does_not_work_on_them() -> None:
-    """Whoever answers a question for joint work by doing it, as for batched matrices, is told."""
-    work = WholeWork.of([eb.orthogonalize()])
+def test_a_driver_that_gathers_no_rows_is_told() -> None:
+    at_owner, rows = AtOwner(WholeWork((eb.orthogonalize(),))), torch.ones(1, 12)
+    pending: Any = at_owner.update(rows, at_owner.init(rows), rows, eb.Context(joint=True))
     with pytest.raises(RuntimeError, match=r"Orthogonalize: got \(1, 12\), a part of a tensor"):
-        Errand(work, eb.Context())(torch.ones(1, 12))
+        pending.request.here()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_work_keeps_the_state_of_the_chain_and_gives_its_bits(name: str, policy:
     dtype = torch.float32 if policy == "FP32" else torch.bfloat16
     before, after = eb.running_mean(0.9), eb.scale_by_adam()  # slots called momentum, before and behind
     optimizer = eb.with_policy(eb.chain(before, *CHAINS[name], after), policy, seed=7)
-    apart = replace(optimizer, transform=parted(optimizer.transform))
+    apart = replace(optimizer, transform=for_rows(optimizer.transform))
     whole = [torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).to(dtype)]
     first = 5
     state = optimizer.init(whole, eb.Context(first_element=first))
@@ -149,18 +149,15 @@ def test_work_keeps_the_state_of_the_chain_and_gives_its_bits(name: str, policy:
     for number in range(4):
         gradient = torch.randn(7, 6, generator=torch.Generator().manual_seed(number)).to(dtype)
         whole, state = optimizer.step(whole, [gradient], state, eb.Context(first_element=first))
-        questions = []
+        waiting: list[Any] = []
         for (low, high), own, one in zip(edges, rows, states, strict=True):
-            ctx = eb.Context(first_element=first + 6 * low, joint=Asking())
-            with pytest.raises(NeedsJointWorkError) as asked:
-                apart.ask(own, [gradient[low:high]], one, ctx)
-            questions.append(asked.value)
-        errand: Any = questions[1].work
-        result, held = stored.run(errand, torch.cat([one.batches[0] for one in questions]), held, states[1])
+            ctx = eb.Context(first_element=first + 6 * low, joint=True)
+            waiting.append(apart.step(own, [gradient[low:high]], one, ctx))
+        work, request = owner_work(apart.transform), waiting[1].request
+        update = torch.cat([one.request.updates[0] for one in waiting])
+        result, held = stored.run(work, request, update, held, states[1])
         for rank, (low, high) in enumerate(edges):
-            answer = Answers([errand.work.on_rows(result[low:high], (7, 6), low)])
-            ctx = eb.Context(first_element=first + 6 * low, joint=answer)
-            rows[rank], states[rank] = apart.step(rows[rank], [gradient[low:high]], states[rank], ctx)
+            rows[rank], states[rank] = waiting[rank].resume([work.on_rows(result[low:high], (7, 6), low)])
         assert torch.equal(torch.cat([own[0] for own in rows]), whole[0])
     expected = [x for x in slots_in(state.inner.states[1:-1]) for x in eb.tree.leaves(x)]
     assert expected == [] or all(torch.equal(x, y) for x, y in zip(tensors_of(held), expected, strict=True))

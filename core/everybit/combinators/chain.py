@@ -25,6 +25,7 @@ from everybit.transform import (
     periods,
     require_transform,
 )
+from everybit.whole_work import AtOwner, requested
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -190,10 +191,24 @@ def _run(
         # A later request is computed from all of this part's updates.
         inside = replace(inside, requests_only=False)
 
-    def further(updates: P, state: Any) -> R:
-        return _run(parts, updates, states, params, ctx, after, (*done, state))
+    def further(updates: P, *new: Any) -> R:
+        return _run(parts, updates, states, params, ctx, after, (*done, *new))
 
+    neighbours = _at_owner(parts[index:]) if ctx.joint else ()
+    if len(neighbours) > 1:
+        own = states[index : index + len(neighbours)]
+        return requested(neighbours, updates, own, params, inside, lambda updates, new: further(updates, *new))
     return enter(parts[index], updates, states[index], params, inside, further)
+
+
+def _at_owner(parts: tuple[Transform[Any], ...]) -> tuple[AtOwner, ...]:
+    """The first of some transforms that run at a parameter's owner, up to one that does not."""
+    found: list[AtOwner] = []
+    for part in parts:
+        if not isinstance(part, AtOwner):
+            break
+        found.append(part)
+    return tuple(found)
 
 
 def chain(*transforms: Transform[Any]) -> Chain:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.context import ALONE, Context
+from everybit.joint_work import JointWork
 from everybit.orthogonalization import Arithmetic, Batching, Coefficients, Normalization, orthogonalized, triples
 from everybit.scalars import Hyperparameter, at
 from everybit.transforms.matrix_wise import (
@@ -111,12 +112,16 @@ class Orthogonalize(Stateless):
         leaves = tree.leaves(updates)
         batches = [self.view_of(leaf.shape).split(leaf) if leaf.numel() else [] for leaf in leaves]
         every = [batch for own in batches for batch in own]
-        found = iter([scaled(one, self.scale, one.shape) for one in ctx.joint.results(every, of_matrices)])
-        new = [
-            self.view_of(leaf.shape).joined([next(found) for _ in own], leaf.shape) if own else leaf
-            for leaf, own in zip(leaves, batches, strict=True)
-        ]
-        return tree.replace(updates, new), state
+
+        def finished(results: list[Tensor]) -> tuple[P, Empty]:
+            found = iter([scaled(one, self.scale, one.shape) for one in results])
+            new = [
+                self.view_of(leaf.shape).joined([next(found) for _ in own], leaf.shape) if own else leaf
+                for leaf, own in zip(leaves, batches, strict=True)
+            ]
+            return tree.replace(updates, new), state
+
+        return ctx.request(JointWork(every, of_matrices), finished)
 
     @property
     def rounds_to(self) -> torch.dtype:

@@ -29,7 +29,7 @@ from everybit_torch.sharded.planning.reductions import answers_of, no_members, r
 from everybit_torch.sharded.planning.runs import Shape, indices, state_of
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.squares import scratch_bytes
-from everybit_torch.stepping import PIECE, step_in_place
+from everybit_torch.stepping import PIECE, Begun, step_in_place
 from everybit_torch.units import Unit
 
 SMALLEST = 64
@@ -276,8 +276,12 @@ def _step_together(
     work: list[tuple[Unit, Grads]] = [
         (replace(unit_of(optimizer, one, members), flat=False), [gradient]) for one in tensors
     ]
+
+    def begin(unit: Unit, _grads: Grads) -> Begun | None:
+        return Begun.of(optimizer, unit, gradient, totals, due)
+
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
-        for (unit, _), answers in arranged(work, JointSteps(), lambda _: optimizer, lambda _: (totals, due), {}):
+        for unit, _, results, _ in arranged(work, JointSteps(), lambda _: optimizer, begin):
             step_in_place(
                 optimizer,
                 [unit.tensor],
@@ -285,10 +289,10 @@ def _step_together(
                 unit.state,
                 first,
                 metrics=False,
-                totals=[*totals, *answers],
+                totals=[*totals, *results],
                 members=(members,),
                 due=due,
-                answers=len(answers),
+                answers=len(results),
             )
     peak: int = counter.peak
     return peak

@@ -1,6 +1,6 @@
-"""Transforms for processes that have parts of parameters: what must see whole tensors becomes work that is done elsewhere.
+"""Transforms for processes that hold rows of parameters: parts that need whole tensors run at the parameter's owner.
 
-See :mod:`everybit.whole_work` for that work, and :mod:`everybit_torch.exchange` for how parts come together.
+See :mod:`everybit.whole_work` for these, and :mod:`everybit_torch.exchange` for how rows reach the owner.
 """
 
 from __future__ import annotations
@@ -10,48 +10,38 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import everybit as eb
 from everybit.combinators.cautious import Cautious
 from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.low_rank import LowRank
-from everybit.joint_work import Work
 from everybit.parts import map_parts, needs_whole_tensors, transforms_in
 from everybit.transform import HasEvalParams, periods
-from everybit.whole_work import OnWholes, WholeWork, why_not_elsewhere
+from everybit.whole_work import AtOwner, Whole, WholeWork, why_not_elsewhere
 from everybit_torch.reductions_only import ReductionsOnly
 
-Stand = Callable[[Sequence[Any]], Any]
-"""From transforms one after the other that must see whole tensors to what stands in for them."""
+Mark = Callable[[Any], Any]
+"""From a transform that needs whole tensors to the transform that stands in its place."""
 
 
-def parted(transform: Any) -> Any:
-    """Return a transform that may be cut anywhere, and that asks for the work of what must see whole tensors.
-
-    Its state has the slots of the transform's, in order.
-    """
-    return _replaced(transform, lambda run: OnWholes(WholeWork.of(run)))
+def for_rows(transform: Any) -> Any:
+    """Return a transform of rows, with the parts that need whole tensors at the owner. Its state has the structure of the transform's."""
+    return _marked(transform, lambda node: AtOwner(WholeWork((node,))))
 
 
-def work_in(transform: Any) -> WholeWork:
-    """The work that such a transform asks for."""
-    return next(node.work for node in transforms_in(transform) if isinstance(node, OnWholes))
-
-
-def require_parted(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Refuse what cannot be stepped in parts.
+def require_rows(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse transforms that cannot be stepped in rows.
 
     Args:
-        optimizer: With what :func:`parted` returned.
+        optimizer: With the result of :func:`for_rows`.
         whole: The transform that it was made of.
         shape: Of a parameter.
         dtype: Of the parameter.
 
     Raises:
-        ValueError: The message names the part.
+        ValueError: The message names the transform.
     """
-    works = [node.work for node in transforms_in(optimizer.transform) if isinstance(node, OnWholes)]
+    works = [node.work for node in transforms_in(optimizer.transform) if isinstance(node, AtOwner)]
     for part in (part for work in works for part in work.parts):
         if (why := why_not_elsewhere(part, shape)) is not None:
             raise _refusal(part, why)
@@ -61,16 +51,20 @@ def require_parted(optimizer: eb.Optimizer[Any], whole: Any, shape: Sequence[int
     here = replace(optimizer, transform=_without_others(optimizer.transform))
     every = periods(whole)
     for due in dict.fromkeys([(), *(tuple((period, due) for period in every) for due in (True, False))]):
-        # A run on tensors without elements tells what it asks for.
-        asked = _Asked()
-        ctx = eb.Context(joint=asked, pending=True, due=due, members=_nobody() if here.per_tensor else None)
-        request, reduces_after = here.ask([none], [none], here.init([none]), ctx), False
-        while request is not None:
-            reduces_after |= bool(asked.times)
-            found = request.resume(request.partial())
-            request = found if isinstance(found, eb.Pending) else None
-        if asked.times != 1:
-            raise _refusal(whole, f"it asks for them {asked.times} times in a step")
+        # A step without elements shows the requests.
+        found: Any
+        ctx = eb.Context(joint=True, pending=True, due=due, members=_nobody() if here.per_tensor else None)
+        result: Any = here.step([none], [none], here.init([none]), ctx)
+        times, reduces_after = 0, False
+        while isinstance(result, eb.Pending):
+            if isinstance(result.request, Whole):
+                times, found = times + 1, eb.tree.leaves((result.request.updates, result.request.states))
+            else:
+                reduces_after |= times > 0
+                found = result.request.here() if result.request.joint else result.partial()
+            result = result.resume(found)
+        if times != 1:
+            raise _refusal(whole, f"it asks for them {times} times in a step")
         if reduces_after:
             raise _refusal(whole, "it reduces over what it computes from them")
 
@@ -90,27 +84,18 @@ def _is_whole(node: Any) -> bool:
     return node.cut == "tensor" and (isinstance(node, LowRank) or _is_alone(node))
 
 
-def _replaced(node: Any, stand: Stand) -> Any:
+def _marked(node: Any, mark: Mark) -> Any:
     if isinstance(node, ReductionsOnly):
         # Reductions come before the work.
-        return ReductionsOnly(_replaced(node.transform, lambda _run: eb.identity()))
+        return ReductionsOnly(_marked(node.transform, lambda _: eb.identity()))
     if _is_whole(node):
-        return stand([node])
+        return mark(node)
     if not isinstance(node, (Chain, NamedChain)):
-        return map_parts(lambda part: _replaced(part, stand), node)
+        return map_parts(lambda part: _marked(part, mark), node)
     named = node.transforms if isinstance(node, NamedChain) else None
     whole = _with_those_between(list(node.transforms if named is None else named.values()))
-    parts: list[Any] = []
-    run: list[Any] = []
-    for part, is_done_there in (*whole, (None, False)):
-        if is_done_there:
-            run.append(part)
-            continue
-        # Each has a place of its own, by which random bits are drawn and state is found.
-        parts += [stand(run), *[eb.identity()] * (len(run) - 1)] if run else []
-        parts += [] if part is None else [_replaced(part, stand)]
-        run = []
-    return Chain(tuple(parts)) if named is None else NamedChain(dict(zip(named, parts, strict=True)))
+    parts = tuple(mark(part) if at_owner else _marked(part, mark) for part, at_owner in whole)
+    return Chain(parts) if named is None else NamedChain(dict(zip(named, parts, strict=True)))
 
 
 def _with_those_between(parts: Sequence[Any]) -> list[tuple[Any, bool]]:
@@ -138,17 +123,6 @@ def _is_alone(node: Any) -> bool:
 def _without_others(node: Any) -> Any:
     """A transform without the reductions to which its parameters contribute nothing."""
     return eb.identity() if isinstance(node, ReductionsOnly) else map_parts(_without_others, node)
-
-
-class _Asked:
-    """Counts questions for work."""
-
-    def __init__(self) -> None:
-        self.times = 0
-
-    def results(self, batches: Sequence[Tensor], work: Work) -> list[Tensor]:  # noqa: ARG002  # what it is asked for
-        self.times += 1
-        return list(batches)
 
 
 def _nobody() -> tuple[eb.Members, ...]:

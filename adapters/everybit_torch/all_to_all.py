@@ -1,4 +1,4 @@
-"""Parts of vectors on their way from the ranks that have them to the ranks that need them together, and new ones back."""
+"""All-to-all of the parts of vectors to their owners, and of new parts back."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from everybit_torch.collectives.communicator import Communicator, Done, Pending
 
 
 @dataclass(slots=True)
-class RoundTrip:
-    """Vectors of which each rank has a part, to their owners and back.
+class AllToAll:
+    """An all-to-all of vectors, of which each rank has a part, to their owners, and one back.
 
-    Where other ranks hold the same parts, the owners are spread over all of these replicas; parts travel inside of a replica, and replicas
-    give each other what has come back.
+    Where other ranks hold the same parts, the owners are spread over all of these replicas: parts are exchanged inside of a replica, and
+    replicas give each other the results by an all-gather.
 
     Attributes:
-        what: For messages, what they are of.
+        what: The name of the vectors, for messages.
         shards: The ranks with other parts.
         copies: The ranks with the same parts; None: there are none.
         device: Of the vectors.
-        length: For a replica, an owner in it, and a rank: how many elements the rank has of what the owner needs.
+        length: The number of elements that a rank sends to an owner: of the owner's replica, the owner, and the rank.
     """
 
     what: str
@@ -39,20 +39,20 @@ class RoundTrip:
         """The number of this rank's replica."""
         return 0 if self.copies is None else self.copies.rank
 
-    def set_out(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def send(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Send this rank's parts, owner by owner; all of ``dtype``."""
         self._send(parts, dtype, self._given(self.replica), self._owned())
 
-    def arrived(self) -> list[Tensor]:
-        """Wait for what this rank needs; return it, rank by rank."""
+    def received(self) -> list[Tensor]:
+        """Wait for the parts of this rank's vectors; return them, rank by rank."""
         self._pending.wait()
         return list(torch.split(self._into, self._owned()))
 
-    def turn_round(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def send_back(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Send new parts back, rank by rank; all of ``dtype``."""
         self._send(parts, dtype, self._owned(), self._given(self.replica))
 
-    def back(self) -> Tensor:
+    def received_back(self) -> Tensor:
         """Wait for this rank's new parts; return them, replica by replica and owner by owner."""
         self._pending.wait()
         found = self._into
@@ -62,16 +62,16 @@ class RoundTrip:
             if every.numel():
                 self.copies.all_gather(every, found, self.what, lengths).wait()
             found = every
-        # What waits for a collective holds what was sent.
+        # The handle of a collective holds the memory that was sent.
         self._pending, self._into = Done(), torch.empty(0)
         return found
 
     def _given(self, replica: int) -> list[int]:
-        """How many elements this rank has of what each rank of a replica needs."""
+        """The number of elements that this rank sends to each rank of a replica."""
         return [self.length(replica, owner, self.shards.rank) for owner in range(self.shards.size)]
 
     def _owned(self) -> list[int]:
-        """How many elements each rank has of what this one needs."""
+        """The number of elements that each rank sends to this one."""
         return [self.length(self.replica, self.shards.rank, rank) for rank in range(self.shards.size)]
 
     def _send(self, parts: Sequence[Tensor], dtype: torch.dtype, given: list[int], received: list[int]) -> None:
@@ -81,7 +81,7 @@ class RoundTrip:
 
 
 def taker(x: Tensor) -> Callable[[int], Tensor]:
-    """A function that returns so many elements of a vector at a time, in order."""
+    """Return a function that takes the next ``count`` elements of a vector."""
     start = 0
 
     def take(count: int) -> Tensor:

@@ -100,6 +100,13 @@ def settled(kind: str, factory: Callable[..., Any], given: Mapping[str, Any], de
     return kept
 
 
+def is_frozen(value: object) -> bool:
+    """Whether a hyperparameter can only be replaced, or is a tensor, whose number is read at each step."""
+    return type(value) in (float, int, bool, str, type(None)) or (
+        all(map(is_frozen, value)) if type(value) is tuple else isinstance(value, Tensor)
+    )
+
+
 def differ(new: object, old: object) -> bool:
     """Whether hyperparameters take the place of others. Tensors are the same if they are one object: their values are not read."""
     if new is old:

@@ -254,7 +254,7 @@ class Engine:
             for unit in made:
                 self.states.show(unit)
             work = collected(self.units)
-        reducing = [(unit, grads) for unit, grads in work if self.optimizer_of(unit).transform.reduces]
+        reducing = [(unit, grads) for unit, grads in work if self.optimizer_of(unit).reduces]
         # A transform that reduces looks at all gradients before any is used.
         gathered = {
             id(unit): unit.gathered(cast(list[Tensor], grads)) for unit, grads in reducing if have_gradients(grads)
@@ -424,7 +424,7 @@ class Engine:
         if not have_gradients(grads):
             return None
         group = self.groups[unit.group]
-        if totals and not group.optimizer_of(unit).transform.reduces:
+        if totals and not group.optimizer_of(unit).reduces:
             totals = ()
         compile = group.compiles(unit)
         periodic = group.due(unit) if due is None else due

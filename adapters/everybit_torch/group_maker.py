@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -11,13 +12,36 @@ from everybit.optimizer import Unsafe
 from everybit.policies import describe
 from everybit.policy import AnyPolicy
 from everybit.policy_names import PolicyOrName, with_name_resolved
-from everybit_torch.arguments import as_python, flags_of, require_known_options
+from everybit_torch.arguments import as_python, flags_of, is_frozen, require_known_options
 from everybit_torch.choosing import tree_of
 from everybit_torch.groups import Group
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.param_groups import described, main_gradients, policy_for
 from everybit_torch.probing import Factory
 from everybit_torch.stepping import Compile
+
+
+class Followed:
+    """The values of param groups that the engine's groups follow already."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+
+    def note(self, given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> None:
+        """Remember the values of param groups, which the engine's groups follow."""
+        self._known = _values(given, groups)
+
+    def is_current(self, given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> bool:
+        """Whether no value was assigned since, and none can have changed in place. Tensors may: each step reads them."""
+        now = _values(given, groups)
+        same = len(now) == len(self._known) and all(map(is_, now, self._known))
+        return same and all(map(is_frozen, now[: -len(groups)]))
+
+
+def _values(given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> list[Any]:
+    """All values of param groups, and the arguments that the engine's groups have of them."""
+    values = [value for group in given for name, value in group.items() if name not in ("params", "param_names")]
+    return [*values, *(group.arguments for group in groups)]
 
 
 class GroupMaker:

@@ -24,7 +24,7 @@ from everybit_torch.entries import ParameterState, States, state_replaced
 from everybit_torch.following import require_followable
 from everybit_torch.front import Release, TorchNames
 from everybit_torch.full_precision import RoundingLoss
-from everybit_torch.group_maker import GroupMaker
+from everybit_torch.group_maker import Followed, GroupMaker
 from everybit_torch.inference import outside_inference
 from everybit_torch.param_groups import Params
 from everybit_torch.places import Places, parameters_of
@@ -103,6 +103,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.metrics_enabled = metrics
         self.engine = Engine(over_mesh, torch_names=self._slots)
         self.places = Places(self.engine, allow_flat=layout != "tree", flat_gradients=flat_gradients)
+        self._followed = Followed()
         self.release: Release | None = None  # set by enable_gradient_release
         # All of them, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside 16-bit ones as they are.
         params = param_groups.as_lists(params)
@@ -245,9 +246,13 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return parameters_of(self.own_groups)
 
     def _follow_hyperparameters(self) -> None:
-        """Step with what the param groups hold from here on."""
-        pairs = zip(self.engine.groups, self.own_groups, strict=True)
+        """Step with the hyperparameters that the param groups have now."""
+        groups = self.own_groups
+        if self._followed.is_current(groups, self.engine.groups):
+            return
+        pairs = zip(self.engine.groups, groups, strict=True)
         self.engine.follow([self.factory_arguments(values) for _, values in pairs], self._require_can_begin)
+        self._followed.note(groups, self.engine.groups)
 
     def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
         """Refuse slots that cannot begin after other steps; for subclasses."""

@@ -13,6 +13,7 @@ from everybit import rounding, tree
 from everybit.blocks import FirstElement, first_of_whole, without_gaps
 from everybit.dtypes import FLOAT_DTYPES, torch_dtype
 from everybit.formats import BUILT_IN, Format, Parts, PartSpec
+from everybit.formats.protocol import parts_of
 from everybit.policy import Resolved
 from everybit.random_bits import Key, Lane, Numbering, stream
 from everybit.stored_rows import StoredRows
@@ -257,7 +258,7 @@ def _encoded(format: Format, x: Tensor, key: Key, where: Callable[[], str]) -> P
     parts = format.encode(x, key)
     if type(format) in BUILT_IN:
         return parts
-    specs = format.parts()
+    specs = parts_of(format)
     if not isinstance(parts, tuple) or not _fits(parts, specs, x.shape):
         raise ValueError(
             f"{where()}: {format}.encode returned [{_listed(parts)}] for a value of shape {tuple(x.shape)}; accepted is what its parts()"
@@ -268,7 +269,9 @@ def _encoded(format: Format, x: Tensor, key: Key, where: Callable[[], str]) -> P
 
 def _fits(parts: Sequence[object], specs: Sequence[PartSpec], shape: torch.Size) -> bool:
     return len(parts) == len(specs) and all(
-        isinstance(part, Tensor) and part.dtype is spec.dtype and part.shape == spec.shape(shape)
+        isinstance(part, Tensor)
+        and part.dtype is spec.dtype
+        and part.shape == (shape if spec.block == 1 else spec.shape(shape))
         for part, spec in zip(parts, specs, strict=True)
     )
 
@@ -284,7 +287,7 @@ def _named(specs: Sequence[PartSpec], shape: torch.Size) -> str:
 
 def _require_parts(parts: Parts, format: Format, leaf: Tensor, where: Callable[[], str]) -> None:
     """Refuse stored parts that another format made, or that belong to a tensor of another shape."""
-    specs = format.parts()
+    specs = parts_of(format)
     if not _fits(parts, specs, leaf.shape):
         raise ValueError(
             f"{where()}: stored as [{_listed(parts)}], but {format} stores {_named(specs, leaf.shape)}: this state was made under another"

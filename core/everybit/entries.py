@@ -20,6 +20,7 @@ from torch import Tensor
 
 from everybit import tree
 from everybit.formats import PartSpec
+from everybit.formats.protocol import parts_of
 from everybit.optimizer import OptimizerState
 from everybit.policy import Resolved
 from everybit.stored_rows import StoredRows
@@ -144,7 +145,7 @@ def specs(field: str, stored: Resolved | None) -> tuple[PartSpec, ...] | None:
     """
     if stored is None:
         return None
-    return stored.params.parts()[1:] if field == WEIGHTS else stored.slot(field.split("#")[0]).parts()
+    return parts_of(stored.params)[1:] if field == WEIGHTS else parts_of(stored.slot(field.split("#")[0]))
 
 
 def entries(

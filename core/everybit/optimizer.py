@@ -18,7 +18,8 @@ from everybit.combinators.chain import zero_step
 from everybit.context import Context
 from everybit.contracts import Unwritten, enter, require_cut, require_state, separated
 from everybit.dtypes import torch_dtype
-from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, draws_bits, policies_of, resolve_tree
+from everybit.memo import once
+from everybit.policy import AnyPolicy, ByLabel, Policy, Resolved, draws_bits, is_dense, policies_of, resolve_tree
 from everybit.policy_names import PolicyOrName, with_name_resolved
 from everybit.random_bits import require_seed
 from everybit.requests import Pending, advance, then
@@ -90,6 +91,8 @@ class Optimizer(Generic[S]):
     policy: AnyPolicy
     seed: int | Tensor = 0
     unsafe: Unsafe = field(default="allow", compare=False, repr=False)
+    found: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Results of :func:`~everybit.memo.once`."""
 
     @property
     def cut(self) -> Cut:
@@ -99,17 +102,17 @@ class Optimizer(Generic[S]):
     @property
     def reduces(self) -> bool:
         """Whether a step makes requests."""
-        return self.transform.reduces
+        return once(self, "reduces", lambda: self.transform.reduces)
 
     @property
     def per_tensor(self) -> bool:
         """Whether a step asks ``ctx.per_tensor`` for anything."""
-        return any_per_tensor([self.transform])
+        return once(self, "per_tensor", lambda: any_per_tensor([self.transform]))
 
     @property
     def draws(self) -> bool:
         """Whether the transform draws random bits, beside those by which formats round."""
-        return any_draws([self.transform])
+        return once(self, "draws", lambda: any_draws([self.transform]))
 
     @property
     def draws_bits(self) -> bool:
@@ -144,7 +147,14 @@ class Optimizer(Generic[S]):
             TypeError: A leaf that is no floating-point tensor.
             ValueError: A leaf that the policy cannot store. Messages name the path.
         """
-        return resolve_tree(self.policy, params, squares(self.transform))
+
+        def resolved() -> list[Resolved]:
+            return resolve_tree(self.policy, params, squares(self.transform))
+
+        leaves = tree.leaves(params)
+        if isinstance(self.policy, ByLabel) or not all(is_dense(leaf) for leaf in leaves):
+            return resolved()
+        return once(self, tuple(leaf.dtype for leaf in leaves), resolved)
 
     def init(self, params: P, ctx: Context | None = None) -> OptimizerState[S]:
         """The state before the first step. Works on meta tensors, for planning.

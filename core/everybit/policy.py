@@ -35,6 +35,7 @@ from everybit.formats import (
     SlotKind,
     StateFormat,
 )
+from everybit.memo import once
 
 LOW = tuple(map(torch_dtype, LOW_DTYPES))
 ADAM_SLOTS = ("momentum", "variance")
@@ -240,10 +241,13 @@ class Resolved:
     grads_comm: FloatDType
     reduce: Literal["native", "fp32"]
     squares: frozenset[str] = frozenset()
+    found: dict[str, Format] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Results of :func:`~everybit.memo.once`."""
 
     def slot(self, name: str) -> Format:
         """The format of the slot called ``name``, every dtype named."""
-        return self.policy.resolved_slot(name, "non-negative" if name in self.squares else "signed")
+        kind: SlotKind = "non-negative" if name in self.squares else "signed"
+        return once(self, name, lambda: self.policy.resolved_slot(name, kind))
 
 
 def resolve(policy: Policy, model: FloatDType, squares: frozenset[str] = frozenset()) -> Resolved:
@@ -431,7 +435,7 @@ def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = fr
     mixed = any(isinstance(leaf, torch.Tensor) and leaf.dtype in LOW for leaf in leaves)
     resolved = []
     for index, (leaf, label) in enumerate(zip(leaves, labels, strict=True)):
-        dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        dense = is_dense(leaf)
         one = known.get((label, leaf.dtype)) if dense else None
         if one is None:
             if not dense:
@@ -449,6 +453,11 @@ def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = fr
             known[label, leaf.dtype] = one
         resolved.append(one)
     return resolved
+
+
+def is_dense(leaf: object) -> bool:
+    """Whether a leaf is a tensor in strided memory."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
 def _hint(leaf: object) -> str:

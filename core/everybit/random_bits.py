@@ -194,10 +194,20 @@ def _index(like: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor | int, Ten
 
 def stream(name: str) -> int:
     """A number for a name: ``"variance"`` and ``"params"`` draw different bits. FNV-1a, in Python: compilers trace through it."""
+    found = None if torch.compiler.is_compiling() else _STREAMS.get(name)
+    return _hashed(name) if found is None else found
+
+
+def _hashed(name: str) -> int:
     number = 0x811C9DC5
     for character in name:
         number = ((number ^ ord(character)) * 0x01000193) & _WORD
+    if not torch.compiler.is_compiling():
+        _STREAMS[name] = number
     return number
+
+
+_STREAMS: dict[str, int] = {}
 
 
 def uniform(bits: Tensor) -> Tensor:

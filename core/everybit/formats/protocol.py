@@ -152,6 +152,19 @@ class ParamFormat(Format, Protocol):
         ...
 
 
+_PARTS: dict[Format, tuple[PartSpec, ...]] = {}
+
+
+def parts_of(format: Format) -> tuple[PartSpec, ...]:
+    """Return ``format.parts()``, found once for each format; compiled code finds it while it is traced."""
+    if torch.compiler.is_compiling():
+        return format.parts()
+    found = _PARTS.get(format)
+    if found is None:
+        found = _PARTS[format] = format.parts()
+    return found
+
+
 def chosen(dtype: FloatDType | None, who: Format) -> FloatDType:
     """Return a dtype that is known.
 

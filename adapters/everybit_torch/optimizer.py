@@ -222,8 +222,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """Prepare a step: place parameters and state, and copy changed hyperparameters to the device. For CUDA graphs and partial steps.
 
         Raises:
-            RuntimeError: A parameter that was moved since the first step, or ``state`` was given another object; a CUDA graph is being
-                captured, and something would have to be done that is not to be done again at every replay.
+            RuntimeError: A parameter that was moved, a replaced ``state``, or work that a captured graph must not repeat.
             TypeError: A hyperparameter that is none.
             ValueError: A hyperparameter, or a policy, that cannot be.
         """
@@ -239,7 +238,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.places.place(self.own_groups)
 
     def _place_and_follow(self) -> None:
-        self.places.place(self.own_groups)
+        self.place()
         self.engine.follow_parameters(self._parameters)
 
     def _parameters(self) -> list[Tensor]:
@@ -248,11 +247,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _follow_hyperparameters(self) -> None:
         """Step with the hyperparameters that the param groups have now."""
         groups = self.own_groups
-        if self._followed.is_current(groups, self.engine.groups):
-            return
-        pairs = zip(self.engine.groups, groups, strict=True)
-        self.engine.follow([self.factory_arguments(values) for _, values in pairs], self._require_can_begin)
-        self._followed.note(groups, self.engine.groups)
+        if not self._followed.is_current(groups, self.engine.groups):
+            self.engine.follow([self.factory_arguments(values) for values in groups], self._require_can_begin)
+            self._followed.note(groups, self.engine.groups)
 
     def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
         """Refuse slots that cannot begin after other steps; for subclasses."""
@@ -288,8 +285,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         for parameter in self._parameters():
             if id(parameter) not in cleared and parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
-
-    # -- what one sees --------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> Metrics:
         """Return the metrics of the last measured step, over all parameters.

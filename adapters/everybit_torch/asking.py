@@ -100,7 +100,7 @@ class Reads:
         form = self.promises(optimizer, unit).form
         if form is None:
             return _source(optimizer, unit, totals, due)
-        key = (form, due, len(totals))
+        key = (form, due, len(totals), unit.whole is None)
         if key not in self._sources:
             self._sources[key] = _source(optimizer, unit, totals, due)
         return self._sources[key]

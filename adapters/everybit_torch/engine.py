@@ -7,7 +7,6 @@ groups and adds units to them; it translates hyperparameters into arguments of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,36 +29,14 @@ from everybit_torch.host_counts import Due
 from everybit_torch.joining import Joining, boundaries_between
 from everybit_torch.joint_steps import JointSteps, arranged, collected
 from everybit_torch.members import ParameterTable
-from everybit_torch.reductions import Part, find_totals
-from everybit_torch.stepping import Begun, StateCopies, step_in_pieces
+from everybit_torch.reductions import Part, find_totals, settle_due
+from everybit_torch.stepping import Begun, PreparedStep, StateCopies, step_in_pieces
 from everybit_torch.streams import is_capturing
 from everybit_torch.units import CHUNK, Unit, init_state, write
 from everybit_torch.work_rows import WorkRows
 
 Given = Mapping[int, Mapping[str, Tensor]]
 """Entries of state, by id of the parameter."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """A step that nothing speaks against.
-
-    Attributes:
-        work: All units, with their members' gradients: all or none.
-        gathered: By id of a unit whose transform reduces, its gradient.
-        totals: By source, the totals of its reductions.
-        due: By id of a unit, which periodic work is due; see :meth:`Engine.step_unit`.
-    """
-
-    work: list[tuple[Unit, Grads]]
-    gathered: dict[int, Gathered]
-    totals: dict[str, list[Tensor]]
-    due: dict[int, Due]
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has one."""
-        return any(have_gradients(grads) for _, grads in self.work)
 
 
 class Engine:
@@ -91,8 +68,7 @@ class Engine:
         sets it after it has added units, and whenever there are more parameters."""
         self.reads = Reads()
         self._joining: Joining[Unit] = Joining()
-        self._joint = JointSteps()
-        self._over, self._copies = over, copies
+        self._joint, self._over, self._copies = JointSteps(), over, copies
 
     def __getstate__(self) -> dict[str, Any]:
         # Of the states that show what is in the units a front end saves what others keep there.
@@ -297,7 +273,7 @@ class Engine:
         Args:
             reducing: The units whose transform reduces.
             gathered: By id of the unit, the gradients of those that have some.
-            due: By id of those, which periodic work is due; settled here for units whose transform reduces.
+            due: By id of those, which periodic work is due; settled here, see :func:`~everybit_torch.reductions.settle_due`.
             known: The first of the totals of every transform.
         """
         if not reducing:
@@ -305,38 +281,33 @@ class Engine:
         over = self._over([parameter for unit in reducing for parameter in unit.parameters])
         if over is None and not gathered:
             return {}
-        self.describe(reducing)
-        self._settle_answers(reducing, gathered, due, alone=over is None or over.axis.is_alone)
-        parts: dict[str, list[Part]] = {}
-        for unit in reducing:
-            counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
-            fetch = None if self._copies is None else self._copies.fetch
-            group, grad = self.groups[unit.group], gathered.get(id(unit))
-            find = group.partial_result if group.compiles(unit) else None
-            part = Part(self.optimizer_of(unit), unit, grad, counted, due.get(id(unit), ()), fetch, find)
-            parts.setdefault(group.source, []).append(part)
-        axis = eb.Local if over is None else over.axis
-        return {source: find_totals(members, axis, self.reads, known) for source, members in parts.items()}
-
-    def _settle_answers(
-        self, reducing: list[Unit], gathered: Mapping[int, Gathered], due: dict[int, Due], *, alone: bool
-    ) -> None:
-        """Let all units and processes answer alike where it depends on the answer which reductions a transform asks for.
-
-        Units may have different counts, and nobody knows those of other processes. Where the answers may differ the device decides.
-        """
         by_source: dict[str, list[Unit]] = {}
-        for unit in reducing if due else ():
+        for unit in reducing:
             by_source.setdefault(self.groups[unit.group].source, []).append(unit)
-        for units in by_source.values():
-            stepped = [unit for unit in units if id(unit) in gathered]
-            answers = {due.get(id(unit), ()) for unit in stepped}
-            if alone and len(answers) == 1:
-                # Those without gradients too: one of them may be asked for all.
-                due.update(dict.fromkeys(map(id, units), *answers))
-            elif any(self.reads.promises(self.optimizer_of(unit), unit).in_periodic_work for unit in stepped):
-                for unit in stepped:
-                    due.pop(id(unit), None)
+        axis = eb.Local if over is None else over.axis
+        totals: dict[str, list[Tensor]] = {}
+        for source, units in by_source.items():
+            if over is not None or any(unit.flat for unit in units):
+                self.describe(units)
+            else:
+                # Each is a whole parameter of this process: numbers of each need no reduction.
+                for unit in units:
+                    unit.whole = unit.table = None
+            if due:
+                settle_due(
+                    units, gathered, due, self.reads, self.optimizer_of, alone=over is None or over.axis.is_alone
+                )
+            totals[source] = find_totals(
+                [self._part(one, gathered, due, over) for one in units], axis, self.reads, known
+            )
+        return totals
+
+    def _part(self, unit: Unit, gathered: Mapping[int, Gathered], due: Mapping[int, Due], over: Over | None) -> Part:
+        counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
+        fetch = None if self._copies is None else self._copies.fetch
+        group, grad = self.groups[unit.group], gathered.get(id(unit))
+        find = group.partial_result if group.compiles(unit) else None
+        return Part(self.optimizer_of(unit), unit, grad, counted, due.get(id(unit), ()), fetch, find)
 
     def step(self, prepared: PreparedStep, *, metrics: bool = False) -> None:
         """Carry a step out.

@@ -9,7 +9,7 @@ the first phase decodes only those slots which the pending reduction is computed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -56,6 +56,37 @@ class Part(NamedTuple):
     due: Due = ()
     fetch: Callable[[Tensor], Tensor] | None = None
     find: Callable[..., Partial | None] | None = None
+
+
+def settle_due(
+    units: Sequence[Unit],
+    gathered: Mapping[int, Gathered],
+    due: dict[int, Due],
+    reads: Reads,
+    optimizer_of: Callable[[Unit], eb.Optimizer[Any]],
+    *,
+    alone: bool,
+) -> None:
+    """Let all units and processes decide alike where it depends on due work which reductions a transform requests.
+
+    Units may have different counts, and no process knows those of others. Where decisions may differ the device decides.
+
+    Args:
+        units: That share reductions.
+        gathered: By id of the unit, the gradients of those that have some.
+        due: By id of those, which periodic work is due; changed here.
+        reads: Which transforms request reductions inside of periodic work.
+        optimizer_of: What steps a unit.
+        alone: Whether no other process shares the reductions.
+    """
+    stepped = [unit for unit in units if id(unit) in gathered]
+    decisions = {due.get(id(unit), ()) for unit in stepped}
+    if alone and len(decisions) == 1:
+        # Those without gradients too: one of them may be run for all.
+        due.update(dict.fromkeys(map(id, units), *decisions))
+    elif any(reads.promises(optimizer_of(unit), unit).in_periodic_work for unit in stepped):
+        for unit in stepped:
+            due.pop(id(unit), None)
 
 
 def find_totals(parts: Sequence[Part], axis: eb.Axis, reads: Reads, known: Sequence[Tensor] = ()) -> list[Tensor]:

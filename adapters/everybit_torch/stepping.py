@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from everybit.blocks import FirstElement
 from everybit.metrics import Metrics, measure
 from everybit.optimizer import OptimizerState, StepTrace
 from everybit.requests import Pending, advance, require_done, with_results
-from everybit_torch.gradients import Gathered, Grads
+from everybit_torch.gradients import Gathered, Grads, have_gradients
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
 from everybit_torch.units import Unit, write
@@ -182,6 +182,28 @@ class Ready(NamedTuple):
     grads: Grads
     results: list[Tensor]
     begun: Begun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step of all units that was judged, with the totals of its reductions.
+
+    Attributes:
+        work: All units, with their members' gradients: all or none.
+        gathered: By id of a unit whose transform reduces, its gradient.
+        totals: By source, the totals of its reductions.
+        due: By id of a unit, which periodic work is due; see ``Engine.step_unit``.
+    """
+
+    work: list[tuple[Unit, Grads]]
+    gathered: dict[int, Gathered]
+    totals: dict[str, list[Tensor]]
+    due: dict[int, Due]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has one."""
+        return any(have_gradients(grads) for _, grads in self.work)
 
 
 def step_unit(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import everybit as eb
 from everybit import per_tensor
+from everybit.context import ALONE
 from everybit_torch import TorchOptimizer, groups, reductions, stepping
 from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 from tests.support.transforms import EXAMPLES, averaged, lamb, noisy, rms_clipped
@@ -40,6 +42,49 @@ def test_flat_buffers_in_pieces_give_the_bits_of_the_whole_tree(
         expected = whole.step(model)
         for one, optimizer in zip(models, optimizers, strict=True):
             assert same_bits(train(one, optimizer, 1, start=step), expected)
+
+
+@dataclass(frozen=True)
+class Normalized(eb.Elementwise):
+    """Divides each parameter's updates by their norm, and notes how many elements each call has."""
+
+    per_tensor: ClassVar[bool] = True
+    reduces: ClassVar[bool] = True
+    ran: list[int] = field(compare=False)
+
+    def init(self, params: Any) -> tuple[()]:
+        return ()
+
+    def update(self, updates: Any, state: Any, params: Any, ctx: eb.Context = ALONE) -> Any:
+        self.ran.append(sum(x.numel() for x in eb.tree.leaves(updates)))
+
+        def divided(norms: Any) -> Any:
+            return eb.tree.map(lambda u, n: u / n, updates, ctx.per_tensor.expand(norms, updates)), state
+
+        return ctx.request(ctx.per_tensor.norm(updates), divided)
+
+
+def test_whole_tensors_of_one_process_are_stepped_without_a_run_for_their_numbers() -> None:
+    """Also when they were in a buffer before, where numbers of each are a reduction."""
+    ran: list[int] = []
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    transposed = torch.nn.Parameter(torch.ones(2, 5).t())  # is no piece of a buffer
+    optimizer = TorchOptimizer(
+        [weight, transposed], lambda lr: eb.chain(Normalized(ran), eb.scale_by_learning_rate(lr)), lr=0.5
+    )
+
+    def stepped() -> list[int]:
+        ran.clear()
+        for one in (weight, transposed):
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+        return [elements for elements in ran if elements]
+
+    assert stepped() == [6, 10, 6, 10]
+    weight.data = weight.data.t().contiguous().t()
+    before = weight.detach().clone()
+    assert stepped() == [6, 10]
+    assert torch.equal(weight.detach(), before - 0.5 / torch.tensor(6.0).sqrt())
 
 
 @pytest.mark.exhaustive  # tests/torch/test_direct_calls.py and tests/core/test_context.py have one case each

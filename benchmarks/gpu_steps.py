@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import everybit as eb
 from contestants import HYPERPARAMETERS
-from everybit.policies import PRESETS
+from everybit.policies.presets import PRESETS
 from everybit_torch import AdamW
 from machine import describe, synchronize
 from pages import origin, table

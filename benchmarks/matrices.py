@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from case_process import run_case
-from everybit.orthogonalization import Arithmetic, orthogonalized, triples
+from everybit.linalg import Arithmetic, orthogonalized, triples
 from everybit_torch import TorchOptimizer
 from machine import describe
 from memory import allocated_by

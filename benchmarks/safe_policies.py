@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.transform import decays
+from everybit.protocol import decays
 
 PAGE = Path(__file__).parents[1] / "docs/optimizers.md"
 BEGIN, END = "<!-- safe policies -->\n", "<!-- end of safe policies -->\n"
@@ -28,7 +28,7 @@ PRESETS: tuple[eb.PolicyName, ...] = ("LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16", "
 STEPS = 1000
 ELEMENTS = 1024
 ALLOWED = 1 / 7
-"""The greatest deviation of a slot that moves: what the rule of ``everybit/checks.py`` guarantees."""
+"""The greatest deviation of a slot that moves: what the rule of ``everybit/policies/checks.py`` guarantees."""
 
 
 @dataclass(frozen=True, slots=True)

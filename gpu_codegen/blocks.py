@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from everybit.policies import PRESETS
+from everybit.policies.presets import PRESETS
 from gpu_codegen.capture import Wrapper
 from gpu_codegen.cases import MAIN, Case
 from gpu_codegen.checking import different_bits_of, quietly

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 import everybit as eb
-from everybit.parts import needs_whole_tensors
-from everybit.policies import PRESETS
-from everybit.policy import Policy
+from everybit.combinators import needs_whole_tensors
+from everybit.policies import Policy
+from everybit.policies.presets import PRESETS
+from everybit.protocol import any_per_tensor
 from everybit.testing.registry import REGISTRY
-from everybit.transform import any_per_tensor
 from everybit_torch import FlatStepper, MixedPrecision
 from everybit_torch.choosing import Decision, choices
 

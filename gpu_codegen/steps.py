@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.optimizer import OptimizerState
+from everybit.stepping import OptimizerState
 from everybit_torch import variants
 from everybit_torch.probing import is_number
 from everybit_torch.stepping import step_in_place

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.checks import problems
-from everybit.dtypes import dtype_name, require_member
+from everybit.base import dtype_name, require_member
+from everybit.policies.checks import problems
 from everybit_torch import notices
 from everybit_torch.arguments import TorchArguments
 from everybit_torch.optimizer import Layout, TorchOptimizer

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 import everybit as eb
-from everybit.transform import PARTS
+from everybit.protocol import PARTS
 from everybit_torch.hyperparameter_names import ARGUMENTS, core_names, torch_arguments
 
 

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import FirstElement
-from everybit.combinators.lookahead import Lookahead
-from everybit.combinators.low_rank import LowRank
-from everybit.contracts import enter
-from everybit.optimizer import OptimizerState
-from everybit.parts import fields_of, needs_whole_tensors, transforms_in
-from everybit.requests import Kind, Pending, SumOfSquares, advance
-from everybit.transform import periods
+from everybit.base import FirstElement
+from everybit.combinators import Lookahead, LowRank, needs_whole_tensors
+from everybit.protocol import Pending, SumOfSquares, advance, enter, fields_of, periods, transforms_in
+from everybit.protocol.requests import Kind
+from everybit.stepping import OptimizerState
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of, no_members_of
 from everybit_torch.units import Unit, map_state

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.entries import WEIGHTS
 from everybit.policies import short
+from everybit.stepping.entries import WEIGHTS
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.places import parameters_of
 

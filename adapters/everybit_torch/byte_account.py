@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 import everybit as eb
-from everybit.dtypes import torch_dtype
-from everybit.optimizer import state_bytes
+from everybit.base import torch_dtype
+from everybit.stepping import state_bytes
 from everybit_torch.dtensors import local
 from everybit_torch.entries import UNUSED, ParameterState, States
 from everybit_torch.units import Unit

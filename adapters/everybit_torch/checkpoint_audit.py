@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.entries import VERSION_KEY
+from everybit.stepping.entries import VERSION_KEY
 from everybit_torch import drop_ins
 from everybit_torch.audit import LayerAudit, audit_step
 from everybit_torch.checkpoint_file import load_checkpoint

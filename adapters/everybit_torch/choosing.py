@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.combinators.chain import chain
-from everybit.combinators.masked import Masked, Partition
-from everybit.parts import map_parts, transforms_in
-from everybit.policy import AnyPolicy, ByLabel, Resolved, resolve_tree
+from everybit.combinators import Masked, Partition, chain
+from everybit.policies import AnyPolicy, ByLabel, Resolved, resolve_tree
+from everybit.protocol import map_parts, transforms_in
 from everybit_torch.owner_transforms import for_rows
 from everybit_torch.reductions_only import ReductionsOnly
 

@@ -17,8 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx
 
-from everybit.context import Context
-from everybit.hyperparameters import accepting
+from everybit.protocol import Context, accepting
 from everybit_torch import notices
 from everybit_torch.torch_internals import compiler
 

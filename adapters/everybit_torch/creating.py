@@ -7,12 +7,12 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from everybit.matrix_views import MatrixView
-from everybit.named_optimizers import OptimizerName, optimizer_named
-from everybit.optimizer import Unsafe
-from everybit.policy_names import PolicyOrName
-from everybit.scalars import Hyperparameter
-from everybit.transform import Transform
+from everybit.base import Hyperparameter
+from everybit.linalg import MatrixView
+from everybit.optimizers import OptimizerName, optimizer_named
+from everybit.policies import PolicyOrName
+from everybit.protocol import Transform
+from everybit.stepping import Unsafe
 from everybit_torch import drop_ins, more_drop_ins
 from everybit_torch.embeddings import embeddings_of, for_model, policy_with_embeddings
 from everybit_torch.hyperparameter_names import torch_defaults

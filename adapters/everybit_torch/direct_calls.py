@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
-from everybit.optimizer import OptimizerState
+from everybit.base import Blocks
+from everybit.stepping import OptimizerState
 from everybit_torch.compiling import is_whole
 
 Compiled = Callable[..., Any]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
-from everybit.optimizer import Unsafe
-from everybit.policy_names import PolicyOrName
+from everybit.policies import PolicyOrName
+from everybit.stepping import Unsafe
 from everybit_torch.optimizer import Layout, TorchOptimizer
 from everybit_torch.stepping import Compile
 from everybit_torch.torch_internals.optimizers import hooks_of

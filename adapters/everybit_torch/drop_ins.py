@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.optimizer import Unsafe
-from everybit.policy_names import PolicyOrName
-from everybit.scalars import Hyperparameter
+from everybit.base import Hyperparameter
+from everybit.policies import PolicyOrName
+from everybit.stepping import Unsafe
 from everybit_torch.arguments import TorchArguments
 from everybit_torch.drop_in import IMPLEMENTATION, DropIn
 from everybit_torch.entries import UNUSED

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.combinators.masked import Masked, Partition
-from everybit.parts import map_parts, transforms_in
-from everybit.policy import ByLabel
+from everybit.combinators import Masked, Partition
+from everybit.policies import ByLabel
+from everybit.protocol import map_parts, transforms_in
 from everybit_torch.choosing import Tree
 from everybit_torch.param_groups import Params, named_by
 from everybit_torch.probing import Factory

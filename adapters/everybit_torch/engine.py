@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
-from everybit.metrics import Metrics
-from everybit.optimizer import OptimizerState
+from everybit.base import Blocks
+from everybit.stepping import Metrics, OptimizerState
 from everybit_torch import byte_account, full_precision
 from everybit_torch.arguments import differ
 from everybit_torch.asking import Reads

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.entries import INNER, STEP, WEIGHTS
+from everybit.stepping.entries import INNER, STEP, WEIGHTS
 from everybit_torch.dtensors import local
 from everybit_torch.units import Unit
 

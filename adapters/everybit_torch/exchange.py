@@ -1,10 +1,10 @@
 """Rows of updates, gathered at one rank for each parameter, its owner, which runs the transforms that need whole tensors.
 
 Each rank has some rows of a parameter, as FSDP2 shards them, with their state. A step runs on the rows up to the request for the whole
-(:class:`~everybit.whole_work.Whole`). The rows of the update go to the owner by all-to-all; the owner computes the result, and sends each
-rank its rows. Parameters are exchanged in buckets: the rows of one are in flight to their owners, and the results of another to their
-ranks, while a rank works on a third. Every rank chooses the same owners, by the cost of the work. Where replicas hold the same rows, they
-share the work, and exchange their rows of the results.
+(:class:`~everybit.protocol.whole_work.Whole`). The rows of the update go to the owner by all-to-all. The owner computes the result, and
+sends each rank its rows. Parameters are exchanged in buckets: the rows of one are in flight to their owners, and the results of another to
+their ranks, while a rank works on a third. Every rank chooses the same owners, by the cost of the work. Where replicas hold the same rows,
+they share the work, and exchange their rows of the results.
 
 No bit is lost on the wire: updates are sent in fewer bits if the work first rounds them so, and results if it rounded them.
 
@@ -28,11 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import everybit as eb
 from everybit import tree
-from everybit.atoms import step_cost
-from everybit.dtypes import torch_dtype
-from everybit.parts import owner_work
-from everybit.stored_work import rows_of
-from everybit.whole_work import Whole, WholeWork
+from everybit.base import torch_dtype
+from everybit.combinators import owner_work, step_cost
+from everybit.protocol import Whole, WholeWork
+from everybit.stepping.stored_work import rows_of
 from everybit_torch.all_to_all import AllToAll, taker
 from everybit_torch.collectives.communicator import CPU, Communicator
 from everybit_torch.dtensors import RowShards, row_shards
@@ -102,7 +101,7 @@ class ShardedParameter(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The cost of the work, in the unit of :func:`~everybit.atoms.step_cost`."""
+        """The cost of the work, in the unit of :func:`~everybit.combinators.atoms.step_cost`."""
         return sum(step_cost(part, self.shape) for part in self.work.parts)
 
     @property

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.dtypes import torch_dtype
-from everybit.entries import WEIGHTS, former_names
+from everybit.base import torch_dtype
+from everybit.stepping.entries import WEIGHTS, former_names
 from everybit_torch.choosing import applied
 from everybit_torch.dtensors import is_cut_evenly, is_dtensor, local
 from everybit_torch.engine import Engine

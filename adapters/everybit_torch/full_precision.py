@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks, FirstElement
-from everybit.entries import WEIGHTS
-from everybit.optimizer import OptimizerState
+from everybit.base import Blocks, FirstElement
+from everybit.stepping import OptimizerState
+from everybit.stepping.entries import WEIGHTS
 from everybit_torch.dtensors import like, local
 from everybit_torch.gradients import gather_with_gaps
 from everybit_torch.units import Member, Unit, init_state, write

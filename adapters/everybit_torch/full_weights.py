@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.dtypes import FLOAT_DTYPES, torch_dtype
+from everybit.base import FLOAT_DTYPES, torch_dtype
 from everybit_torch import full_precision
 from everybit_torch.choosing import resolve_parameters, tree_of
 from everybit_torch.expected import require_tensor

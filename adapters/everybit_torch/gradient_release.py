@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from everybit.metrics import Metrics
-from everybit.parts import needs_whole_tensors
-from everybit.scalars import require
+from everybit.base import require
+from everybit.combinators import needs_whole_tensors
+from everybit.stepping import Metrics
 from everybit_torch import clipping, streams
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.engine import added

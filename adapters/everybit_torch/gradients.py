@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from everybit import barriers
+from everybit.base import barriers
 from everybit_torch.torch_internals.tensors import flatten, version
 
 

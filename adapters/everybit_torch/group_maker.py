@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from everybit.optimizer import Unsafe
-from everybit.policies import describe
-from everybit.policy import AnyPolicy
-from everybit.policy_names import PolicyOrName, with_name_resolved
+from everybit.policies import AnyPolicy, PolicyOrName, describe, with_name_resolved
+from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, flags_of, is_frozen, require_known_options
 from everybit_torch.choosing import tree_of
 from everybit_torch.groups import Group

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.metrics import Metrics
-from everybit.optimizer import OptimizerState, Unsafe, with_policy
-from everybit.parts import needs_whole_tensors
-from everybit.policy import AnyPolicy
-from everybit.transform import periods
+from everybit.combinators import needs_whole_tensors
+from everybit.policies import AnyPolicy
+from everybit.protocol import periods
+from everybit.stepping import Metrics, OptimizerState, Unsafe, with_policy
 from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name, differ
 from everybit_torch.asking import Partial, ask_unit, partial_result

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
-from everybit.entries import fields
-from everybit.optimizer import OptimizerState
+from everybit.base import Blocks
+from everybit.stepping import OptimizerState
+from everybit.stepping.entries import fields
 from everybit_torch.host_counts import HostCount
 from everybit_torch.units import map_state
 

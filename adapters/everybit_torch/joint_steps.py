@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.joint_work import JointWork, worked
-from everybit.parts import transforms_in
+from everybit.protocol import JointWork, transforms_in
+from everybit.protocol.joint_work import worked
 from everybit_torch.exchange import Begin, Exchange
 from everybit_torch.gradients import Grads, have_gradients
 from everybit_torch.stepping import Ready

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.entries import STEP, WEIGHTS, field_of
-from everybit.scalars import at
+from everybit.base import at
+from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.arguments import as_python, differ
 from everybit_torch.dtensors import local
 from everybit_torch.entries import KEPT, is_own_name

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.entries import STEP, WEIGHTS, Field
-from everybit.entries import fields as named_fields
-from everybit.optimizer import OptimizerState
-from everybit.parts import fields_of, is_transform
+from everybit.protocol import fields_of, is_transform
+from everybit.stepping import OptimizerState
+from everybit.stepping.entries import STEP, WEIGHTS, Field
+from everybit.stepping.entries import fields as named_fields
 from everybit_torch.units import Unit, init_state
 from everybit_torch.work_rows import begun
 

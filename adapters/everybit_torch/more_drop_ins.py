@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.optimizer import Unsafe
-from everybit.policy_names import PolicyOrName
+from everybit.policies import PolicyOrName
+from everybit.stepping import Unsafe
 from everybit_torch.arguments import ImplementationArguments
 from everybit_torch.drop_in import IMPLEMENTATION, DropIn
 from everybit_torch.front import TorchNames

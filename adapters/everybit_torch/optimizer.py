@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.metrics import Metrics
-from everybit.optimizer import Unsafe
-from everybit.policy import LOW
-from everybit.policy_names import PolicyOrName
+from everybit.policies import LOW, PolicyOrName
+from everybit.stepping import Metrics, Unsafe
 from everybit_torch import full_weights, loading, notices, param_groups, saving, state_dicts
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.policy_names import PolicyOrName
+from everybit.policies import PolicyOrName
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optimizer import TorchOptimizer
 

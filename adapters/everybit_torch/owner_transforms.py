@@ -1,6 +1,6 @@
 """Transforms for processes that hold rows of parameters: parts that need whole tensors run at the parameter's owner.
 
-See :mod:`everybit.whole_work` for these, and :mod:`everybit_torch.exchange` for how rows reach the owner.
+See :mod:`everybit.protocol.whole_work` for these, and :mod:`everybit_torch.exchange` for how rows reach the owner.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from typing import Any
 import torch
 
 import everybit as eb
-from everybit.combinators.cautious import Cautious
-from everybit.combinators.chain import Chain, NamedChain
-from everybit.combinators.low_rank import LowRank
-from everybit.parts import map_parts, needs_whole_tensors, transforms_in
-from everybit.transform import HasEvalParams, periods
-from everybit.whole_work import AtOwner, Whole, WholeWork, why_not_elsewhere
+from everybit.combinators import Cautious, Chain, LowRank, NamedChain, needs_whole_tensors
+from everybit.protocol import (
+    AtOwner,
+    HasEvalParams,
+    Whole,
+    WholeWork,
+    map_parts,
+    periods,
+    transforms_in,
+    why_not_elsewhere,
+)
 from everybit_torch.reductions_only import ReductionsOnly
 
 Mark = Callable[[Any], Any]

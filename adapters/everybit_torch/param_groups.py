@@ -8,9 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from everybit.dtypes import dtype_name, torch_dtype
-from everybit.policies import describe, native
-from everybit.policy import AnyPolicy, for_dtype
+from everybit.base import dtype_name, torch_dtype
+from everybit.policies import AnyPolicy, describe, for_dtype, native
 from everybit_torch.choosing import Tree, resolve_parameters, tree_of
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.saved_structure import shown

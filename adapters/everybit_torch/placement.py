@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.optimizer import OptimizerState
-from everybit.parts import needs_whole_tensors
-from everybit.policy import block_of, resolve_tree
-from everybit.routing import matrices_of
+from everybit.combinators import matrices_of, needs_whole_tensors
+from everybit.policies import block_of, resolve_tree
+from everybit.stepping import OptimizerState
 from everybit_torch.choosing import Decision, Tree, applied, decide, require_labels_used, tree_of
 from everybit_torch.dtensors import is_dtensor, local, row_shards
 from everybit_torch.gradients import UnitGradients

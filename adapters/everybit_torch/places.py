@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.dtypes import torch_dtype
-from everybit.parts import needs_whole_tensors
-from everybit.policy import resolve_tree
+from everybit.base import torch_dtype
+from everybit.combinators import needs_whole_tensors
+from everybit.policies import resolve_tree
 from everybit_torch.dtensors import first_element, local
 from everybit_torch.engine import Engine
 from everybit_torch.gradients import GradientBuffer

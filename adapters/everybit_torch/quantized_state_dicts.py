@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.entries import STEP, WEIGHTS
 from everybit.formats.blockwise import spread, unpacked
+from everybit.stepping.entries import STEP, WEIGHTS
 from everybit_torch import loading
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.full_precision import RoundingLoss, decoded, rounding_loss

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.barriers import scratch_for, sum_of_squares
-from everybit.dtypes import torch_dtype
-from everybit.optimizer import OptimizerState
-from everybit.requests import Kind
+from everybit.base import sum_of_squares, torch_dtype
+from everybit.base.barriers import scratch_for
+from everybit.protocol.requests import Kind
+from everybit.stepping import OptimizerState
 from everybit_torch.asking import WEIGHTS, Partial, Reads, ask_unit, ask_without_elements
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.host_counts import Due

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import everybit as eb
-from everybit.context import ALONE
-from everybit.requests import then
-from everybit.transform import any_draws, any_per_tensor
+from everybit.protocol import ALONE, any_draws, any_per_tensor, then
 
 P = TypeVar("P")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from everybit.routing import matrices_of, routing_tables, shown_matrices
+from everybit.combinators import matrices_of, routing_tables, shown_matrices
 from everybit_torch.choosing import require_labels_used, tree_of
 from everybit_torch.optimizer import TorchOptimizer
 

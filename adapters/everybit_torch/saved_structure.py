@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from everybit.entries import VERSION, VERSION_KEY
+from everybit.stepping.entries import VERSION, VERSION_KEY
 from everybit_torch.memory import has_memory
 
 DEEPEST = 32

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everybit.entries import VERSION, VERSION_KEY
+from everybit.stepping.entries import VERSION, VERSION_KEY
 from everybit_torch import full_precision
 from everybit_torch.entries import UNUSED, ParameterState
 from everybit_torch.front import Front

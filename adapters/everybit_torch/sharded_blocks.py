@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from everybit.formats.blockwise import BLOCKS
-from everybit.policy import AnyPolicy, policies_of
+from everybit.policies import AnyPolicy, policies_of
 from everybit_torch.dtensors import dimensions_of_rows, is_dtensor, row_edges
 
 

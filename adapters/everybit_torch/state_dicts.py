@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.entries import STEP, WEIGHTS, field_of
+from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.front import Front, TorchNames
 from everybit_torch.memory import has_memory
 from everybit_torch.saved_structure import Saved, names, read, shown

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import FirstElement
-from everybit.metrics import Metrics, measure
-from everybit.optimizer import OptimizerState, StepTrace
-from everybit.requests import Pending, advance, require_done, with_results
+from everybit.base import FirstElement
+from everybit.protocol import Pending, advance, require_done, with_results
+from everybit.stepping import Metrics, OptimizerState, StepTrace
+from everybit.stepping.metrics import measure
 from everybit_torch.gradients import Gathered, Grads, have_gradients
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of

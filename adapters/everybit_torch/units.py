@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
-from everybit.entries import Entry, cut, entries, map_parts
+from everybit.base import Blocks
+from everybit.combinators import needs_whole_tensors
 from everybit.formats import PartSpec
-from everybit.optimizer import OptimizerState
-from everybit.parts import needs_whole_tensors
-from everybit.policy import Resolved
+from everybit.policies import Resolved
+from everybit.stepping import OptimizerState, entries
+from everybit.stepping.entries import Entry, cut, map_parts
 from everybit_torch import streams
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, like, local

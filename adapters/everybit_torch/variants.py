@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
-from everybit.optimizer import OptimizerState
-from everybit.policy import AnyPolicy
+from everybit.base import Blocks
+from everybit.policies import AnyPolicy
+from everybit.stepping import OptimizerState
 from everybit_torch import notices
 from everybit_torch.choosing import Decision, applied
 from everybit_torch.compiling import (

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
-from everybit.entries import entries
-from everybit.optimizer import OptimizerState
-from everybit.parts import transforms_in
-from everybit.policy import Resolved
-from everybit.stored_work import StoredWork, rows_of, tensors_of, with_rows, with_tensors
-from everybit.whole_work import AtOwner
+from everybit.base import Blocks
+from everybit.policies import Resolved
+from everybit.protocol import AtOwner, transforms_in
+from everybit.stepping import OptimizerState, entries
+from everybit.stepping.stored_work import StoredWork, rows_of, tensors_of, with_rows, with_tensors
 from everybit_torch.dtensors import RowShards, first_element, is_dtensor, row_shards
 from everybit_torch.dtensors import like as like_parameter
 

@@ -8,30 +8,43 @@ stored.
 >>> opt = eb.with_policy(tx, eb.policies.LEAN_BF16)
 """
 
-from everybit import policies, tree
-from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
-from everybit.aliases import adam, adamw, lion, rmsprop, sgd
-from everybit.barriers import sqrt
-from everybit.combinators.accumulate import accumulate
-from everybit.combinators.cautious import cautious
-from everybit.combinators.chain import chain, named_chain
-from everybit.combinators.conditional import conditionally, freezable, freeze, unfreeze
-from everybit.combinators.ema_nesterov import ema_nesterov
-from everybit.combinators.finite import apply_if_finite
-from everybit.combinators.injected import inject_hyperparameters
-from everybit.combinators.lookahead import lookahead
-from everybit.combinators.low_rank import low_rank
-from everybit.combinators.masked import masked, partition
-from everybit.combinators.skipping import skip_large_updates
-from everybit.context import Context
-from everybit.decay_schedules import (
-    exponential_decay_schedule,
-    inverse_sqrt_schedule,
-    polynomial_schedule,
-    power_cooldown_schedule,
-    relative_step_schedule,
-    warmup_constant_schedule,
-    warmup_exponential_decay_schedule,
+from everybit import policies
+from everybit.base import (
+    Hyperparameter,
+    Key,
+    Schedule,
+    Slot,
+    at,
+    bias_correction,
+    by_name,
+    label_table,
+    load_state_dict,
+    require_step,
+    sqrt,
+    state,
+    state_dict,
+    tree,
+)
+from everybit.combinators import (
+    accumulate,
+    apply_if_finite,
+    cautious,
+    chain,
+    conditionally,
+    ema_nesterov,
+    freezable,
+    freeze,
+    inject_hyperparameters,
+    layerwise_decay,
+    lookahead,
+    low_rank,
+    masked,
+    mup_scales,
+    named_chain,
+    partition,
+    routing,
+    skip_large_updates,
+    unfreeze,
 )
 from everybit.formats import (
     Blockwise,
@@ -46,121 +59,182 @@ from everybit.formats import (
     StateFormat,
     Stochastic,
 )
-from everybit.kronecker import Kronecker
-from everybit.labels import by_name, label_table, layerwise_decay, mup_scales
-from everybit.matrix_aliases import HiddenMatrices, muon, normuon, torch_muon
-from everybit.matrix_views import MatrixView, batched, flattened, heads, matrix, row_blocks
-from everybit.memory_aliases import adafactor, adam_mini, came, sm3
-from everybit.metrics import Metrics, with_metrics
-from everybit.more_aliases import (
+from everybit.linalg import Kronecker, MatrixView, Projection, batched, flattened, heads, matrix, row_blocks
+from everybit.optimizers import (
+    HiddenMatrices,
+    NamedOptimizer,
+    OptimizerName,
     adabelief,
+    adadelta,
+    adafactor,
+    adagrad,
+    adam,
+    adam_atan2,
+    adam_mini,
+    adamax,
+    adamw,
     adan,
     ademamix,
     adopt,
+    apollo,
+    asgd,
+    came,
+    dion,
+    galore,
+    kron,
     lamb,
     laprop,
     lars,
+    lion,
     mars,
+    muon,
+    nadam,
+    normuon,
     novograd,
+    optimizers,
+    radam,
+    rmsprop,
+    rprop,
     schedule_free_adamw,
+    schedule_free_radam,
     schedule_free_sgd,
+    sgd,
+    shampoo,
     signum,
+    sm3,
+    soap,
     stable_adamw,
     tiger,
+    torch_adafactor,
+    torch_muon,
     yogi,
 )
-from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizers
-from everybit.named_tensors import load_state_dict, state_dict
-from everybit.optimizer import Optimizer, OptimizerState, with_policy
-from everybit.outer import outer_gradient
-from everybit.per_tensor import Members
-from everybit.piecewise_schedules import (
-    cosine_one_cycle_schedule,
-    cosine_restarts_schedule,
-    linear_one_cycle_schedule,
-    one_cycle_schedule,
-    piecewise_constant_schedule,
-    piecewise_interpolate_schedule,
-    sgdr_schedule,
+from everybit.policies import ByLabel, Grads, Policy, PolicyName, by_dtype, by_label, keep_wide
+from everybit.protocol import (
+    Axis,
+    Context,
+    Cut,
+    Elementwise,
+    Local,
+    Max,
+    Members,
+    Pending,
+    Request,
+    SlotDecay,
+    Sum,
+    SumOfSquares,
+    Transform,
+    WholeTensors,
+    fulfil,
+    then,
 )
-from everybit.policy import ByLabel, Grads, Policy, by_dtype, by_label
-from everybit.policy_names import PolicyName
-from everybit.preconditioned_aliases import apollo, dion, galore, kron, shampoo, soap
-from everybit.projections import Projection
-from everybit.random_bits import Key
-from everybit.requests import Axis, Local, Max, Pending, Request, Sum, SumOfSquares, fulfil, then
-from everybit.routing import routing
-from everybit.scalars import Hyperparameter, Schedule, at, bias_correction, require_step
 from everybit.schedules import (
     constant_schedule,
     cosine_decay_schedule,
+    cosine_one_cycle_schedule,
+    cosine_restarts_schedule,
+    exponential_decay_schedule,
+    inverse_sqrt_schedule,
     join_schedules,
+    linear_one_cycle_schedule,
     linear_schedule,
+    one_cycle_schedule,
+    piecewise_constant_schedule,
+    piecewise_interpolate_schedule,
+    polynomial_schedule,
+    power_cooldown_schedule,
+    relative_step_schedule,
+    sgdr_schedule,
+    warmup_constant_schedule,
     warmup_cosine_decay_schedule,
+    warmup_exponential_decay_schedule,
     warmup_stable_decay_schedule,
 )
-from everybit.sharpness import sam_point
-from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
-from everybit.transform import Cut, Elementwise, SlotDecay, Transform, WholeTensors
-from everybit.transforms.adadelta import scale_by_adadelta
-from everybit.transforms.adafactor import scale_by_factored_rms, scale_by_parameter_rms, subtract_relative_decay
-from everybit.transforms.adagrad import scale_by_adagrad
-from everybit.transforms.adam import scale_by_adam
-from everybit.transforms.adam_atan2 import scale_by_adam_atan2
-from everybit.transforms.adam_mini import AdamMiniBlocks, scale_by_adam_mini
-from everybit.transforms.adamax import scale_by_adamax
-from everybit.transforms.adan import proximal_decay, scale_by_adan
-from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
-from everybit.transforms.ademamix import scale_by_ademamix
-from everybit.transforms.adopt import begin_after, scale_by_adopt
-from everybit.transforms.apollo import scale_by_apollo
-from everybit.transforms.asgd import averaged_descent
-from everybit.transforms.averages import average_weights, mean_weights, power_average_weights
-from everybit.transforms.belief import scale_by_belief
-from everybit.transforms.came import scale_by_came
-from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
-from everybit.transforms.d_adaptation import dadapt_adam
-from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay, subtract_decay_of_moved
-from everybit.transforms.dion import scale_by_dion
-from everybit.transforms.equalize import equalize
-from everybit.transforms.grokfast import amplify_slow_gradients
-from everybit.transforms.kron import scale_by_kron
-from everybit.transforms.lion import scale_by_lion
-from everybit.transforms.matrix_wise import MatrixWise, scale_by_shape
-from everybit.transforms.nadam import scale_by_nadam
-from everybit.transforms.normuon import scale_by_normuon
-from everybit.transforms.novograd import scale_by_novograd
-from everybit.transforms.orthogonalize import orthogonalize
-from everybit.transforms.prodigy import prodigy
-from everybit.transforms.radam import scale_by_radam
-from everybit.transforms.rms import scale_by_rms
-from everybit.transforms.rprop import scale_by_rprop
-from everybit.transforms.running_mean import running_mean, scale_by_running_square
-from everybit.transforms.schedule_free import schedule_free
-from everybit.transforms.shampoo import scale_by_shampoo
-from everybit.transforms.sm3 import scale_by_sm3
-from everybit.transforms.soap import scale_by_soap
-from everybit.transforms.stable_adam import scale_by_stable_adam
-from everybit.transforms.stateless import (
+from everybit.stepping import (
+    Metrics,
+    Optimizer,
+    OptimizerState,
+    apply_updates,
+    outer_gradient,
+    sam_point,
+    with_metrics,
+    with_policy,
+)
+from everybit.transforms import (
+    AdamMiniBlocks,
+    MatrixWise,
+    add_cautious_decay,
+    add_corrected_decay,
+    add_decayed_weights,
+    add_noise,
+    amplify_slow_gradients,
+    average_weights,
+    averaged_descent,
+    begin_after,
+    centralize,
     clip,
     clip_by_global_norm,
+    clip_by_rms,
+    clip_by_unit_norm,
+    clip_by_z_score,
+    dadapt_adam,
+    equalize,
     identity,
+    mean_weights,
+    normalize_by_global_norm,
+    not_norm_or_bias,
+    orthogonalize,
+    power_average_weights,
+    prodigy,
+    proximal_decay,
+    reduce_variance,
+    running_mean,
     scale,
+    scale_by_adadelta,
+    scale_by_adagrad,
+    scale_by_adam,
+    scale_by_adam_atan2,
+    scale_by_adam_mini,
+    scale_by_adamax,
+    scale_by_adan,
+    scale_by_ademamix,
+    scale_by_adopt,
+    scale_by_apollo,
+    scale_by_belief,
+    scale_by_came,
+    scale_by_dion,
+    scale_by_factored_rms,
+    scale_by_kron,
+    scale_by_lars,
     scale_by_learning_rate,
+    scale_by_lion,
+    scale_by_nadam,
+    scale_by_normuon,
+    scale_by_novograd,
+    scale_by_parameter_rms,
+    scale_by_radam,
+    scale_by_rms,
+    scale_by_rprop,
+    scale_by_running_square,
+    scale_by_shampoo,
+    scale_by_shape,
     scale_by_sign,
+    scale_by_sm3,
+    scale_by_soap,
+    scale_by_stable_adam,
+    scale_by_torch_adafactor,
+    scale_by_trust_ratio,
+    scale_by_yogi,
+    schedule_free,
     set_to_zero,
+    subtract_decay_of_moved,
+    subtract_decayed_weights,
+    subtract_relative_decay,
+    trace,
+    zero_nans,
 )
-from everybit.transforms.torch_adafactor import scale_by_torch_adafactor
-from everybit.transforms.trace import trace
-from everybit.transforms.trust_ratio import scale_by_lars, scale_by_trust_ratio
-from everybit.transforms.variance_reduction import reduce_variance
-from everybit.transforms.weight_decay import add_decayed_weights, not_norm_or_bias, subtract_decayed_weights
-from everybit.transforms.yogi import scale_by_yogi
-from everybit.tree import Slot, state
-from everybit.update import apply_updates
 
 __version__ = "0.3.0.dev0"
-from everybit.wide_parameters import keep_wide
 
 __all__ = [
     "AdamMiniBlocks", "Axis", "Blockwise", "ByLabel", "Context", "Cut", "Elementwise", "Format", "Grads", "HiddenMatrices",
@@ -192,3 +266,8 @@ __all__ = [
     "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule", "warmup_stable_decay_schedule", "with_metrics", "with_policy",
     "yogi", "zero_nans",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """The public names; rooms are imported by their own."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

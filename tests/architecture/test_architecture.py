@@ -1,57 +1,63 @@
-"""The page about the architecture says what is so: its floors are the import contracts', and its names exist."""
+"""The core's rooms are as the architecture page shows them, small enough to be read, and its names exist."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
-import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.rooms import rooms
 
 ROOT = Path(__file__).parents[2]
+CORE = ROOT / "core"
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-CONTRACTS: dict[str, list[str]] = {
-    contract["containers"][0]: contract["layers"]
-    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    if "containers" in contract
-}
-SHOWN = ("everybit_torch", "everybit_torch.sharded")
 
 
-def table(layers: list[str]) -> str:
-    """The floors of one package, the highest first, as Markdown."""
-    rows = [
-        f"| {len(layers) - number} | {', '.join(f'`{name.strip()}`' for name in layer.split('|'))} |"
-        for number, layer in enumerate(layers)
-    ]
-    return "\n".join(["| Floor | Modules |", "|---|---|", *rows])
+def test_the_picture_of_the_rooms_shows_their_imports() -> None:
+    assert rooms.PICTURE.read_text(encoding="utf-8") == rooms.picture(), "python docs/rooms.py draws it anew"
 
 
-@pytest.mark.parametrize("package", SHOWN)
-def test_the_floors_on_the_page_are_those_of_the_import_contract(package: str) -> None:
-    (shown,) = re.findall(rf"<!-- floors of {re.escape(package)} -->\n(.*?)\n\n", PAGE, re.DOTALL)
-    assert shown == table(CONTRACTS[package]), f"it has to be:\n{table(CONTRACTS[package])}"
+def test_the_page_has_a_paragraph_for_each_room() -> None:
+    assert set(re.findall(r"^\*\*`(\w+)`\*\*", PAGE, re.MULTILINE)) == set(rooms.imports())
 
 
-def test_every_package_with_several_modules_has_floors_that_name_all_of_them() -> None:
-    root = ROOT / "adapters"
-    packages = {
-        ".".join(folder.parent.relative_to(root).parts)
-        for folder in root.rglob("__init__.py")
-        if len(list(folder.parent.glob("*.py"))) > 1
-    }
-    assert set(CONTRACTS) == packages
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    exhaustive: list[Any] = [
-        contract.get("exhaustive")
-        for contract in config["tool"]["importlinter"]["contracts"]
-        if "containers" in contract
-    ]
-    assert all(exhaustive)
+def test_an_import_path_in_the_core_is_at_most_ten_rooms_and_modules_long() -> None:
+    """A path goes through modules of one room, and then from room to room: a room's face is what is imported of it."""
+    below = rooms.depths(rooms.imports())
+    modules = {".".join(path.relative_to(CORE).with_suffix("").parts): path for path in CORE.glob("everybit/*/**/*.py")}
+
+    def imported(name: str) -> set[str]:
+        tree = ast.parse(modules[name].read_text(encoding="utf-8"))
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        return {node.module or "" for node in found} | {
+            f"{node.module}.{one.name}" for node in found for one in node.names
+        }
+
+    @cache
+    def length(name: str) -> int:
+        """Modules of the room of ``name``, and then rooms, on the longest path down from it."""
+        others = {other for other in imported(name) if other.startswith("everybit.")} - {name}
+        room = rooms.room_of(name)
+        inside = [length(other) for other in others if rooms.room_of(other) == room and other in modules]
+        outside = [below[rooms.room_of(other)] for other in others if rooms.room_of(other) != room]
+        return 1 + max([*inside, *outside], default=0)
+
+    longest = max((name for name in modules if not name.endswith("__init__")), key=length)
+    assert length(longest) <= 10, longest
+
+
+def test_a_folder_of_the_core_has_at_most_twenty_modules() -> None:
+    """But for ``transforms``: one module for each."""
+    for folder in [path.parent for path in CORE.glob("everybit/**/__init__.py")]:
+        assert len(list(folder.glob("*.py"))) <= 20 + 1 or folder.name == "transforms", folder
+
+
+def test_public_names_are_what_dir_shows() -> None:
+    everybit = importlib.import_module("everybit")
+    assert sorted(everybit.__all__) == [name for name in dir(everybit) if not name.startswith("_")]
 
 
 def test_the_modules_classes_and_functions_of_the_walk_exist() -> None:

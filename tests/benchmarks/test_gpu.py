@@ -21,7 +21,7 @@ import gpu_page
 import gpu_steps
 import sharded
 import speed
-from everybit.policies import PRESETS
+from everybit.policies.presets import PRESETS
 from machine import describe
 
 DOCS = Path(__file__).parents[2] / "docs"

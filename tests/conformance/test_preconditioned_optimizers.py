@@ -187,7 +187,7 @@ def apart_from_the_authors_apollo(mine: dict[str, Any], its: dict[str, Any]) -> 
     drawn, make = Drawn(), eb.apollo
     untyped: Any = make
     options = {"rank": 2, "period": 7} | mine
-    with patch("everybit.projections.normal", drawn):
+    with patch("everybit.linalg.projections.normal", drawn):
         found = ours(untyped(schedule, weight_decay=0.1, **options), shapes=shapes)
     # Ours draws for three matrices at each update, theirs at the first of each period.
     numbers = iter(

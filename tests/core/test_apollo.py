@@ -81,7 +81,7 @@ def followed(
 def test_the_formula_is_followed(case: str) -> None:
     options = {"rank": 2, "period": 7, **OPTIONS[case]}
     drawn = Drawn()
-    with patch("everybit.projections.normal", drawn):
+    with patch("everybit.linalg.projections.normal", drawn):
         found = ours(UNTYPED(schedule, weight_decay=0.1, **options), shapes=SHAPES)
     names = [name for name, shape in SHAPES.items() if len(shape) > 1 and min(shape[:2]) > options["rank"]]
     by_shape = {SHAPES[name]: drawn.numbers[index :: len(names)] for index, name in enumerate(names)}
@@ -96,7 +96,7 @@ def test_nothing_is_kept_of_random_vectors() -> None:
 
 def test_random_vectors_are_drawn_anew_every_period() -> None:
     noted = Drawn()
-    with patch("everybit.projections.normal", noted):
+    with patch("everybit.linalg.projections.normal", noted):
         steps(eb.apollo(0.1, rank=2, period=3), drawn(4, 5), [drawn(4, 5)] * 7)
     first, second, third = noted.numbers[0], noted.numbers[3], noted.numbers[6]
     assert all(torch.equal(one, first) for one in noted.numbers[:3])
@@ -107,7 +107,7 @@ def test_random_vectors_are_drawn_anew_every_period() -> None:
 
 def test_blocks_and_seeds_have_vectors_of_their_own() -> None:
     noted = Drawn()
-    with patch("everybit.projections.normal", noted):
+    with patch("everybit.linalg.projections.normal", noted):
         for seed in (0, 1):
             steps(eb.apollo(0.1, rank=1, view=eb.row_blocks(3, 3)), drawn(6, 4), [drawn(6, 4)], seed=seed)
     values = [number for one in noted.numbers for number in one.flatten().tolist()]
@@ -144,7 +144,7 @@ def test_the_norm_of_a_step_grows_by_no_more_than_the_limit() -> None:
 def test_a_view_is_a_parameter_for_each_matrix() -> None:
     """With vectors that do not depend on the place."""
     params, grads = drawn(6, 4), [drawn(6, 4, seed=step) for step in range(1, 6)]
-    with patch("everybit.projections.normal", lambda like, *_: drawn(*like.shape).double()):
+    with patch("everybit.linalg.projections.normal", lambda like, *_: drawn(*like.shape).double()):
         together, _ = steps(eb.apollo(0.1, rank=1, view=eb.row_blocks(2, 4)), params, grads)
         apart = [
             steps(eb.apollo(0.1, rank=1), one, pieces)[0]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import everybit as eb
 from everybit import testing
-from everybit.context import ALONE
-from everybit.hyperparameters import numbers_only
+from everybit.protocol import ALONE
+from everybit.protocol.hyperparameters import numbers_only
 from everybit.testing import CHECKS, REGISTRY
 from everybit.testing.checks.conditions import Build, Stored
 from everybit.testing.examples import assert_same_bits, example_grads, example_params, few_params

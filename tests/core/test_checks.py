@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import everybit as eb
-from everybit.checks import MARGIN
-from everybit.context import ALONE
+from everybit.policies.checks import MARGIN
+from everybit.protocol import ALONE
 
 P = TypeVar("P")
 BF16 = torch.bfloat16

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit import testing
-from everybit.context import Context
+from everybit.protocol import Context
 
 Params = dict[str, Tensor]
 SHAPES = {"body.weight": (5, 4), "body.bias": (3,), "head.weight": (4,), "scale": ()}

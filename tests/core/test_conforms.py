@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit.context import ALONE
+from everybit.protocol import ALONE
 from everybit.testing import CHECKS, Conformance, assert_transform_conforms, conformance
 from everybit.testing.conformance import PROMISES
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import everybit as eb
-from everybit import barriers, per_tensor
-from everybit.context import ALONE
+from everybit.base import barriers
+from everybit.protocol import ALONE, per_tensor
 from everybit.testing import CHECKS
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 from tests.support.transforms import (

@@ -13,7 +13,7 @@ import torch
 
 import everybit
 from everybit import testing
-from everybit.random_bits import Key
+from everybit.base import Key
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit.policies import PRESETS, describe
+from everybit.policies import describe
+from everybit.policies.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit import random_normal
+from everybit.base import random_normal
 from everybit.transforms import dion as module
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 from tests.support.steps import drawn as normal

@@ -20,13 +20,13 @@ MODULES = sorted(
     if not module.name.endswith("__main__") and module.name not in FOR_OTHER_PROGRAMS
 )
 WITH_EXAMPLES = {
-    "everybit.optimizer",
-    "everybit.metrics",
+    "everybit.stepping.optimizer",
+    "everybit.stepping.metrics",
     "everybit.combinators.chain",
     "everybit_torch.drop_ins",
     "everybit_torch.gradient_release",
     "everybit_torch.weight_decay",
-    "everybit.policy_names",
+    "everybit.policies.names",
 }
 
 

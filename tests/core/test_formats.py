@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import everybit as eb
-from everybit.dtypes import LOW_DTYPES, LowDType, torch_dtype
+from everybit.base import LOW_DTYPES, LowDType, torch_dtype
+from everybit.base.rounding import half_ulp
 from everybit.formats import Format, bytes_of
-from everybit.rounding import half_ulp
 from tests.support.float_patterns import (
     EVERY_PATTERN,
     assert_same_bits,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
+from everybit.linalg import fitted
 from everybit.transforms import kron as module
-from everybit.whitening import fitted
 from tests.support.draws import Drawn
 from tests.support.following import PEAK, STEPS, Tensors, deviation, formula, ours, schedule
 from tests.support.steps import drawn as normal

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.labels import plain_name
+from everybit.base import plain_name
 
 MODEL: dict[str, Tensor] = {
     "embed.weight": torch.ones(5, 4),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import _muon
 
 import everybit as eb
-from everybit.orthogonalization import PUBLISHED, CoefficientName, Normalization, orthogonalized, triples
+from everybit.linalg import PUBLISHED, Normalization, orthogonalized, triples
+from everybit.linalg.orthogonalization import CoefficientName
 from everybit.transforms.matrix_wise import SCALES
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 from tests.support.matrix_model import small

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import everybit as eb
-from everybit.orthogonalization import PUBLISHED, Batching, CoefficientName, orthogonalized, triples
-from everybit.transforms.equalize import Sides
+from everybit.linalg import PUBLISHED, Batching, orthogonalized, triples
+from everybit.linalg.orthogonalization import CoefficientName
+from everybit.transforms import Sides
 from tests.core.test_muon import ROUNDING, SHAPES, drawn, polar
 from tests.support.following import deviation, formula, gradients, ours, schedule, theirs
 

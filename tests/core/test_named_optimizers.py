@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit.named_optimizers import OptimizerName, optimizer_named
-from everybit.transform import decays
+from everybit.optimizers import OptimizerName, optimizer_named
+from everybit.protocol import decays
 
 PARTS = {
     "averaged_descent", "scale_by_learning_rate", "scale_by_rprop", "scale_by_torch_adafactor", "schedule_free",
@@ -32,7 +32,7 @@ def begins_with_a_learning_rate(name: str) -> bool:
 
 def test_every_public_optimizer_is_in_the_list() -> None:
     found = {name for name in eb.__all__ if begins_with_a_learning_rate(name)} - PARTS - MATRICES
-    assert found == set(eb.optimizers()), "a new optimizer needs a line in core/everybit/named_optimizers.py"
+    assert found == set(eb.optimizers()), "a new optimizer needs a line in core/everybit/optimizers/registry.py"
     assert get_args(OptimizerName) == tuple(eb.optimizers()), "OptimizerName has the names of the list, in its order"
     for name, one in eb.optimizers().items():
         assert name == one.name

@@ -9,8 +9,8 @@ import torch
 
 import everybit as eb
 import safe_policies
+from everybit.protocol import decays
 from everybit.testing import assert_same_bits, example_grads, example_params
-from everybit.transform import decays
 
 PRESETS: tuple[eb.PolicyName, ...] = ("FP32", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16", "PURE_BF16", "ANYPRECISION")
 ACCEPTED = PRESETS[:4]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit.dtypes import LOW_DTYPES, FloatDType, torch_dtype
-from everybit.policy import resolve
+from everybit.base import LOW_DTYPES, FloatDType, torch_dtype
+from everybit.policies import resolve
 
 PRESETS = eb.policies.PRESETS
 

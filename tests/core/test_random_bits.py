@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everybit import Key
-from everybit.random_bits import Lane, stream, uniform
+from everybit.base import Lane, stream, uniform
 from tests.support.float_patterns import assert_same_bits, key
 
 COUNT = 2**15

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everybit import Key
-from everybit.random_bits import stream
+from everybit.base import stream
 from tests.support.float_patterns import key
 
 RISK = 1e-6

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everybit.dtypes import LOW_DTYPES, LowDType, torch_dtype
-from everybit.rounding import DROPPED_BITS, floor_stochastic, half_ulp, narrow, nearest, stochastic, widen
+from everybit.base import LOW_DTYPES, LowDType, torch_dtype
+from everybit.base.rounding import DROPPED_BITS, floor_stochastic, half_ulp, narrow, nearest, stochastic, widen
 from tests.support.float_patterns import (
     EVERY_PATTERN,
     assert_same_bits,

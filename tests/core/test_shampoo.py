@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.matrix_operations import inverse_roots
+from everybit.linalg import inverse_roots
 from tests.support.following import PEAK, STEPS, deviation, formula, ours, schedule
 from tests.support.steps import drawn, steps
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit import traced_trees
+from everybit.base import traced_trees
 from everybit.testing import assert_same_bits
 
 Keys = getattr(optree.registry, "DictMetaData", None)

@@ -12,14 +12,12 @@ import torch
 
 import everybit as eb
 import everybit.transforms
-from everybit.entries import entries
-from everybit.matrix_views import MatrixView
-from everybit.optimizer import OptimizerState
-from everybit.parts import owner_work, transforms_in
-from everybit.stored_rows import slots_in
-from everybit.stored_work import StoredWork, tensors_of, with_rows
+from everybit.combinators import owner_work
+from everybit.linalg import MatrixView
+from everybit.protocol import AtOwner, WholeWork, slots_in, transforms_in, why_not_elsewhere
+from everybit.stepping import OptimizerState, entries
+from everybit.stepping.stored_work import StoredWork, tensors_of, with_rows
 from everybit.testing import REGISTRY
-from everybit.whole_work import AtOwner, WholeWork, why_not_elsewhere
 from everybit_torch.owner_transforms import for_rows
 
 

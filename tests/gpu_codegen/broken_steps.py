@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import everybit_torch.torch_internals.compiler as torch_compiler
-from everybit.barriers import materialize
+from everybit.base import materialize
 from everybit_torch import EXACT_OPTIONS
 from everybit_torch.torch_internals.device_options import device_options
 from gpu_codegen import interpreting, laws, steps

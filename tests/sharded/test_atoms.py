@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
-from everybit.matrix_operations import eigenvectors
+from everybit.linalg import eigenvectors
 from everybit_torch import TorchOptimizer
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.sharded.allocations import AllocationCounter

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import everybit as eb
-from everybit.whole_work import WholeWork
+from everybit.protocol import WholeWork
 from everybit_torch import TorchOptimizer, create, exchange, routing
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.exchange import distributed

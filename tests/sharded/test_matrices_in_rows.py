@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import everybit as eb
-from everybit.policy_names import PolicyName
+from everybit.policies import PolicyName
 from everybit_torch import TorchOptimizer, enable_gradient_release, exchange
 from everybit_torch.sharded.checkpoint import load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper

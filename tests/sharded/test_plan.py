@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.context import ALONE
+from everybit.protocol import ALONE
 from everybit_torch.sharded import arguments as stepper_arguments
 from everybit_torch.sharded import offload
 from everybit_torch.sharded.offload import Offload

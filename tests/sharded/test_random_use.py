@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.context import ALONE, Context
-from everybit.transform import Cut
+from everybit.protocol import ALONE, Context, Cut
 from everybit_torch import TorchOptimizer
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper

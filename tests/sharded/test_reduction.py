@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import everybit as eb
+from everybit.policies import resolve
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import CHUNK, Wire, accumulate, all_reduce_into, install, reduce_scatter_into
 from everybit_torch.sharded.plan import plan
@@ -201,7 +202,7 @@ def test_the_librarys_own_sum_in_bfloat16_is_visibly_worse() -> None:
 
 def test_a_sum_in_float16_does_not_overflow_on_the_way() -> None:
     """Four times 40000 is beyond float16; halved twice before it is sent, it is not, and powers of two are exact."""
-    resolved = eb.policy.resolve(eb.Policy(grads=eb.Grads(main="float32", comm="float16")), "float32")
+    resolved = resolve(eb.Policy(grads=eb.Grads(main="float32", comm="float16")), "float32")
     assert [Wire.of(resolved, ranks).prescale for ranks in (1, 2, 3, 4, 5)] == [1, 1 / 2, 1 / 4, 1 / 4, 1 / 8]
     for got in run(4, overflowing):
         assert torch.equal(got, torch.full((4,), 40000.0))

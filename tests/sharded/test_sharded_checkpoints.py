@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import everybit as eb
-from everybit.context import ALONE
+from everybit.protocol import ALONE
 from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.sharded import checkpoint
 from everybit_torch.sharded.checkpoint import (

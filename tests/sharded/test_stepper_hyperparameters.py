@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.context import ALONE
-from everybit.scalars import Hyperparameter
+from everybit.base import Hyperparameter
+from everybit.protocol import ALONE
 from everybit_torch import FlatStepper, TorchOptimizer
 
 P = TypeVar("P")

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import everybit as eb
-from everybit.policy_names import PolicyName
+from everybit.policies import PolicyName
 from everybit_torch import TorchOptimizer, exchange, nonfinite_state
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit import rounding
-from everybit.dtypes import ComputeDType, FloatDType
+from everybit.base import ComputeDType, FloatDType, rounding
 from everybit.formats import Parts
 
 

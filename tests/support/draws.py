@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import everybit as eb
-from everybit import random_normal
+from everybit.base import random_normal
 
 
 class Drawn:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everybit import Key
-from everybit.dtypes import LowDType, torch_dtype
+from everybit.base import LowDType, torch_dtype
 
 EVERY_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.barriers import sqrt
-from everybit.context import ALONE
-from everybit.dimensions import mean as mean_along
-from everybit.random_bits import uniform
-from everybit.scalars import at
+from everybit.base import at, sqrt, uniform
+from everybit.base import mean as mean_along
+from everybit.protocol import ALONE
 
 P = TypeVar("P")
 

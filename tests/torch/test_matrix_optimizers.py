@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.orthogonalization import Batching, orthogonalized
-from everybit.transforms import orthogonalize
+from everybit.linalg import Batching, orthogonalized
 from everybit_torch import FlatStepper, TorchOptimizer, create, plan, routing
 from everybit_torch.config import OptimizerConfig, algorithm
 from everybit_torch.config.trees import READER
@@ -380,7 +380,7 @@ def test_equal_shapes_of_several_parameters_are_computed_together(
         shapes.append(tuple(x.shape))
         return orthogonalized(x, *given, **options)
 
-    monkeypatch.setattr(orthogonalize, "orthogonalized", noted)
+    monkeypatch.setattr(sys.modules["everybit.transforms.orthogonalize"], "orthogonalized", noted)
     found = trained(front, "together", compile=compile, skip=skip)
     for p, q in zip(found, expected, strict=True):
         # Rounding of weights of about 1 in float32, in three steps.

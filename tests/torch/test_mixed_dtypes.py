@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.policies import PRESETS
-from everybit.policy import for_dtype, resolve_tree
+from everybit.policies import for_dtype, resolve_tree
+from everybit.policies.presets import PRESETS
 from everybit_torch import AdamW, FlatStepper
 from everybit_torch.sharded.plan import plan
 

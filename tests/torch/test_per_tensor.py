@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit import per_tensor
-from everybit.context import ALONE
+from everybit.protocol import ALONE, per_tensor
 from everybit_torch import TorchOptimizer, groups, reductions, stepping
 from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 from tests.support.transforms import EXAMPLES, averaged, lamb, noisy, rms_clipped

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import everybit as eb
-from everybit.context import ALONE
+from everybit.protocol import ALONE
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, TorchOptimizer, enable_gradient_release
 from tests.support.files import through_a_file
 from tests.support.mutations import same

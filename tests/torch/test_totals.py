@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import everybit as eb
-from everybit import barriers
-from everybit.context import ALONE
+from everybit.base import barriers
+from everybit.protocol import ALONE
 from everybit.testing.registry import REGISTRY
 from everybit_torch import TorchOptimizer, asking, reductions, stepping
 from everybit_torch.sharded.allocations import AllocationCounter

@@ -12,9 +12,9 @@ from rich.console import Console
 from torch import Tensor
 
 import everybit as eb
-from everybit.combinators.masked import Partition
-from everybit.named_optimizers import Argument, NamedOptimizer, optimizer_named
-from everybit.parts import transforms_in
+from everybit.combinators import Partition
+from everybit.optimizers import Argument, NamedOptimizer, optimizer_named
+from everybit.protocol import transforms_in
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.creating import create
 from everybit_torch.hyperparameter_names import torch_arguments, torch_defaults

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
-from everybit.dtypes import FloatDType
+from everybit.base import FloatDType
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.models import build
 from everybit_torch.cli.optimizers import Chosen, named_optimizer

@@ -21,8 +21,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from everybit.dtypes import torch_dtype
-from everybit.policy import Resolved
+from everybit.base import torch_dtype
+from everybit.policies import Resolved
 from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator, Pending
 from everybit_torch.memory_pool import UNPOOLED, MemoryPool

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 from torch import nn
 
 import everybit as eb
-from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizer_named
+from everybit.optimizers import NamedOptimizer, OptimizerName, optimizer_named
 from everybit_torch import drop_ins
 from everybit_torch.arguments import by_given_name
 from everybit_torch.config.structure import Choice, require_fields

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.formats import BUILT_IN, ParamFormat, StateFormat
-from everybit.policy_names import PolicyName, with_name_resolved
+from everybit.policies import PolicyName, with_name_resolved
 from everybit_torch.config.structure import Choice, Kinds, Named, Reader
 
 _OWN = (

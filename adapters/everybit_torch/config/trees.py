@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import everybit as eb
-from everybit.optimizer import Unsafe
-from everybit.policy_names import PolicyName, with_name_resolved
+from everybit.policies import PolicyName, with_name_resolved
+from everybit.stepping import Unsafe
 from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
 from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, require_matches
 from everybit_torch.config.structure import Kinds, Reader

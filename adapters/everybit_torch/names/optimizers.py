@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everybit.named_optimizers import NamedOptimizer, OptimizerName, optimizers
-from everybit.policy_names import PolicyName
+from everybit.optimizers import NamedOptimizer, OptimizerName, optimizers
+from everybit.policies import PolicyName
 from everybit_torch import drop_ins
 from everybit_torch.creating import CLASSES
 from everybit_torch.embeddings import for_model

@@ -10,8 +10,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from everybit import matrix_operations, whitening
-from everybit.orthogonalization import iterated
+from everybit.linalg import iterated, whitening
+from everybit.linalg import operations as matrix_operations
 from everybit_torch.torch_internals.tensors import storage_identity
 
 INSIDE: Mapping[str, Callable[..., Any]] = {

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import everybit as eb
-from everybit.optimizer import Unsafe
+from everybit.stepping import Unsafe
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.meshes import Mesh, communicators, ranks_of
 from everybit_torch.dtensors import is_dtensor

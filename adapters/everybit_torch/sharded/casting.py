@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from everybit.dtypes import FLOAT_DTYPES, FloatDType, require_member, torch_dtype
+from everybit.base import FLOAT_DTYPES, FloatDType, require_member, torch_dtype
 from everybit_torch.sharded.module_hooks import no_hook
 
 

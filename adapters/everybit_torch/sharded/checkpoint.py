@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from everybit.entries import former_names
+from everybit.stepping.entries import former_names
 from everybit_torch import notices
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.combinators.chain import Chain, NamedChain
-from everybit.transform import any_per_tensor
-from everybit.transforms.stateless import ClipByGlobalNorm
+from everybit.combinators import Chain, NamedChain
+from everybit.protocol import any_per_tensor
+from everybit.transforms import ClipByGlobalNorm
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 from everybit_torch.sharded.squares import sums_of_squares

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
-from everybit.dtypes import FloatDType
+from everybit.base import FloatDType
 from everybit_torch.sharded.model_buffers import ModelBuffers
 from everybit_torch.sharded.shard_optimizer import LabelledTransform
 

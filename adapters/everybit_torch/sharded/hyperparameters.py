@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 
 import everybit as eb
-from everybit.hyperparameters import hyperparameters as numbers_in
-from everybit.hyperparameters import map_hyperparameters
-from everybit.parts import fields_of, is_transform, transforms_in
+from everybit.protocol import fields_of, is_transform, map_hyperparameters, transforms_in
+from everybit.protocol import hyperparameters as numbers_in
 from everybit_torch.hyperparameter_names import FIELDS, core_names
 
 RESERVED = ("params", "param_names", "label", "policy")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from everybit import barriers
+from everybit.base import barriers
 from everybit_torch.sharded.gradient_norm import reduces_otherwise
 from everybit_torch.sharded.reports import StepReport
 from everybit_torch.sharded.stepper import FlatStepper

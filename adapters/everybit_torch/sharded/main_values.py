@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from everybit.dtypes import dtype_name, torch_dtype
-from everybit.policy import resolve
+from everybit.base import dtype_name, torch_dtype
+from everybit.policies import resolve
 from everybit_torch.full_precision import PIECE, export_piece
 from everybit_torch.sharded.layout import Group
 from everybit_torch.sharded.model_buffers import ModelBuffers

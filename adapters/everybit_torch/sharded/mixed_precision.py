@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 import everybit as eb
-from everybit.dtypes import FLOAT_DTYPES, FloatDType, dtype_name, require_member
+from everybit.base import FLOAT_DTYPES, FloatDType, dtype_name, require_member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

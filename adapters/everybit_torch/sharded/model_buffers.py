@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from everybit.dtypes import dtype_name, torch_dtype
-from everybit.policy import resolve
+from everybit.base import dtype_name, torch_dtype
+from everybit.policies import resolve
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import FusedSum, Wire
 from everybit_torch.dtensors import local

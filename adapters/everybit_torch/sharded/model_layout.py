@@ -11,14 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.atoms import atoms, of_atoms, of_row_blocks, row_blocks, step_cost
-from everybit.dtypes import dtype_name
-from everybit.parts import needs_whole_tensors
-from everybit.policies import native
-from everybit.policy import LOW, ByLabel, Policy, for_dtype, resolve
-from everybit.policy_names import PolicyOrName, with_name_resolved
-from everybit.routing import matrices_of
-from everybit.transform import any_per_tensor, require_transform
+from everybit.base import dtype_name
+from everybit.combinators import atoms, matrices_of, needs_whole_tensors, of_atoms, of_row_blocks, row_blocks, step_cost
+from everybit.policies import LOW, ByLabel, Policy, PolicyOrName, for_dtype, native, resolve, with_name_resolved
+from everybit.protocol import any_per_tensor, require_transform
 from everybit_torch.choosing import choices, chosen, require_labels_used
 from everybit_torch.dtensors import local, mesh_of
 from everybit_torch.embeddings import embeddings_of, policy_with_embeddings, with_embeddings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everybit.entries import WEIGHTS
+from everybit.stepping.entries import WEIGHTS
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.dtensors import is_counted, local, mesh_of
 from everybit_torch.inference import outside_inference

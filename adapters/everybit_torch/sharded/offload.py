@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.optimizer import OptimizerState
+from everybit.stepping import OptimizerState
 from everybit_torch import streams
 from everybit_torch.collectives.communicator import Pending
 from everybit_torch.gradients import Gathered

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from everybit.parts import needs_whole_tensors
-from everybit.transform import any_per_tensor
+from everybit.combinators import needs_whole_tensors
+from everybit.protocol import any_per_tensor
 from everybit_torch.sharded.gradient_norm import reduces_otherwise
 from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.shard_optimizer import LabelledTransform

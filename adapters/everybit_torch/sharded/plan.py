@@ -29,10 +29,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from everybit.metrics import Metrics
-from everybit.optimizer import nbytes
 from everybit.policies import short
-from everybit.transform import any_per_tensor
+from everybit.protocol import any_per_tensor
+from everybit.stepping import Metrics, nbytes
 from everybit_torch.collectives.reduction import has_own_processors
 from everybit_torch.dtensors import mesh_of
 from everybit_torch.probing import is_number

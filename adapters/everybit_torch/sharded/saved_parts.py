@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.entries import Entry, entries
+from everybit.stepping import entries
+from everybit.stepping.entries import Entry
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.sharded.layout import ParameterSpec, Slice
 from everybit_torch.sharded.saved_fit import elements

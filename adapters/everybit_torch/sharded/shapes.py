@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from everybit.dtypes import FloatDType, torch_dtype
+from everybit.base import FloatDType, torch_dtype
 
 
 def _add_attention(block: nn.Module, width: int, shared: int) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.metrics import Metrics
-from everybit.optimizer import Unsafe
-from everybit.policy import Policy, block_of
+from everybit.policies import Policy, block_of
+from everybit.stepping import Metrics, Unsafe
 from everybit_torch.arguments import as_python
 from everybit_torch.collectives.communicator import GroupAxis
 from everybit_torch.compiling import can_compile

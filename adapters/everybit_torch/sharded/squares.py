@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from everybit import barriers
+from everybit.base import barriers
 from everybit_torch.collectives.reduction import CHUNK
 from everybit_torch.sharded.offload import FromHost
 from everybit_torch.torch_internals.tensors import version

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everybit import barriers
+from everybit.base import barriers
 from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.memory_pool import UNPOOLED

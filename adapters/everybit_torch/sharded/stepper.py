@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from everybit.dtypes import FloatDType
-from everybit.optimizer import Unsafe
+from everybit.base import FloatDType
+from everybit.stepping import Unsafe
 from everybit_torch import clipping, notices
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis

@@ -1,1 +1,25 @@
 """Combinators: transforms that are made of other transforms."""
+
+from everybit.combinators.accumulate import accumulate
+from everybit.combinators.atoms import atoms, of_atoms, of_row_blocks, row_blocks, step_cost
+from everybit.combinators.cautious import Cautious, cautious
+from everybit.combinators.chain import Chain, NamedChain, chain, named_chain, zero_step
+from everybit.combinators.conditional import conditionally, freezable, freeze, unfreeze
+from everybit.combinators.ema_nesterov import ema_nesterov
+from everybit.combinators.finite import apply_if_finite
+from everybit.combinators.injected import inject_hyperparameters
+from everybit.combinators.learning_rates import layerwise_decay, mup_scales
+from everybit.combinators.lookahead import Lookahead, lookahead
+from everybit.combinators.low_rank import LowRank, low_rank
+from everybit.combinators.masked import Masked, Partition, masked, partition
+from everybit.combinators.routing import matrices_of, routing, routing_tables, shown_matrices
+from everybit.combinators.skipping import skip_large_updates
+from everybit.combinators.whole_tensors import needs_whole_tensors, owner_work
+
+__all__ = [
+    "Cautious", "Chain", "Lookahead", "LowRank", "Masked", "NamedChain", "Partition", "accumulate", "apply_if_finite", "atoms",
+    "cautious", "chain", "conditionally", "ema_nesterov", "freezable", "freeze", "inject_hyperparameters", "layerwise_decay",
+    "lookahead", "low_rank", "masked", "matrices_of", "mup_scales", "named_chain", "needs_whole_tensors", "of_atoms", "of_row_blocks",
+    "owner_work", "partition", "routing", "routing_tables", "row_blocks", "shown_matrices", "skip_large_updates", "step_cost",
+    "unfreeze", "zero_step",
+]  # fmt: skip

@@ -7,19 +7,10 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from everybit import tree
+from everybit.base import Slot, require_count, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.scalars import require_count
-from everybit.transform import (
-    SlotDecay,
-    Transform,
-    decays,
-    require_transform,
-)
-from everybit.tree import Slot
+from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, enter, require_transform
 
 P = TypeVar("P")
 

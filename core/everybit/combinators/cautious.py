@@ -8,14 +8,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from everybit import tree
+from everybit.base import tree
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.transform import (
-    Transform,
-    require_transform,
-)
+from everybit.protocol import ALONE, Context, Transform, enter, require_transform
 
 P = TypeVar("P")
 

@@ -9,10 +9,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.transform import (
+from everybit.base import tree
+from everybit.protocol import (
+    ALONE,
+    AtOwner,
+    Context,
     Cut,
     SlotDecay,
     Transform,
@@ -21,11 +22,12 @@ from everybit.transform import (
     any_reduces,
     coarsest,
     decays,
+    enter,
     eval_params,
     periods,
+    requested,
     require_transform,
 )
-from everybit.whole_work import AtOwner, requested
 
 P = TypeVar("P")
 R = TypeVar("R")

@@ -9,15 +9,11 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from everybit import tree
+from everybit.base import Scalar, require, require_step, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.masked import Partition, PartitionState
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.requests import then
-from everybit.scalars import Scalar, require, require_step
-from everybit.transform import Transform, require_transform
+from everybit.protocol import ALONE, Context, Transform, enter, require_transform, then
 
 P = TypeVar("P")
 

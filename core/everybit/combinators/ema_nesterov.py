@@ -8,15 +8,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize
+from everybit.base import Hyperparameter, Slot, at, materialize, require, require_step, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.scalars import Hyperparameter, at, require, require_step
-from everybit.transform import SlotDecay, Transform, decays, require_transform
-from everybit.tree import Slot
+from everybit.protocol import ALONE, Context, SlotDecay, Transform, decays, enter, require_transform
 
 P = TypeVar("P")
 

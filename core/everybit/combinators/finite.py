@@ -8,17 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
+from everybit.base import require_count, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.requests import Max
-from everybit.scalars import require_count
-from everybit.transform import (
-    Transform,
-    require_transform,
-)
+from everybit.protocol import ALONE, Context, Max, Transform, enter, require_transform
 
 P = TypeVar("P")
 

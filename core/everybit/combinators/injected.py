@@ -8,16 +8,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
+from everybit.base import tree
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.hyperparameters import accepting, hyperparameters, map_hyperparameters
-from everybit.transform import (
+from everybit.protocol import (
+    ALONE,
+    Context,
     SlotDecay,
     Transform,
+    accepting,
     decays,
+    enter,
     eval_params,
+    hyperparameters,
+    map_hyperparameters,
     require_transform,
 )
 

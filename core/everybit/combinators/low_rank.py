@@ -8,20 +8,24 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from everybit import tree
-from everybit.blocks import first_of_whole
+from everybit.base import Hyperparameter, Numbering, Slot, at, first_of_whole, require, tree
 from everybit.combinators.chain import Chain, NamedChain
 from everybit.combinators.masked import Masked, Partition
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.matrix_views import MatrixView
-from everybit.parts import transforms_in
-from everybit.projections import Basis, ProjectedSide, Projection
-from everybit.random_bits import Numbering
-from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import Cut, SlotDecay, Transform, decays, eval_params, periods, require_transform
-from everybit.tree import Slot
+from everybit.linalg import Basis, MatrixView, ProjectedSide, Projection
+from everybit.protocol import (
+    ALONE,
+    Context,
+    Cut,
+    SlotDecay,
+    Transform,
+    decays,
+    enter,
+    eval_params,
+    periods,
+    require_transform,
+    transforms_in,
+)
 
 P = TypeVar("P")
 
@@ -216,7 +220,7 @@ def low_rank(
 
     Args:
         transform: What to apply, without its learning rate: ``scale_by_adam()``, ``scale_by_lion()``, ``trace(0.9)``.
-        rank: Of the subspace of each matrix; for this to ``view`` see :class:`~everybit.projections.Projection`, but for the scale.
+        rank: Of the subspace of each matrix; for this to ``view`` see :class:`~everybit.Projection`, but for the scale.
         period: Updates between two choices of a subspace.
         scale: Factor of projected updates, at least zero.
         basis: ``"singular"``: of singular vectors; ``"random"``: of random ones, which are not stored.

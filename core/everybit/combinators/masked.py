@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from everybit import tree
+from everybit.base import tree
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.transform import (
+from everybit.protocol import (
+    ALONE,
+    Context,
     Cut,
     SlotDecay,
     Transform,
@@ -20,6 +20,7 @@ from everybit.transform import (
     any_per_tensor,
     any_reduces,
     decays,
+    enter,
     eval_params,
     periods,
     require_transform,

@@ -7,17 +7,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from everybit import tree
+from everybit.base import Scalar, require, tree
 from everybit.combinators.chain import zero_step
 from everybit.combinators.wrapping import Wrapping
-from everybit.context import ALONE, Context
-from everybit.contracts import enter
-from everybit.requests import SumOfSquares
-from everybit.scalars import Scalar, require
-from everybit.transform import (
-    Transform,
-    require_transform,
-)
+from everybit.protocol import ALONE, Context, SumOfSquares, Transform, enter, require_transform
 
 P = TypeVar("P")
 

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from everybit.transform import (
-    Cut,
-    SlotDecay,
-    Transform,
-    any_draws,
-    any_per_tensor,
-    decays,
-    eval_params,
-    periods,
-)
+from everybit.protocol import Cut, SlotDecay, Transform, any_draws, any_per_tensor, decays, eval_params, periods
 
 P = TypeVar("P")
 

@@ -9,13 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everybit.barriers import materialize
-from everybit.dtypes import ComputeDType, require_member
+from everybit.base import ComputeDType, Key, materialize, require_member, uniform
 from everybit.formats import block_maps
 from everybit.formats.block_maps import MAP_NAMES, Bits, MapName, look_up
 from everybit.formats.expansion import POWERS, raised, root
 from everybit.formats.protocol import SPLITS_FLOAT32, Parts, PartSpec, Rounding, SlotKind, StateFormat
-from everybit.random_bits import Key, uniform
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 

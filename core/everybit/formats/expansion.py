@@ -1,7 +1,7 @@
 """Powers by which numbers in [0, 1] are expanded over the levels of a floating-point map, and roots that bring the levels back.
 
 A power is 1, 2, 4 or 8, and goes by its logarithm. Powers are squarings and roots are square roots, which IEEE 754 rounds correctly, and
-:func:`everybit.barriers.sqrt` does: no bit depends on a library. The levels of a block are roots of the map's levels, so that all codes
+:func:`everybit.sqrt` does: no bit depends on a library. The levels of a block are roots of the map's levels, so that all codes
 lie in the range that the block has.
 
 Reference:
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everybit.barriers import sqrt
+from everybit.base import sqrt
 
 POWERS = 4
 """How many powers there are; the greatest is ``2**(POWERS - 1)``."""

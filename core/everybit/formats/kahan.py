@@ -8,8 +8,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everybit import rounding
-from everybit.dtypes import LOW_DTYPES, ComputeDType, FloatDType, LowDType, require_member, torch_dtype
+from everybit.base import (
+    LOW_DTYPES,
+    ComputeDType,
+    FloatDType,
+    Key,
+    LowDType,
+    require_member,
+    rounding,
+    straight_through,
+    torch_dtype,
+)
 from everybit.formats.protocol import (
     HALF_UNITS,
     SPLITS_FLOAT32,
@@ -23,8 +32,6 @@ from everybit.formats.protocol import (
     dither,
     low,
 )
-from everybit.random_bits import Key
-from everybit.straight_through import straight_through
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from everybit import rounding
-from everybit.dtypes import LOW_DTYPES, ComputeDType, FloatDType, require_member, torch_dtype
-from everybit.formats.protocol import (
-    SPLITS_FLOAT32,
-    ParamFormat,
-    Parts,
-    PartSpec,
-    chosen,
-    low,
+from everybit.base import (
+    LOW_DTYPES,
+    ComputeDType,
+    FloatDType,
+    Key,
+    require_member,
+    rounding,
+    straight_through,
+    torch_dtype,
 )
-from everybit.random_bits import Key
-from everybit.straight_through import straight_through
+from everybit.formats.protocol import SPLITS_FLOAT32, ParamFormat, Parts, PartSpec, chosen, low
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everybit import rounding
-from everybit.dtypes import FLOAT_DTYPES, LOW_DTYPES, ComputeDType, FloatDType, LowDType, require_member, torch_dtype
+from everybit.base import (
+    FLOAT_DTYPES,
+    LOW_DTYPES,
+    ComputeDType,
+    FloatDType,
+    Key,
+    LowDType,
+    require_member,
+    rounding,
+    straight_through,
+    torch_dtype,
+)
 from everybit.formats.protocol import (
     HALF_UNITS,
     SPLITS_FLOAT32,
@@ -21,8 +31,6 @@ from everybit.formats.protocol import (
     dither,
     low,
 )
-from everybit.random_bits import Key
-from everybit.straight_through import straight_through
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ class Stochastic(StateFormat, ParamFormat):
 
     Nothing that float32 holds is lost on average; the price is noise of up to one unit in the last place a step. An update is added in
     float32 before it is rounded, so that one below half of float32's unit in the last place is lost, as it is under float32.
-    The bits come from (seed, step, global element index): see :mod:`everybit.random_bits`.
+    The bits come from (seed, step, global element index): see :mod:`everybit.base.random_bits`.
 
     Args:
         dtype: What it is stored in. None: the model's own dtype for parameters, bfloat16 for state.

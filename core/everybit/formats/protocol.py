@@ -11,8 +11,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from everybit.dtypes import LOW_DTYPES, ComputeDType, FloatDType, LowDType
-from everybit.random_bits import Key
+from everybit.base import LOW_DTYPES, ComputeDType, FloatDType, Key, LowDType
 
 Rounding = Literal["nearest", "stochastic"]
 

@@ -12,18 +12,22 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.aliases import sgd
-from everybit.combinators.chain import chain
-from everybit.combinators.masked import Masked, Partition, partition
-from everybit.hyperparameters import hyperparameters, map_hyperparameters
-from everybit.parts import is_transform, transforms_in
-from everybit.scalars import Hyperparameter
+from everybit.base import Hyperparameter, tree
+from everybit.combinators import Masked, Partition, chain, partition
+from everybit.optimizers import sgd
+from everybit.protocol import (
+    Transform,
+    hyperparameters,
+    is_transform,
+    map_hyperparameters,
+    periods,
+    require_transform,
+    transforms_in,
+)
 from everybit.testing.battery import CHECKS
 from everybit.testing.checks.conditions import LEARNING_RATE, Build, at_step
 from everybit.testing.examples import example_params
-from everybit.transform import Transform, periods, require_transform
-from everybit.transforms.stateless import scale_by_learning_rate
+from everybit.transforms import scale_by_learning_rate
 
 _COMPILING = ("no recompilation", "compiled equals eager")
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
+from everybit.base import tree
 
 P = TypeVar("P")
 

@@ -9,68 +9,107 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit.adaptive_aliases import adam_atan2, schedule_free_radam
-from everybit.aliases import adam, adamw, lion, rmsprop, sgd
-from everybit.combinators.accumulate import accumulate
-from everybit.combinators.cautious import cautious
-from everybit.combinators.chain import chain, named_chain
-from everybit.combinators.conditional import conditionally, freezable
-from everybit.combinators.ema_nesterov import ema_nesterov
-from everybit.combinators.finite import apply_if_finite
-from everybit.combinators.injected import inject_hyperparameters
-from everybit.combinators.lookahead import lookahead
-from everybit.combinators.low_rank import low_rank
-from everybit.combinators.masked import masked, partition
-from everybit.combinators.skipping import skip_large_updates
-from everybit.context import Context
-from everybit.decay_schedules import exponential_decay_schedule, inverse_sqrt_schedule, polynomial_schedule
-from everybit.matrix_aliases import muon, normuon, torch_muon
-from everybit.memory_aliases import adafactor, adam_mini, came, sm3
-from everybit.more_aliases import (
+from everybit.combinators import (
+    accumulate,
+    apply_if_finite,
+    cautious,
+    chain,
+    conditionally,
+    ema_nesterov,
+    freezable,
+    inject_hyperparameters,
+    lookahead,
+    low_rank,
+    masked,
+    named_chain,
+    partition,
+    skip_large_updates,
+)
+from everybit.optimizers import (
     adabelief,
+    adadelta,
+    adafactor,
+    adagrad,
+    adam,
+    adam_atan2,
+    adam_mini,
+    adamax,
+    adamw,
     adan,
     ademamix,
     adopt,
+    apollo,
+    asgd,
+    came,
+    dion,
+    galore,
+    kron,
     lamb,
     laprop,
     lars,
+    lion,
     mars,
+    muon,
+    nadam,
+    normuon,
     novograd,
+    radam,
+    rmsprop,
+    rprop,
     schedule_free_adamw,
+    schedule_free_radam,
     schedule_free_sgd,
+    sgd,
+    shampoo,
     signum,
+    sm3,
+    soap,
     stable_adamw,
     tiger,
+    torch_adafactor,
+    torch_muon,
     yogi,
 )
-from everybit.piecewise_schedules import cosine_restarts_schedule, one_cycle_schedule, piecewise_constant_schedule
-from everybit.preconditioned_aliases import apollo, dion, galore, kron, shampoo, soap
-from everybit.requests import SumOfSquares
-from everybit.schedules import warmup_cosine_decay_schedule
+from everybit.protocol import Context, SumOfSquares
+from everybit.schedules import (
+    cosine_restarts_schedule,
+    exponential_decay_schedule,
+    inverse_sqrt_schedule,
+    one_cycle_schedule,
+    piecewise_constant_schedule,
+    polynomial_schedule,
+    warmup_cosine_decay_schedule,
+)
 from everybit.testing.checks.conditions import Build
-from everybit.torch_aliases import adadelta, adagrad, adamax, asgd, nadam, radam, rprop, torch_adafactor
-from everybit.transforms.adafactor import scale_by_factored_rms
-from everybit.transforms.adam import scale_by_adam
-from everybit.transforms.adaptive_clipping import clip_by_rms, clip_by_unit_norm, clip_by_z_score
-from everybit.transforms.averages import average_weights, power_average_weights
-from everybit.transforms.cleaning import add_noise, centralize, normalize_by_global_norm, zero_nans
-from everybit.transforms.d_adaptation import dadapt_adam
-from everybit.transforms.decay_variants import add_cautious_decay, add_corrected_decay
-from everybit.transforms.grokfast import amplify_slow_gradients
-from everybit.transforms.lion import scale_by_lion
-from everybit.transforms.prodigy import prodigy
-from everybit.transforms.rms import scale_by_rms
-from everybit.transforms.stateless import (
+from everybit.transforms import (
+    add_cautious_decay,
+    add_corrected_decay,
+    add_decayed_weights,
+    add_noise,
+    amplify_slow_gradients,
+    average_weights,
+    centralize,
     clip,
     clip_by_global_norm,
+    clip_by_rms,
+    clip_by_unit_norm,
+    clip_by_z_score,
+    dadapt_adam,
     identity,
+    normalize_by_global_norm,
+    power_average_weights,
+    prodigy,
     scale,
+    scale_by_adam,
+    scale_by_factored_rms,
     scale_by_learning_rate,
+    scale_by_lion,
+    scale_by_rms,
     scale_by_sign,
     set_to_zero,
+    trace,
+    zero_nans,
 )
-from everybit.transforms.trace import trace
-from everybit.transforms.weight_decay import add_decayed_weights
 
 
 def _is_matrix(_path: str, leaf: Tensor) -> bool:

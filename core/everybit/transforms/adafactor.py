@@ -8,14 +8,22 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import factored, tree
-from everybit.barriers import materialize, sqrt, sum_of_squares
-from everybit.context import ALONE, Context
-from everybit.factored import Which, factored_dimensions
-from everybit.scalars import Hyperparameter, Scalar, at, require, require_count, require_step
-from everybit.transform import SlotDecay, WholeTensors
+from everybit.base import (
+    Hyperparameter,
+    Scalar,
+    Slot,
+    at,
+    materialize,
+    require,
+    require_count,
+    require_step,
+    sqrt,
+    sum_of_squares,
+    tree,
+)
+from everybit.linalg import Which, factored, factored_dimensions
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 from everybit.transforms.stateless import Empty
-from everybit.tree import Slot
 
 P = TypeVar("P")
 

@@ -9,11 +9,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import atan, materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, at, bias_correction, require, require_step
-from everybit.transform import Elementwise, SlotDecay
+from everybit.base import Hyperparameter, at, atan, bias_correction, materialize, require, require_step, sqrt, tree
+from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 from everybit.transforms.adam import AdamState
 
 P = TypeVar("P")

@@ -9,14 +9,21 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.dimensions import mean
-from everybit.labels import require_name
-from everybit.scalars import Hyperparameter, at, bias_correction, require, require_count, require_step
-from everybit.transform import SlotDecay, WholeTensors
-from everybit.tree import Slot
+from everybit.base import (
+    Hyperparameter,
+    Slot,
+    at,
+    bias_correction,
+    materialize,
+    mean,
+    require,
+    require_count,
+    require_name,
+    require_step,
+    sqrt,
+    tree,
+)
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 
 P = TypeVar("P")
 

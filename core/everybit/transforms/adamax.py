@@ -8,12 +8,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, at, bias_correction, require, require_step
-from everybit.transform import Elementwise, SlotDecay
-from everybit.tree import Slot
+from everybit.base import Hyperparameter, Slot, at, bias_correction, materialize, require, require_step, tree
+from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
 

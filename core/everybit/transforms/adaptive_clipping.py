@@ -8,13 +8,19 @@ from typing import ClassVar, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.dimensions import mean
-from everybit.requests import SumOfSquares
-from everybit.scalars import Hyperparameter, at, beside, require, require_count, require_step
-from everybit.transform import Elementwise, WholeTensors
+from everybit.base import (
+    Hyperparameter,
+    at,
+    beside,
+    materialize,
+    mean,
+    require,
+    require_count,
+    require_step,
+    sqrt,
+    tree,
+)
+from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares, WholeTensors
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")

@@ -10,15 +10,24 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.dimensions import mean
-from everybit.kronecker import moved, root_mean_square
-from everybit.projections import Projection, nothing
-from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_step, square_root
-from everybit.transform import SlotDecay, WholeTensors
-from everybit.tree import Slot
+from everybit.base import (
+    Hyperparameter,
+    Scalar,
+    Slot,
+    at,
+    bias_correction,
+    materialize,
+    mean,
+    require,
+    require_step,
+    sqrt,
+    square_root,
+    tree,
+)
+from everybit.linalg import Projection, root_mean_square
+from everybit.linalg.kronecker import moved
+from everybit.linalg.projections import nothing
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 
 P = TypeVar("P")
 

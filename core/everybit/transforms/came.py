@@ -8,12 +8,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import factored, tree
-from everybit.context import ALONE, Context
-from everybit.factored import factored_dimensions
-from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import SlotDecay, WholeTensors
-from everybit.tree import Slot
+from everybit.base import Hyperparameter, Slot, at, require, tree
+from everybit.linalg import factored, factored_dimensions
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 
 P = TypeVar("P")
 

@@ -8,15 +8,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.dimensions import mean
-from everybit.random_bits import Key
-from everybit.random_normal import normal
-from everybit.requests import SumOfSquares
-from everybit.scalars import Hyperparameter, at, require, require_step
-from everybit.transform import Elementwise, WholeTensors
+from everybit.base import Hyperparameter, Key, at, materialize, mean, normal, require, require_step, sqrt, tree
+from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares, WholeTensors
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")

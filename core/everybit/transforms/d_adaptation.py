@@ -8,13 +8,21 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import barriers, tree
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.requests import Sum
-from everybit.scalars import Hyperparameter, at, bias_correction, is_zero, require, require_step, square_root
-from everybit.transform import Elementwise, SlotDecay
-from everybit.tree import Slot
+from everybit.base import (
+    Hyperparameter,
+    Slot,
+    at,
+    barriers,
+    bias_correction,
+    is_zero,
+    materialize,
+    require,
+    require_step,
+    sqrt,
+    square_root,
+    tree,
+)
+from everybit.protocol import ALONE, Context, Elementwise, SlotDecay, Sum
 
 P = TypeVar("P")
 

@@ -8,10 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require, require_count, require_step
-from everybit.transform import Elementwise
+from everybit.base import Hyperparameter, Scalar, at, is_zero, require, require_count, require_step, tree
+from everybit.protocol import ALONE, Context, Elementwise
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")

@@ -10,19 +10,24 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import sqrt
-from everybit.context import ALONE, ONCE, Context
-from everybit.dimensions import mean
-from everybit.labels import require_each
-from everybit.matrix_operations import orthonormal, product
-from everybit.matrix_views import MatrixView, view_for
-from everybit.random_bits import Key
-from everybit.random_normal import normal
-from everybit.scalars import Hyperparameter, Scalar, at, require, require_count
-from everybit.transform import SlotDecay, WholeTensors
+from everybit.base import (
+    Hyperparameter,
+    Key,
+    Scalar,
+    Slot,
+    at,
+    mean,
+    normal,
+    require,
+    require_count,
+    require_each,
+    sqrt,
+    tree,
+)
+from everybit.linalg import MatrixView, orthonormal, product, view_for
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
+from everybit.protocol.context import ONCE
 from everybit.transforms.matrix_wise import Scale, require_scale, scaled
-from everybit.tree import Slot
 
 P = TypeVar("P")
 

@@ -7,10 +7,8 @@ from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.dimensions import mean
-from everybit.scalars import Hyperparameter, Scalar, at, require
+from everybit.base import Hyperparameter, Scalar, at, materialize, mean, require, sqrt
+from everybit.protocol import ALONE, Context
 from everybit.transforms.matrix_wise import MatrixWise, Stateless, alone, from_shape
 from everybit.transforms.stateless import Empty
 

@@ -10,16 +10,24 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize
-from everybit.context import ALONE, Context
-from everybit.kronecker import Block, Kronecker, moved, root_mean_square, times
-from everybit.random_bits import Key
-from everybit.random_normal import normal
-from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, is_zero, require, require_count, require_step
-from everybit.transform import SlotDecay, WholeTensors
-from everybit.tree import Slot
-from everybit.whitening import fitted
+from everybit.base import (
+    Hyperparameter,
+    Key,
+    Scalar,
+    Slot,
+    at,
+    bias_correction,
+    is_zero,
+    materialize,
+    normal,
+    require,
+    require_count,
+    require_step,
+    tree,
+)
+from everybit.linalg import Block, Kronecker, fitted, root_mean_square
+from everybit.linalg.kronecker import moved, times
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 
 P = TypeVar("P")
 

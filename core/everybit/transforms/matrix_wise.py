@@ -10,13 +10,9 @@ from typing import ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize
-from everybit.context import ALONE, Context
-from everybit.labels import require_each
-from everybit.matrix_views import MatrixView, batched, view_for
-from everybit.scalars import Hyperparameter, Scalar, is_zero, require
-from everybit.transform import WholeTensors
+from everybit.base import Hyperparameter, Scalar, is_zero, materialize, require, require_each, tree
+from everybit.linalg import MatrixView, batched, view_for
+from everybit.protocol import ALONE, Context, WholeTensors
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")
@@ -150,7 +146,7 @@ class Stateless(MatrixWise):
     reads_weights: ClassVar[bool] = False
 
     def atoms(self, shape: Sequence[int]) -> int:
-        """Return the number of equal parts of a parameter of this shape that no matrix lies across; see :mod:`everybit.atoms`.
+        """Return the number of equal parts of a parameter of this shape that no matrix lies across; see :mod:`everybit.combinators.atoms`.
 
         Raises:
             ValueError: A parameter cannot be seen so.
@@ -162,7 +158,7 @@ class Stateless(MatrixWise):
         return self if self.view is None else replace(self, view=batched())
 
     def row_blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the rows of the parts of different sizes that no matrix lies across; see :mod:`everybit.atoms`.
+        """Return the rows of the parts of different sizes that no matrix lies across; see :mod:`everybit.combinators.atoms`.
 
         Raises:
             ValueError: A parameter cannot be seen so.

@@ -10,14 +10,22 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from everybit import factored, tree
-from everybit.barriers import materialize, sqrt, sum_of_squares
-from everybit.context import ALONE, Context
-from everybit.dimensions import mean
-from everybit.scalars import Hyperparameter, at, bias_correction, require, require_step
-from everybit.transform import SlotDecay
+from everybit.base import (
+    Hyperparameter,
+    Slot,
+    at,
+    bias_correction,
+    materialize,
+    mean,
+    require,
+    require_step,
+    sqrt,
+    sum_of_squares,
+    tree,
+)
+from everybit.linalg import factored
+from everybit.protocol import ALONE, Context, SlotDecay
 from everybit.transforms.matrix_wise import MatrixWise, alone, from_shape, require_above_zero
-from everybit.tree import Slot
 
 P = TypeVar("P")
 

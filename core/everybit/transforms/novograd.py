@@ -8,12 +8,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import barriers, tree
-from everybit.barriers import sqrt
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, at, require, require_step
-from everybit.transform import Cut, SlotDecay
-from everybit.tree import Slot
+from everybit.base import Hyperparameter, Slot, at, barriers, require, require_step, sqrt, tree
+from everybit.protocol import ALONE, Context, Cut, SlotDecay
 
 P = TypeVar("P")
 

@@ -10,11 +10,9 @@ from typing import TypeVar, get_args
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.context import ALONE, Context
-from everybit.joint_work import JointWork
-from everybit.orthogonalization import Arithmetic, Batching, Coefficients, Normalization, orthogonalized, triples
-from everybit.scalars import Hyperparameter, at
+from everybit.base import Hyperparameter, at, tree
+from everybit.linalg import Arithmetic, Batching, Coefficients, Normalization, orthogonalized, triples
+from everybit.protocol import ALONE, Context, JointWork
 from everybit.transforms.matrix_wise import (
     MatrixWise,
     Scale,
@@ -125,7 +123,7 @@ class Orthogonalize(Stateless):
 
     @property
     def rounds_to(self) -> torch.dtype:
-        """The dtype of the iteration, to which updates are rounded first; see :mod:`everybit.whole_work`."""
+        """The dtype of the iteration, to which updates are rounded first; see :mod:`everybit.protocol.whole_work`."""
         found: torch.dtype = getattr(torch, self.arithmetic)
         return found
 
@@ -134,7 +132,7 @@ class Orthogonalize(Stateless):
         return replace(self, scale=1.0), ScaleByShape(self.view, self.scale)
 
     def step_cost(self, shape: Sequence[int]) -> float:
-        """Return the multiply-adds of the iterations on all matrices of a parameter of this shape; see :mod:`everybit.atoms`.
+        """Return the multiply-adds of the iterations on all matrices of a parameter of this shape; see :mod:`everybit.combinators.atoms`.
 
         Raises:
             ValueError: A parameter cannot be seen so.

@@ -7,12 +7,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import sqrt
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, at, require
-from everybit.transform import Elementwise, SlotDecay
-from everybit.tree import Slot
+from everybit.base import Hyperparameter, Slot, at, require, sqrt, tree
+from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
 

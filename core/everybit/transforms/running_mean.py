@@ -7,13 +7,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from everybit import tree
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, at, bias_correction, require, require_step
-from everybit.transform import Elementwise, SlotDecay
+from everybit.base import Hyperparameter, Slot, at, bias_correction, materialize, require, require_step, sqrt, tree
+from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 from everybit.transforms.radam import rectification
-from everybit.tree import Slot
 
 P = TypeVar("P")
 

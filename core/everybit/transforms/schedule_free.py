@@ -8,13 +8,20 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require, require_count, require_step
-from everybit.transform import Elementwise, SlotDecay
+from everybit.base import (
+    Hyperparameter,
+    Scalar,
+    Slot,
+    at,
+    is_zero,
+    materialize,
+    require,
+    require_count,
+    require_step,
+    tree,
+)
+from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 from everybit.transforms.radam import rectification
-from everybit.tree import Slot
 
 P = TypeVar("P")
 

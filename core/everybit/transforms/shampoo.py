@@ -9,14 +9,22 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.kronecker import Block, Kronecker, moved, root_mean_square, times
-from everybit.matrix_operations import inverse_roots
-from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_count, require_step
-from everybit.transform import SlotDecay, WholeTensors
-from everybit.tree import Slot
+from everybit.base import (
+    Hyperparameter,
+    Scalar,
+    Slot,
+    at,
+    bias_correction,
+    materialize,
+    require,
+    require_count,
+    require_step,
+    sqrt,
+    tree,
+)
+from everybit.linalg import Block, Kronecker, inverse_roots, root_mean_square
+from everybit.linalg.kronecker import moved, times
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 
 P = TypeVar("P")
 
@@ -32,8 +40,8 @@ Damping = Literal["root", "start"]
 class ShampooState(Generic[P]):
     """The mean of gradients, that of their squares, that of their products, and the inverse roots of these.
 
-    ``factors`` and ``roots`` hold a square matrix for each dimension of a parameter; see :mod:`everybit.kronecker`. Where no mean or no
-    squares are needed, ``momentum`` and ``variance`` hold a factor without elements.
+    ``factors`` and ``roots`` hold a square matrix for each dimension of a parameter; see :mod:`everybit.linalg.kronecker`. Where no mean
+    or no squares are needed, ``momentum`` and ``variance`` hold a factor without elements.
     """
 
     momentum: Slot[P]

@@ -10,15 +10,27 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import exp, log, materialize, sqrt, sum_of_squares
-from everybit.context import ALONE, ONCE, Context
-from everybit.dimensions import mean
-from everybit.kronecker import Block, Kronecker, moved, root_mean_square, times
-from everybit.matrix_operations import eigenvectors, orthonormal, product
-from everybit.scalars import Hyperparameter, Scalar, at, bias_correction, require, require_count, require_step
-from everybit.transform import SlotDecay, WholeTensors
-from everybit.tree import Slot
+from everybit.base import (
+    Hyperparameter,
+    Scalar,
+    Slot,
+    at,
+    bias_correction,
+    exp,
+    log,
+    materialize,
+    mean,
+    require,
+    require_count,
+    require_step,
+    sqrt,
+    sum_of_squares,
+    tree,
+)
+from everybit.linalg import Block, Kronecker, eigenvectors, orthonormal, product, root_mean_square
+from everybit.linalg.kronecker import moved, times
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
+from everybit.protocol.context import ONCE
 
 P = TypeVar("P")
 
@@ -31,7 +43,7 @@ Correction = Literal["none", "kl"]
 class SoapState(Generic[P]):
     """The mean of gradients, that of their squares in the eigenbasis, that of their products, and the eigenbasis.
 
-    ``factors`` and ``basis`` hold a square matrix for each dimension of a parameter; see :mod:`everybit.kronecker`.
+    ``factors`` and ``basis`` hold a square matrix for each dimension of a parameter; see :mod:`everybit.linalg.kronecker`.
     """
 
     momentum: Slot[P]

@@ -9,12 +9,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize, sqrt
-from everybit.context import ALONE, Context
-from everybit.requests import SumOfSquares
-from everybit.scalars import Hyperparameter, Scalar, at, require
-from everybit.transform import Elementwise
+from everybit.base import Hyperparameter, Scalar, at, materialize, require, sqrt, tree
+from everybit.protocol import ALONE, Context, Elementwise, SumOfSquares
 
 P = TypeVar("P")
 

@@ -8,14 +8,22 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.barriers import materialize, sqrt, sum_of_squares
-from everybit.context import ALONE, Context
-from everybit.dimensions import mean
-from everybit.factored import factored_dimensions, moved, zeros
-from everybit.scalars import Hyperparameter, Scalar, at, require, require_step
-from everybit.transform import SlotDecay, WholeTensors
-from everybit.tree import Slot
+from everybit.base import (
+    Hyperparameter,
+    Scalar,
+    Slot,
+    at,
+    materialize,
+    mean,
+    require,
+    require_step,
+    sqrt,
+    sum_of_squares,
+    tree,
+)
+from everybit.linalg import factored_dimensions
+from everybit.linalg.factored import moved, zeros
+from everybit.protocol import ALONE, Context, SlotDecay, WholeTensors
 
 P = TypeVar("P")
 

@@ -7,12 +7,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from everybit import tree
-from everybit.barriers import materialize
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, at, is_zero, require, require_step
-from everybit.transform import Elementwise, SlotDecay
-from everybit.tree import Slot
+from everybit.base import Hyperparameter, Slot, at, is_zero, materialize, require, require_step, tree
+from everybit.protocol import ALONE, Context, Elementwise, SlotDecay
 
 P = TypeVar("P")
 

@@ -8,10 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.context import ALONE, Context
-from everybit.scalars import Hyperparameter, Scalar, at, is_zero, require
-from everybit.transform import Elementwise
+from everybit.base import Hyperparameter, Scalar, at, is_zero, require, tree
+from everybit.protocol import ALONE, Context, Elementwise
 from everybit.transforms.stateless import Empty
 
 P = TypeVar("P")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from everybit.dtypes import FloatDType
+from everybit.base import FloatDType
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.files import check_out, keep_results
 from everybit_torch.cli.machine import versions

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from everybit.dtypes import dtype_name, torch_dtype
-from everybit.policy import resolve
+from everybit.base import dtype_name, torch_dtype
+from everybit.policies import resolve
 from everybit_torch.sharded.construction.reading import Entry
 from everybit_torch.sharded.construction.tensors import ModelTensor
 from everybit_torch.sharded.layout import ParameterSpec

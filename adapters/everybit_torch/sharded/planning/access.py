@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import everybit as eb
-from everybit.dtypes import ComputeDType, torch_dtype
+from everybit.base import ComputeDType, torch_dtype
 from everybit_torch.full_precision import begin_again, export_piece, pieces_of
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.layout import Layout

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 import everybit as eb
-from everybit.dtypes import ComputeDType, torch_dtype
-from everybit.optimizer import nbytes
+from everybit.base import ComputeDType, torch_dtype
+from everybit.stepping import nbytes
 from everybit_torch.full_precision import PIECE, begin_at
 from everybit_torch.sharded.allocations import AllocationCounter
 from everybit_torch.sharded.offload import Offload

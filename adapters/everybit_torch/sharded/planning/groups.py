@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 import everybit as eb
-from everybit.dtypes import dtype_name, torch_dtype
-from everybit.optimizer import nbytes, state_bytes
-from everybit.policy import Resolved, resolve
+from everybit.base import dtype_name, torch_dtype
+from everybit.policies import Resolved, resolve
+from everybit.stepping import nbytes, state_bytes
 from everybit_torch.collectives.reduction import Wire, chunk_size
 from everybit_torch.sharded.layout import Group, ParameterSpec
 from everybit_torch.sharded.planning.report import Ranks

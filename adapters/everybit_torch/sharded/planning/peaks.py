@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
-from everybit.transform import any_per_tensor
+from everybit.base import Blocks
+from everybit.protocol import any_per_tensor
 from everybit_torch import reductions
 from everybit_torch.asking import Reads
 from everybit_torch.gradients import Grads

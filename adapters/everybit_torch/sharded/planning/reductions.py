@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
-from everybit.dtypes import torch_dtype
-from everybit.policy import Policy
-from everybit.transform import periods
+from everybit.base import Blocks, torch_dtype
+from everybit.policies import Policy
+from everybit.protocol import periods
 from everybit_torch.asking import Reads
 from everybit_torch.host_counts import Due
 from everybit_torch.reductions import Part, find_totals

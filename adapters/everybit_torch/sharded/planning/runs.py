@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.blocks import Blocks
+from everybit.base import Blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,8 +6,8 @@ import io
 
 import torch
 
-from everybit import tree
-from everybit.optimizer import with_policy
+from everybit.base import tree
+from everybit.stepping import with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit import policies, tree
-from everybit.optimizer import OptimizerState, with_policy
-from everybit.policy import AnyPolicy
+from everybit.base import tree
+from everybit.policies import AnyPolicy
+from everybit.policies import presets as policies
 from everybit.schedules import warmup_cosine_decay_schedule
+from everybit.stepping import OptimizerState, with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, Build
 from everybit.testing.examples import assert_close, assert_same_bits, example_grads, few_params
 
@@ -42,7 +43,7 @@ def check_no_recompilation(build: Build, *, steps: int = 100) -> None:
         first += [(args, (params, state))] if step < 5 else []
     for step, (args, out) in enumerate(first, start=1):
         peak.fill_(LEARNING_RATE / step)
-        # Not to the bit: this backend takes roots from eager torch's library, see everybit.barriers.sqrt.
+        # Not to the bit: this backend takes roots from eager torch's library, see everybit.base.barriers.sqrt.
         assert_close(out, optimizer.step(*args), 1e-6, f"traced, against eager, at step {step}")
 
 

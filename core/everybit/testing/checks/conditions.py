@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from everybit import policies
-from everybit.context import Context
-from everybit.policy import Policy
-from everybit.scalars import Hyperparameter
-from everybit.transform import Transform
+from everybit.base import Hyperparameter
+from everybit.policies import Policy
+from everybit.policies import presets as policies
+from everybit.protocol import Context, Transform
 
 Build = Callable[[Hyperparameter], Transform[Any]]
 """From a learning rate to a transform."""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.optimizer import OptimizerState, with_policy
+from everybit.base import tree
+from everybit.protocol import Transform
+from everybit.stepping import OptimizerState, with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, at_step
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
-from everybit.transform import Transform
 
 
 def check_flat_equals_tree(build: Build) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everybit import tree
-from everybit.optimizer import with_policy
+from everybit.base import tree
+from everybit.stepping import with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
 from everybit.testing.examples import assert_same_kind, example_grads, example_params
 

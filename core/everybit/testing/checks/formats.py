@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from everybit.dtypes import LOW_DTYPES, ComputeDType, FloatDType, torch_dtype
+from everybit.base import LOW_DTYPES, ComputeDType, FloatDType, Key, torch_dtype
 from everybit.formats import SLOT_KINDS, Format, ParamFormat, StateFormat
-from everybit.random_bits import Key
 from everybit.testing.examples import assert_same_bits
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7, 5), (130,), (3, 2, 33))

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everybit import policies, tree
-from everybit.optimizer import with_policy
-from everybit.policy import Policy
+from everybit.base import tree
+from everybit.policies import Policy
+from everybit.policies import presets as policies
+from everybit.protocol import any_draws
+from everybit.stepping import with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, Build, at_step
 from everybit.testing.examples import assert_close, example_grads, example_params
-from everybit.transform import any_draws
 
 
 def check_vmap(build: Build) -> None:

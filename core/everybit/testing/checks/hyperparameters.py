@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from everybit import tree
-from everybit.hyperparameters import hyperparameters, map_hyperparameters
-from everybit.optimizer import with_policy
+from everybit.base import tree
+from everybit.protocol import Transform, hyperparameters, map_hyperparameters
+from everybit.stepping import with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
-from everybit.transform import Transform
 
 
 def check_hyperparameters_are_data(build: Build, stored: Stored = STORED) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from everybit import tree
-from everybit.combinators.masked import Masked, Partition
-from everybit.parts import map_parts
-from everybit.transform import Transform
+from everybit.base import tree
+from everybit.combinators import Masked, Partition
+from everybit.protocol import Transform, map_parts
 
 P = TypeVar("P")
 

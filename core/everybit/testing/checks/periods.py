@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everybit.context import Context
-from everybit.optimizer import with_policy
+from everybit.protocol import Context
+from everybit.stepping import with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build
 from everybit.testing.examples import assert_same_bits, example_grads, example_params
 

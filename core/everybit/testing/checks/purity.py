@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.optimizer import with_policy
-from everybit.scalars import Hyperparameter
+from everybit.base import Hyperparameter, tree
 from everybit.schedules import warmup_cosine_decay_schedule
+from everybit.stepping import with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored, at_step
 from everybit.testing.examples import assert_same_bits, assert_same_kind, example_grads, example_params
 

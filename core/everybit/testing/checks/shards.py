@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from everybit import tree
-from everybit.combinators.masked import Masked, Partition
-from everybit.context import Context
-from everybit.optimizer import Optimizer, OptimizerState, with_policy
-from everybit.parts import needs_whole_tensors, transforms_in
-from everybit.per_tensor import Members
-from everybit.requests import Kind, Pending
+from everybit.base import tree
+from everybit.combinators import Masked, Partition, needs_whole_tensors
+from everybit.protocol import Context, Members, Pending, transforms_in
+from everybit.protocol.requests import Kind
+from everybit.stepping import Optimizer, OptimizerState, with_policy
 from everybit.testing.checks.conditions import LEARNING_RATE, STORED, Build, Stored
 from everybit.testing.checks.cuts import flattened, promises, stored_slots
 from everybit.testing.checks.parts import decided

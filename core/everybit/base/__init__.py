@@ -1,0 +1,96 @@
+"""Trees, dtypes, scalars, rounding and random bits: what every other room is made of."""
+
+from everybit.base import tree
+from everybit.base.barriers import atan, cos, exp, log, materialize, sqrt, sum_of_squares
+from everybit.base.blocks import Blocks, FirstElement, first_of_whole, without_gaps
+from everybit.base.dimensions import mean
+from everybit.base.dtypes import (
+    COMPUTE_DTYPES,
+    FLOAT_DTYPES,
+    LOW_DTYPES,
+    ComputeDType,
+    FloatDType,
+    LowDType,
+    dtype_name,
+    is_parameter,
+    itemsize,
+    require_member,
+    torch_dtype,
+)
+from everybit.base.labels import by_name, label_table, plain_name, require_each, require_name, require_patterns
+from everybit.base.memo import once
+from everybit.base.named_tensors import load_state_dict, state_dict
+from everybit.base.random_bits import Key, Lane, Numbering, require_seed, stream, uniform
+from everybit.base.random_normal import normal
+from everybit.base.scalars import (
+    Hyperparameter,
+    Scalar,
+    Schedule,
+    at,
+    beside,
+    bias_correction,
+    is_zero,
+    require,
+    require_count,
+    require_step,
+    square_root,
+)
+from everybit.base.straight_through import straight_through
+from everybit.base.tree import Slot, state
+
+__all__ = [
+    "COMPUTE_DTYPES",
+    "FLOAT_DTYPES",
+    "LOW_DTYPES",
+    "Blocks",
+    "ComputeDType",
+    "FirstElement",
+    "FloatDType",
+    "Hyperparameter",
+    "Key",
+    "Lane",
+    "LowDType",
+    "Numbering",
+    "Scalar",
+    "Schedule",
+    "Slot",
+    "at",
+    "atan",
+    "beside",
+    "bias_correction",
+    "by_name",
+    "cos",
+    "dtype_name",
+    "exp",
+    "first_of_whole",
+    "is_parameter",
+    "is_zero",
+    "itemsize",
+    "label_table",
+    "load_state_dict",
+    "log",
+    "materialize",
+    "mean",
+    "normal",
+    "once",
+    "plain_name",
+    "require",
+    "require_count",
+    "require_each",
+    "require_member",
+    "require_name",
+    "require_patterns",
+    "require_seed",
+    "require_step",
+    "sqrt",
+    "square_root",
+    "state",
+    "state_dict",
+    "straight_through",
+    "stream",
+    "sum_of_squares",
+    "torch_dtype",
+    "tree",
+    "uniform",
+    "without_gaps",
+]  # fmt: skip

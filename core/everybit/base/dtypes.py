@@ -1,0 +1,61 @@
+"""The number formats that tensors may be stored in, by name."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+FloatDType = Literal["float64", "float32", "bfloat16", "float16"]
+LowDType = Literal["bfloat16", "float16"]
+ComputeDType = Literal["float64", "float32"]
+
+FLOAT_DTYPES: tuple[FloatDType, ...] = get_args(FloatDType)
+LOW_DTYPES: tuple[LowDType, ...] = get_args(LowDType)
+COMPUTE_DTYPES: tuple[ComputeDType, ...] = get_args(ComputeDType)
+
+_BY_NAME: dict[FloatDType, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_BY_DTYPE: dict[torch.dtype, FloatDType] = {dtype: name for name, dtype in _BY_NAME.items()}
+
+
+def torch_dtype(name: FloatDType) -> torch.dtype:
+    """Return the dtype of a name: ``"bfloat16"`` -> ``torch.bfloat16``."""
+    return _BY_NAME[name]
+
+
+def dtype_name(dtype: torch.dtype, *, field: str) -> FloatDType:
+    """``torch.bfloat16`` -> ``"bfloat16"``.
+
+    Raises:
+        TypeError: ``dtype`` is no floating-point format that everybit stores; the message names ``field``.
+    """
+    if dtype not in _BY_DTYPE:
+        raise TypeError(f"{field}: got {dtype}; accepted are {', '.join(map(str, _BY_DTYPE))}.")
+    return _BY_DTYPE[dtype]
+
+
+def require_member(value: object, accepted: tuple[str, ...], *, field: str) -> None:
+    """Refuse a ``value`` that is not one of the names in ``accepted``.
+
+    Raises:
+        ValueError: The message names ``field``, what it got and what it accepts.
+    """
+    if value not in accepted:
+        listed = ", ".join(repr(name) for name in accepted)
+        raise ValueError(f"{field}: got {value!r}; accepted are {listed}.")
+
+
+def is_parameter(leaf: object) -> bool:
+    """Whether a tensor is a module's parameter: by the name of its class, or by torch's mark on tensors of other classes."""
+    marked: bool = getattr(leaf, "_is_param", False)
+    return marked or any(kind.__name__ == "Parameter" for kind in type(leaf).__mro__)
+
+
+def itemsize(name: FloatDType) -> int:
+    """Return the number of bytes of one element."""
+    return _BY_NAME[name].itemsize

@@ -1,0 +1,134 @@
+"""Rounding by integer arithmetic on the bits.
+
+Why not ``x.to(bfloat16).float()``: a compiler keeps fused code in float32 and folds that round trip back into ``x``; a residual
+``x - rounded`` is then zero, and compensation is gone without a word. No compiler folds integer arithmetic. So every value that is
+needed *as stored* is computed here, eager and compiled alike, and the final cast is of a number that needs no rounding.
+
+All functions take float32 and return float32 holding numbers that the narrow format has. bfloat16 and float32 share their
+exponents, so a bfloat16 is the upper half of the bits; float16 has fewer, so its subnormals and its overflow are separate cases.
+Infinities, NaN and signed zeros pass through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from everybit.base.batching import let_views_batch
+from everybit.base.dtypes import FloatDType, LowDType, torch_dtype
+from everybit.base.random_bits import uniform
+
+let_views_batch()
+
+FLOAT16_MAX = 65504.0
+FLOAT16_SMALLEST_NORMAL = 2.0**-14
+# 13 of float32's 23 fraction bits do not fit into float16, 16 do not fit into bfloat16.
+DROPPED_BITS: dict[LowDType, int] = {"bfloat16": 16, "float16": 13}
+
+
+def nearest(x: Tensor, dtype: LowDType, *, finite: bool = False) -> Tensor:
+    """Round to the nearest value, ties to even (IEEE 754-2019, 4.3.1), as ``x.to(dtype)`` does.
+
+    ``finite`` promises that no element is infinite or NaN, here as below.
+    """
+    rounded = _up_to_nearest(x, dtype).bitwise_and(-(1 << DROPPED_BITS[dtype])).view(torch.float32)
+    if dtype == "float16":
+        # Below 2**-14 float16 is fixed point with a quantum of 2**-24; both products are exact.
+        rounded = _float16_range(x, rounded, torch.round(x * 2.0**24) * 2.0**-24)
+    # Infinity has no bits to drop; NaN would be carried into infinity or zero.
+    return rounded if finite else torch.where(x != x, x, rounded)
+
+
+def stochastic(x: Tensor, dtype: LowDType, bits: Tensor, *, finite: bool = False) -> Tensor:
+    """Up or down with probabilities that make the expectation ``x``; a value that ``dtype`` has stays as it is.
+
+    Args:
+        x: float32.
+        dtype: Where the values are to fit.
+        bits: int32 of the same shape, uniform; see :class:`everybit.base.random_bits.Key`.
+        finite: No element is infinite or NaN.
+    """
+    rounded = _dithered(x, dtype, bits).bitwise_and(-(1 << DROPPED_BITS[dtype])).view(torch.float32)
+    if dtype == "float16":
+        quanta = floor_stochastic(x.abs() * 2.0**24, bits)
+        rounded = _float16_range(x, rounded, torch.copysign(quanta * 2.0**-24, x))
+    return rounded if finite else torch.where(x.abs() < torch.inf, rounded, x)
+
+
+def to_nearest(x: Tensor, dtype: FloatDType, *, finite: bool = False) -> Tensor:
+    """:func:`nearest`, stored as ``dtype``. ``finite`` promises that no element is infinite or NaN."""
+    if dtype == "bfloat16":
+        return upper_half(None if finite else x, _up_to_nearest(x, dtype))
+    return narrow(nearest(x, dtype) if dtype == "float16" else x, dtype)
+
+
+def to_stochastic(x: Tensor, dtype: LowDType, bits: Tensor, *, finite: bool = False) -> Tensor:
+    """:func:`stochastic`, stored as ``dtype``. ``finite`` promises that no element is infinite or NaN."""
+    if dtype == "bfloat16":
+        # Infinity has no bits below the cut that a dither could carry over it.
+        return upper_half(None if finite else x, _dithered(x, dtype, bits))
+    return narrow(stochastic(x, dtype, bits), dtype)
+
+
+def _up_to_nearest(x: Tensor, dtype: LowDType) -> Tensor:
+    """The bits of ``x`` plus what carries into those that are kept, where they are to be rounded up."""
+    bits, dropped = x.view(torch.int32), DROPPED_BITS[dtype]
+    return bits + ((1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1))
+
+
+def _dithered(x: Tensor, dtype: LowDType, bits: Tensor) -> Tensor:
+    return x.view(torch.int32) + (bits & ((1 << DROPPED_BITS[dtype]) - 1))
+
+
+def floor_stochastic(x: Tensor, bits: Tensor) -> Tensor:
+    """Round to one of the two neighbouring integers, with probabilities that make the expectation ``x``."""
+    whole = torch.floor(x)
+    return whole + (x - whole > uniform(bits)).float()
+
+
+def narrow(x: Tensor, dtype: FloatDType, *, finite: bool = False) -> Tensor:
+    """``x`` stored as ``dtype``, bit for bit (NaN as some NaN); ``x`` is float32 and holds values that ``dtype`` has."""
+    if dtype == "bfloat16":
+        return upper_half(None if finite else x, x.view(torch.int32))
+    return x.to(torch_dtype(dtype))
+
+
+def upper_half(x: Tensor | None, bits: Tensor) -> Tensor:
+    """The upper half of ``bits`` as bfloat16, but NaN where ``x`` is; None promises that it nowhere is.
+
+    Not ``.to(bfloat16)``: processors that have an instruction for it may flush subnormals. A NaN is made quiet, as any conversion makes
+    it: what marks it might all be in the lower half, and the upper half alone would be infinity.
+    """
+    if x is not None:
+        bits = torch.where(x != x, x.view(torch.int32) | 0x400000, bits)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def widen(x: Tensor) -> Tensor:
+    """A stored tensor as float32, exactly; float32 and float64 are returned as they are."""
+    return x.float() if x.dtype.itemsize == 2 else x
+
+
+def half_ulp(x: Tensor, dtype: LowDType) -> Tensor:
+    """Half a unit in the last place of ``x``, a float32 tensor of values that ``dtype`` has: how far a residual can reach.
+
+    For a power of two this is the larger of its two neighbours' halves. Infinite for infinities, and at least half the smallest
+    subnormal.
+    """
+    power_of_two = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    if dtype == "bfloat16":
+        return (power_of_two * 2.0**-8).clamp(min=2.0**-134)
+    return (power_of_two * 2.0**-11).clamp(min=2.0**-25)
+
+
+def is_odd(x: Tensor, dtype: LowDType) -> Tensor:
+    """Where the last bit of ``x`` is set, a float32 tensor of values that ``dtype`` has: ties go to the neighbour then."""
+    if dtype == "bfloat16":
+        return (x.view(torch.int32) & 0x10000) != 0
+    return (x.to(torch.float16).view(torch.int16) & 1) != 0
+
+
+def _float16_range(x: Tensor, normal: Tensor, subnormal: Tensor) -> Tensor:
+    """Choose by range, and send what is beyond float16's largest number to infinity."""
+    rounded = torch.where(x.abs() < FLOAT16_SMALLEST_NORMAL, subnormal, normal)
+    return torch.where(rounded.abs() > FLOAT16_MAX, torch.copysign(torch.full_like(x, torch.inf), x), rounded)

@@ -1,0 +1,134 @@
+"""Hyperparameters and the 0-d expressions made of them.
+
+A hyperparameter is a float, a 0-d tensor, or a schedule: a function from the number of updates done so far (0 at the first) to a
+0-d tensor. It is never rounded to the dtype of the tensors it meets: bfloat16(0.999) is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from everybit.base.barriers import materialize
+
+Scalar = float | Tensor
+Schedule = Callable[[Tensor], Tensor]
+Hyperparameter = float | Tensor | Schedule
+
+
+def require(
+    name: str,
+    value: object,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    open_high: bool = False,
+    schedule: bool = True,
+) -> None:
+    """Refuse a hyperparameter that cannot be one.
+
+    Floats are compared with ``[low, high]`` (``[low, high)`` if ``open_high``). The value of a tensor is not looked at, since that
+    would make the host wait for the device; its shape and dtype are.
+
+    Raises:
+        TypeError: Neither a number, nor a 0-d float32 or float64 tensor, nor (where allowed) a schedule.
+        ValueError: A number that is not finite, or out of range.
+    """
+    if isinstance(value, Tensor):
+        if value.ndim != 0 or value.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"{name}: got a tensor of shape {tuple(value.shape)} and {value.dtype}; a tensor hyperparameter is 0-d and"
+                " float32 or float64 (a lower precision would round it: bfloat16(0.999) is 1)."
+            )
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if schedule and callable(value):
+            return
+        raise TypeError(
+            f"{name}: got {value!r}; accepted are a number, a 0-d tensor{' or a schedule' if schedule else ''}."
+        )
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(
+            f"{name}: got a whole number of {value.bit_length()} bits; accepted are those of 64 bits. Write it as a float."
+        )
+    above = value >= high if open_high else value > high
+    if not math.isfinite(value) or value < low or above:
+        left = "(-inf" if low == -math.inf else f"[{low:g}"
+        right = "inf)" if high == math.inf else f"{high:g}" + (")" if open_high else "]")
+        raise ValueError(f"{name}: got {value!r}; accepted is a finite number in {left}, {right}.")
+
+
+def require_count(name: str, value: object, what: str, least: int = 1, *, optional: bool = False) -> None:
+    """Refuse what is no whole number of at least ``least``; None, if it is ``optional``, is accepted.
+
+    Args:
+        name: The parameter's.
+        value: What was given for it.
+        what: What is accepted, such as ``"a whole number of updates"``.
+        least: The least number.
+        optional: Whether None is accepted, too.
+
+    Raises:
+        ValueError: It is another number, or none.
+    """
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{name}: got {value!r}; accepted is {what}, at least {least}{', or None' if optional else ''}."
+        )
+
+
+def square_root(x: Scalar) -> Scalar:
+    """The square root of a number, or of a 0-d tensor."""
+    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
+
+
+def beside(value: Scalar, like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A number as a 0-d tensor where another tensor is, made there: a number that is copied there would make a compiled step wait."""
+    if isinstance(value, Tensor):
+        return value.to(device=like.device, dtype=dtype)
+    return torch.full((), value, dtype=dtype, device=like.device)
+
+
+def is_zero(value: object) -> bool:
+    """Whether a value is the number zero. A tensor is not looked at: its value may be on a device."""
+    return isinstance(value, (int, float)) and value == 0
+
+
+def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
+    """The value at this step: schedules are evaluated at the number of updates done before it.
+
+    Raises:
+        ValueError: A schedule, but nobody counts steps.
+        TypeError: A schedule that gives anything but a 0-d float32 or float64 tensor.
+    """
+    if isinstance(value, Tensor) or not callable(value):
+        return value
+    now: object = value(require_step(step, name) - 1)
+    if not isinstance(now, Tensor):
+        raise TypeError(f"{name}: its schedule gave {now!r}; accepted is a 0-d float32 or float64 tensor.")
+    require(f"{name}, from its schedule", now)
+    return materialize(now)
+
+
+def require_step(step: Tensor | None, who: str) -> Tensor:
+    """The step of a context, where one is needed.
+
+    Raises:
+        ValueError: The context has none.
+    """
+    if step is None:
+        raise ValueError(
+            f"{who} depends on the step and nobody counts it: use it inside eb.chain(...) or eb.with_policy(...), which do,"
+            " or pass ctx=eb.Context(step=...)."
+        )
+    return step
+
+
+def bias_correction(base: Scalar, step: Tensor) -> Tensor:
+    """The bias correction ``1 - base ** step`` of a running mean, 0-d and float64: in less it loses every digit for small steps."""
+    return 1 - base ** step.double()

@@ -1,0 +1,26 @@
+"""Matrices: how a parameter is seen as some, their products, orthogonal factors, Kronecker factors and projections."""
+
+from everybit.linalg.factored import Which, factored_dimensions
+from everybit.linalg.kronecker import Block, Kronecker, Sides, root_mean_square
+from everybit.linalg.operations import eigenvectors, inverse_roots, orthonormal, product
+from everybit.linalg.orthogonalization import (
+    PUBLISHED,
+    Arithmetic,
+    Batching,
+    Coefficients,
+    Normalization,
+    Triple,
+    iterated,
+    orthogonalized,
+    triples,
+)
+from everybit.linalg.projections import Basis, ProjectedSide, Projection
+from everybit.linalg.views import MatrixView, batched, flattened, heads, matrix, row_blocks, view_for
+from everybit.linalg.whitening import fitted
+
+__all__ = [
+    "PUBLISHED", "Arithmetic", "Basis", "Batching", "Block", "Coefficients", "Kronecker", "MatrixView", "Normalization",
+    "ProjectedSide", "Projection", "Sides", "Triple", "Which", "batched", "eigenvectors", "factored_dimensions", "fitted", "flattened",
+    "heads", "inverse_roots", "iterated", "matrix", "orthogonalized", "orthonormal", "product", "root_mean_square", "row_blocks",
+    "triples", "view_for",
+]  # fmt: skip

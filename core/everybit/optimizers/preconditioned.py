@@ -1,0 +1,371 @@
+"""Optimizers with a small matrix for each dimension of a parameter, each a composition of transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from everybit.base import Hyperparameter, Scalar
+from everybit.combinators import Chain, Partition, chain, low_rank
+from everybit.linalg import Basis, Kronecker, MatrixView, ProjectedSide, Projection, Sides
+from everybit.optimizers.muon import routed
+from everybit.protocol import Transform
+from everybit.transforms import (
+    Correction,
+    Damping,
+    Graft,
+    Scale,
+    ScaledBy,
+    add_decayed_weights,
+    scale_by_adam,
+    scale_by_apollo,
+    scale_by_dion,
+    scale_by_kron,
+    scale_by_learning_rate,
+    scale_by_shampoo,
+    scale_by_soap,
+    subtract_decay_of_moved,
+    trace,
+)
+
+
+def soap(
+    learning_rate: Hyperparameter = 3e-3,
+    *,
+    b1: Hyperparameter = 0.95,
+    b2: Hyperparameter = 0.95,
+    factor_decay: Hyperparameter | None = None,
+    eps: Hyperparameter = 1e-8,
+    weight_decay: Hyperparameter = 0.01,
+    decay_moved: bool = True,
+    period: int = 10,
+    debias: bool = True,
+    normalize: bool = False,
+    correction: Correction = "none",
+    least_eigenvalue: Hyperparameter = 1e-8,
+    max_dimension: int = 10000,
+    merge: bool = False,
+    sides: Sides = "all",
+    vectors: bool = False,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """SOAP (Vyas et al. 2024, https://arxiv.org/abs/2409.11321): Adam in the eigenbasis of Shampoo's preconditioner.
+
+    The first update finds the bases and moves nothing. Vectors and numbers go through Adam, which pauses at the first update too.
+
+    Args:
+        learning_rate: At least zero.
+        b1: Decay rate of the mean gradient, in [0, 1).
+        b2: Decay rate of its squares in the eigenbasis, in [0, 1).
+        factor_decay: Decay rate of the products of gradients, in [0, 1); None: ``b2``.
+        eps: Added to the root; see :class:`~everybit.transforms.soap.ScaleBySoap`, as for ``period`` to ``least_eigenvalue``.
+        weight_decay: At least zero; times the learning rate.
+        decay_moved: Decay weights after they have moved, and not at the first update, as the authors do. False: before, as AdamW.
+        period: Updates between two refreshes of the bases.
+        debias: Correct the bias of both means.
+        normalize: Scale each direction to a root mean square of 1.
+        correction: ``"kl"``: that of KL-Shampoo.
+        least_eigenvalue: With it, of the matrices whose inverse is taken.
+        max_dimension: A longer dimension has no basis: one-sided for the output layer of a large vocabulary.
+        merge: Join neighbouring dimensions up to this length, such as those of a convolution's kernel.
+        sides: ``"smaller"``: a basis for the shorter side of each matrix alone.
+        vectors: A basis for vectors too.
+        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its basis.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: SOAP does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        where = Kronecker(seen, max_dimension, merge, sides, vectors)
+        direction = scale_by_soap(
+            b1, b2, factor_decay, eps, period, debias, normalize, correction, least_eigenvalue, where
+        )
+        rate = scale_by_learning_rate(learning_rate)
+        if decay_moved:
+            return chain(direction, rate, subtract_decay_of_moved(weight_decay, learning_rate, after=1))
+        return chain(direction, add_decayed_weights(weight_decay), rate)
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def shampoo(
+    learning_rate: Hyperparameter = 1e-3,
+    *,
+    b1: Hyperparameter | None = 0.9,
+    b2: Hyperparameter | None = 0.999,
+    eps: Hyperparameter = 1e-12,
+    damping: Damping = "root",
+    exponent: Hyperparameter | None = None,
+    period: int = 10,
+    graft: Graft = "adam",
+    graft_decay: Hyperparameter = 0.999,
+    graft_eps: Hyperparameter = 1e-8,
+    start: int | None = None,
+    debias: bool = True,
+    momentum: Hyperparameter | None = None,
+    nesterov: bool = False,
+    weight_decay: Hyperparameter = 0.01,
+    max_dimension: int = 8192,
+    merge: bool = False,
+    sides: Sides = "all",
+    vectors: bool = False,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """Shampoo (Gupta et al. 2018, https://arxiv.org/abs/1802.09568): gradients between inverse roots of their mean products.
+
+    By default with the size of Adam's steps for each matrix, so that AdamW's learning rates may be kept, and with Adam for vectors. The
+    paper's is ``shampoo(lr, b1=None, b2=None, eps=1e-4, damping="start", period=1, graft="none", vectors=True)``.
+
+    Args:
+        learning_rate: At least zero.
+        b1: Decay rate of the mean gradient, in [0, 1); None: the gradient itself. For this to ``debias`` see
+            :class:`~everybit.transforms.shampoo.ScaleByShampoo`.
+        b2: Decay rate of the products of gradients, in [0, 1); None: their sum.
+        eps: Added to their eigenvalues.
+        damping: Before the root is taken (``"root"``), or at the start (``"start"``).
+        exponent: Of the inverse roots; None: 1/4 for both sides of a matrix, 1/2 for one.
+        period: Updates between two refreshes of the roots.
+        graft: Whose size the steps have: ``"adam"``, ``"rmsprop"``, ``"adagrad"``, ``"sgd"``, ``"none"``.
+        graft_decay: Decay rate of its squares, in [0, 1).
+        graft_eps: Added to its roots.
+        start: The update from which the matrices are used; None: the first refresh after the first update.
+        debias: Correct the bias of means.
+        momentum: Of the steps, in [0, 1), summed as SGD's; None: none.
+        nesterov: Whether it is Nesterov's.
+        weight_decay: At least zero; decoupled, as AdamW's.
+        max_dimension: A longer dimension has no matrix.
+        merge: Join neighbouring dimensions up to this length.
+        sides: ``"smaller"``: a matrix for the shorter side of each matrix alone.
+        vectors: A matrix for vectors too.
+        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its matrix.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: Shampoo does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        where = Kronecker(seen, max_dimension, merge, sides, vectors)
+        direction = scale_by_shampoo(
+            b1, b2, eps, damping, exponent, period, graft, graft_decay, graft_eps, start, debias, where
+        )
+        if nesterov and momentum is None:
+            raise ValueError("nesterov: got True without momentum; Nesterov momentum needs momentum above zero.")
+        after = [] if momentum is None else [trace(momentum, nesterov=nesterov)]
+        return chain(direction, *after, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def kron(
+    learning_rate: Hyperparameter = 1e-3,
+    *,
+    b1: Hyperparameter = 0.9,
+    preconditioner_rate: Hyperparameter = 0.1,
+    period: int = 1,
+    start: Scalar = 1.0,
+    of_momentum: bool = True,
+    normalize: bool = False,
+    max_rms: Hyperparameter | None = 1.1,
+    weight_decay: Hyperparameter = 0.0,
+    max_dimension: int = 2048,
+    merge: bool = False,
+    sides: Sides = "all",
+    vectors: bool = False,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """PSGD with a Kronecker preconditioner (Li 2015, https://arxiv.org/abs/1512.04202; 2024, https://arxiv.org/abs/2402.11858).
+
+    Gradients are whitened by small triangular matrices, which are fitted step by step with a random probe: there is no decomposition.
+
+    Args:
+        learning_rate: At least zero; about a third of AdamW's.
+        b1: Decay rate of the mean gradient, in [0, 1); for this to ``max_rms`` see :class:`~everybit.transforms.kron.ScaleByKron`.
+        preconditioner_rate: Step size of the matrices, in [0, 1].
+        period: Updates between two steps of the matrices.
+        start: Their size before the first update.
+        of_momentum: Fit them to the mean gradient; False: to the gradient.
+        normalize: Divide each gradient by its norm first.
+        max_rms: The root mean square to which a direction is limited; None: it is not.
+        weight_decay: At least zero; decoupled, as AdamW's.
+        max_dimension: A longer dimension has a diagonal in the place of a matrix.
+        merge: Join neighbouring dimensions up to this length.
+        sides: ``"smaller"``: a matrix for the shorter side of each matrix, a diagonal for the longer.
+        vectors: A matrix for vectors, which have a diagonal otherwise.
+        view: How parameters of two dimensions or more become matrices; see :func:`everybit.heads`. None: each dimension has its matrix.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: Kron does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        where = Kronecker(seen, max_dimension, merge, sides, vectors)
+        direction = scale_by_kron(b1, preconditioner_rate, period, start, of_momentum, normalize, max_rms, where)
+        return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def dion(
+    learning_rate: Hyperparameter = 1e-2,
+    *,
+    decay: Hyperparameter = 0.95,
+    rank_divisor: int = 4,
+    eps: Hyperparameter = 1e-8,
+    scale: Scale = "spectral_unclamped",
+    weight_decay: Hyperparameter = 0.01,
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """Dion (Ahn et al. 2025, https://arxiv.org/abs/2504.05295): orthonormal updates of low rank, and momentum that keeps the rest.
+
+    Without ``others`` all parameters are matrices, or are refused, as for :func:`everybit.muon`.
+
+    Args:
+        learning_rate: At least zero.
+        decay: The share of what is used that stays in the momentum, in [0, 1].
+        rank_divisor: The rank is a matrix's lesser side over this, rounded up; at least 1. The authors' rank fraction of 1/4 is a 4.
+        eps: Added to the norms of columns.
+        scale: Factor of the update, from rows and columns; see :class:`~everybit.transforms.orthogonalize.Orthogonalize`.
+        weight_decay: At least zero; decoupled, by the learning rate without the scale.
+        view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that is no matrix, or that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        direction = scale_by_dion(decay, rank_divisor, eps, scale, seen)
+        return chain(direction, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def galore(
+    learning_rate: Hyperparameter = 1e-3,
+    *,
+    rank: int = 128,
+    period: int = 200,
+    scale: Hyperparameter = 0.25,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-6,
+    weight_decay: Hyperparameter = 0.0,
+    basis: Basis = "singular",
+    side: ProjectedSide = "smaller",
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """GaLore (Zhao et al. 2024, https://arxiv.org/abs/2403.03507): Adam in a subspace of low rank, with state of that size.
+
+    :func:`everybit.low_rank` has other transforms in the place of Adam.
+
+    Args:
+        learning_rate: At least zero.
+        rank: Of the subspace of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.Projection`.
+        period: Updates between two choices of a subspace.
+        scale: Factor of projected updates.
+        b1: Decay rate of the mean gradient, in [0, 1).
+        b2: Decay rate of its squares, in [0, 1).
+        eps: Added to the root, before the bias is corrected.
+        weight_decay: At least zero; of weights that have moved, times the learning rate, as the authors do.
+        basis: ``"singular"``: of singular vectors; ``"random"``: of random ones.
+        side: The dimension that is projected.
+        view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: GaLore does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        adam = scale_by_adam(b1, b2, eps, eps_before_correction=True)
+        direction = low_rank(adam, rank=rank, period=period, scale=scale, basis=basis, side=side, view=seen)
+        decay = subtract_decay_of_moved(weight_decay, learning_rate)
+        return chain(direction, scale_by_learning_rate(learning_rate), decay)
+
+    return routed(of, learning_rate, view, views, others, labels)
+
+
+def apollo(
+    learning_rate: Hyperparameter = 1e-2,
+    *,
+    rank: int = 256,
+    scale: Hyperparameter = 1.0,
+    scale_type: ScaledBy = "channel",
+    limit: Hyperparameter | None = 1.01,
+    period: int = 200,
+    b1: Hyperparameter = 0.9,
+    b2: Hyperparameter = 0.999,
+    eps: Hyperparameter = 1e-6,
+    weight_decay: Hyperparameter = 0.0,
+    basis: Basis = "random",
+    side: ProjectedSide = "smaller",
+    view: MatrixView | None = None,
+    views: Mapping[str, MatrixView] | None = None,
+    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    labels: Callable[[str, Tensor], str] | None = None,
+) -> Chain | Partition:
+    """APOLLO (Zhu et al. 2024, https://arxiv.org/abs/2412.05270): gradients, scaled as Adam scales a random projection of them.
+
+    APOLLO-Mini is ``apollo(lr, rank=1, scale_type="tensor", scale=128)``.
+
+    Args:
+        learning_rate: At least zero.
+        rank: Of the projection of each matrix; for ``period``, ``basis`` and ``side``, too, see :class:`~everybit.Projection`.
+        scale: Factor of the steps of projected matrices, of which the root is taken; for this to ``limit`` see
+            :class:`~everybit.transforms.apollo.ScaleByApollo`.
+        scale_type: Whether each channel has a factor of its own, or each matrix (``"tensor"``).
+        limit: By which factor the norm of a matrix's step may grow from one update to the next; None: by any.
+        period: Updates between two choices of a projection.
+        b1: Decay rate of the mean of projections, in [0, 1).
+        b2: Decay rate of their squares, in [0, 1).
+        eps: Added to the root, before the bias is corrected.
+        weight_decay: At least zero; of weights that have moved, times the learning rate, as the authors do.
+        basis: ``"random"``: of random vectors, which are not stored; ``"singular"``: of singular vectors, as GaLore's.
+        side: The dimension that is projected.
+        view: How parameters become matrices; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
+        views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``. None: APOLLO does.
+        labels: Which these are, as for :func:`everybit.muon`.
+
+    Raises:
+        ValueError: A hyperparameter out of range; from ``init``, a parameter that a view does not fit.
+    """
+
+    def of(seen: MatrixView | None) -> Chain:
+        projection = Projection(rank, period, basis, side, seen)
+        direction = scale_by_apollo(scale, scale_type, limit, b1, b2, eps, projection)
+        decay = subtract_decay_of_moved(weight_decay, learning_rate)
+        return chain(direction, scale_by_learning_rate(learning_rate), decay)
+
+    return routed(of, learning_rate, view, views, others, labels)

@@ -1,0 +1,505 @@
+"""Policies: where each bit is spent.
+
+A policy is plain, frozen, typed data. It says in which format the parameters and every slot of the optimizer's state are stored, and
+in which dtypes gradients are kept and sent. What a policy leaves open (``None``) is filled in by one function, :func:`resolve`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from everybit.base import (
+    COMPUTE_DTYPES,
+    FLOAT_DTYPES,
+    LOW_DTYPES,
+    ComputeDType,
+    FloatDType,
+    dtype_name,
+    itemsize,
+    once,
+    require_member,
+    torch_dtype,
+    tree,
+)
+from everybit.formats import BUILT_IN, SLOT_KINDS, Format, Nearest, ParamFormat, PartSpec, SlotKind, StateFormat
+
+LOW = tuple(map(torch_dtype, LOW_DTYPES))
+ADAM_SLOTS = ("momentum", "variance")
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grads:
+    """The dtypes in which gradients are kept and sent.
+
+    Args:
+        main: dtype in which gradients are accumulated and passed to the optimizer. None: the model's own dtype.
+        comm: dtype in which they are sent between processes. None: as ``main``.
+        reduce: How gradients are summed: by the communication library (``"native"``), or at the receiver, rounded once (``"fp32"``).
+    """
+
+    main: FloatDType | None = None
+    comm: FloatDType | None = None
+    reduce: Literal["native", "fp32"] = "native"
+
+    def __post_init__(self) -> None:
+        for name in ("main", "comm"):
+            if getattr(self, name) is not None:
+                require_member(getattr(self, name), FLOAT_DTYPES, field=f"Grads.{name}")
+        require_member(self.reduce, ("native", "fp32"), field="Grads.reduce")
+
+
+class FrozenMapping(Mapping[K, V]):
+    """An immutable mapping, which can be hashed, copied and pickled."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[K, V]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: K) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenMapping, (self._items,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The formats of an optimizer's parameters, state and gradients.
+
+    Args:
+        compute: dtype in which updates are computed, whatever they are stored in.
+        params: Format of the parameters.
+        momentum: Format of first moments.
+        variance: Format of second moments, the running means of squares.
+        state: Format of every other slot.
+        slots: Formats by slot name, which take precedence over the three above.
+        grads: The dtypes of gradients.
+
+    Raises:
+        TypeError: A field has a value of another type than its annotation.
+        ValueError: Fields that contradict each other.
+    """
+
+    compute: ComputeDType = "float32"
+    params: ParamFormat = Nearest()
+    momentum: StateFormat = Nearest("float32")
+    variance: StateFormat = Nearest("float32")
+    state: StateFormat = Nearest("float32")
+    slots: Mapping[str, StateFormat] = field(default_factory=dict)
+    grads: Grads = Grads()
+
+    def __post_init__(self) -> None:
+        require_member(self.compute, COMPUTE_DTYPES, field="Policy.compute")
+        _require_format("Policy.params", self.params, "for_params")
+        for name in ("momentum", "variance", "state"):
+            _require_format(f"Policy.{name}", getattr(self, name), "for_slot")
+        if not isinstance(self.slots, Mapping):
+            raise TypeError(f"Policy.slots: got {self.slots!r}; accepted is a mapping from slot names to formats.")
+        object.__setattr__(self, "slots", FrozenMapping(self.slots))
+        for name, slot in self.slots.items():
+            _require_format(f"Policy.slots[{name!r}]", slot, "for_slot")
+        if not isinstance(self.grads, Grads):
+            raise TypeError(f"Policy.grads: got {self.grads!r}; accepted is a Grads, e.g. Grads(main='float32').")
+        for name, format in [("params", self.params), *self._state_formats()]:
+            if (objection := format.objection(self.compute)) is not None:
+                raise ValueError(f"Policy.{name}: got {format} with compute={self.compute!r}; {objection}")
+        for name, format in self._state_formats():
+            kinds = [format.for_slot(kind, self.compute).parts() for kind in SLOT_KINDS]
+            for parts in kinds:
+                _require_parts(f"Policy.{name}", format, parts)
+            if len({tuple((part.name, part.block) for part in parts) for parts in kinds}) > 1:
+                raise ValueError(
+                    f"Policy.{name}: {format} has parts of other names or blocks for slots of another kind; accepted is a format whose"
+                    " parts differ in their dtypes at most."
+                )
+
+    def slot(self, name: str) -> StateFormat:
+        """The format of the slot called ``name``."""
+        if name in self.slots:
+            return self.slots[name]
+        by_kind = {"momentum": self.momentum, "variance": self.variance}
+        return by_kind.get(name, self.state)
+
+    def resolved_slot(self, name: str, kind: SlotKind = "signed") -> Format:
+        """The format of the slot called ``name``, whose numbers are of this kind, every dtype named."""
+        return self.slot(name).for_slot(kind, self.compute)
+
+    @property
+    def block(self) -> int:
+        """The least number of elements of which every format that is named here stores whole numbers; 1 unless one has blocks.
+
+        What is kept of a parameter may be cut at multiples of it, counted from the parameter's first element.
+        """
+        return math.lcm(*self.blocks)
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """The numbers of elements for which some format that is named here stores one number."""
+        slots = [format.for_slot("signed", self.compute) for _, format in self._state_formats()]
+        formats = [self.params.for_params(self.model_dtype), *slots]
+        return frozenset(part.block for format in formats for part in format.parts())
+
+    def field_of(self, slot: str) -> str:
+        """The field that decides the format of a slot, for messages: ``Policy.variance``."""
+        if slot in self.slots:
+            return f"Policy.slots[{slot!r}]"
+        return f"Policy.{slot}" if slot in ("momentum", "variance") else "Policy.state"
+
+    @property
+    def model_dtype(self) -> FloatDType:
+        """Dtype of the model's own tensors that this policy is meant for: the one it names, or bfloat16."""
+        refusal: ValueError | None = None
+        for model in ("bfloat16", *FLOAT_DTYPES):
+            try:
+                return dtype_name(self.params.for_params(model).parts()[0].dtype, field="Policy.params")
+            except ValueError as error:
+                refusal = refusal or error
+        raise ValueError(f"Policy.params: {refusal}")
+
+    def bytes_table(self, *, model: FloatDType | None = None, slots: tuple[str, ...] = ADAM_SLOTS) -> dict[str, float]:
+        """Bytes per parameter, by use: parameter, its compensation (or main copy), gradient, and each slot.
+
+        Args:
+            model: dtype of the model's tensors; None: :attr:`model_dtype`.
+            slots: Names of the optimizer's slots; by default Adam's.
+        """
+        dtype = self.model_dtype if model is None else model
+        formats = resolve(self, dtype)
+        value, *rest = formats.params.parts()
+        table: dict[str, float] = {"parameter": value.bytes_per_element}
+        if rest:
+            table["compensation"] = sum(part.bytes_per_element for part in rest)
+        table["gradient"] = itemsize(formats.grads_main)
+        for name in slots:
+            table[name] = sum(part.bytes_per_element for part in formats.slot(name).parts())
+        return table
+
+    def bytes_per_param(self, *, model: FloatDType | None = None, slots: tuple[str, ...] = ADAM_SLOTS) -> float:
+        """Bytes per parameter that persist between steps, gradient included: the sum of :meth:`bytes_table`."""
+        return sum(self.bytes_table(model=model, slots=slots).values())
+
+    def _state_formats(self) -> list[tuple[str, StateFormat]]:
+        named: list[tuple[str, StateFormat]] = [
+            (name, getattr(self, name)) for name in ("momentum", "variance", "state")
+        ]
+        return named + [(f"slots[{name!r}]", format) for name, format in self.slots.items()]
+
+    @property
+    def draws_bits(self) -> bool:
+        """Whether any format rounds stochastically."""
+        return self.params.draws_bits or any(format.draws_bits for _, format in self._state_formats())
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A policy for tensors of one dtype, with nothing left open.
+
+    Attributes:
+        policy: It.
+        model: dtype of the model's tensors.
+        params: Format of the parameters.
+        grads_main: dtype in which gradients are accumulated.
+        grads_comm: dtype in which they are sent.
+        reduce: How what was sent is summed.
+        squares: Names of the slots whose numbers are never negative.
+    """
+
+    policy: Policy
+    model: FloatDType
+    params: Format
+    grads_main: FloatDType
+    grads_comm: FloatDType
+    reduce: Literal["native", "fp32"]
+    squares: frozenset[str] = frozenset()
+    found: dict[str, Format] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Results of :func:`~everybit.base.memo.once`."""
+
+    def slot(self, name: str) -> Format:
+        """The format of the slot called ``name``, every dtype named."""
+        kind: SlotKind = "non-negative" if name in self.squares else "signed"
+        return once(self, name, lambda: self.policy.resolved_slot(name, kind))
+
+
+def resolve(policy: Policy, model: FloatDType, squares: frozenset[str] = frozenset()) -> Resolved:
+    """Fill in what ``policy`` leaves open, for parameters stored as ``model``. The only place where None means something.
+
+    Args:
+        policy: What is to be filled in.
+        model: dtype of the model's tensors.
+        squares: Names of the slots whose numbers are never negative.
+
+    Raises:
+        ValueError: The policy cannot be applied to parameters of this dtype; the message says why and what is accepted.
+    """
+    try:
+        params = policy.params.for_params(model)
+    except ValueError as error:
+        hint = (
+            _advice(model)
+            if model == "float32"
+            else "Give those parameters a policy of their own: by_label, or a param group's."
+        )
+        raise ValueError(f"Policy.params: {error} {hint}") from None
+    _require_parts("Policy.params", policy.params, params.parts())
+    own, *_ = params.parts()
+    if own.block > 1:
+        raise ValueError(
+            f"Policy.params: got {policy.params}, whose first part has one number for {own.block} elements; accepted is a format"
+            " whose first part is the model's own tensor, with block=1."
+        )
+    if own.dtype != (torch_name := getattr(torch, model)):
+        raise ValueError(
+            f"Policy.params: {policy.params} stores parameters as {own.dtype}, but the parameter is {torch_name}. "
+            + _advice(model)
+        )
+    if model == "float64" and policy.compute != "float64":
+        raise ValueError(
+            "Policy.compute: got 'float32' for float64 parameters; computing in less than the parameters hold would lose digits."
+            " Accepted is compute='float64', e.g. policies.FP64."
+        )
+    main = policy.grads.main or model
+    if main == "float64" and policy.compute != "float64":
+        raise ValueError(
+            f"Grads.main: got 'float64' with Policy.compute={policy.compute!r}, in which a step would have to round them first. Accepted"
+            " are Grads(main='float32'), or Policy(compute='float64')."
+        )
+    return Resolved(policy, model, params, main, policy.grads.comm or main, policy.grads.reduce, squares)
+
+
+@dataclass(frozen=True, slots=True)
+class ByLabel:
+    """Several policies, chosen by label for each parameter; see :func:`by_label`."""
+
+    labels: Any = field(hash=False)
+    policies: Mapping[str, Policy]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", FrozenMapping(self.policies))
+
+    def policy_for(self, label: object) -> Policy:
+        """Return the policy for a label.
+
+        Raises:
+            ValueError: There is none; the message names the labels that have one.
+        """
+        found = self.policies.get(label) if isinstance(label, str) else None
+        if found is None:
+            listed = ", ".join(map(repr, self.policies))
+            raise ValueError(f"labelled {label!r}, for which by_label has no policy; it has one for {listed}.")
+        return found
+
+
+def by_label(labels: Callable[[str, torch.Tensor], str] | object, policies: Mapping[str, Policy]) -> ByLabel:
+    """A policy per parameter: norm weights in float32, say, and matrices in bfloat16.
+
+    Args:
+        labels: A function of (path, parameter), or a tree of labels whose structure is a prefix of the parameters'. It sees whole
+            parameters, never a shard's slice of one, so that the choice does not depend on how a model is sharded.
+        policies: Policy for each label.
+
+    Raises:
+        TypeError: ``policies`` is not a mapping to policies.
+
+    Examples:
+        >>> import everybit as eb
+        >>> policy = eb.by_label(
+        ...     lambda path, p: "matrix" if p.ndim > 1 else "vector",
+        ...     {"matrix": eb.policies.LEAN_BF16, "vector": eb.policies.EXACT_BF16},
+        ... )
+    """
+    if not isinstance(policies, Mapping) or not all(isinstance(policy, Policy) for policy in policies.values()):
+        raise TypeError(f"by_label: policies: got {policies!r}; accepted is a mapping from labels to Policy.")
+    return ByLabel(labels, policies)
+
+
+def by_dtype(policies: Mapping[str, Policy]) -> ByLabel:
+    """A policy for each dtype of a model's parameters: bfloat16 matrices beside float32 norms or adapters, say.
+
+    One policy for 16-bit weights does for such a model, too: it keeps the float32 parameters in float32, and their state as it keeps the
+    others'. See :func:`for_dtype`.
+
+    Args:
+        policies: Policy for each dtype, by its name.
+
+    Raises:
+        TypeError: ``policies`` is not a mapping to policies.
+        ValueError: A name of no dtype, or a policy that cannot be applied to parameters of its dtype.
+
+    Examples:
+        >>> import everybit as eb
+        >>> policy = eb.by_dtype({"bfloat16": eb.policies.LEAN_BF16, "float32": eb.policies.FP32})
+    """
+    chosen = by_label(_dtype_of, policies)
+    for dtype, policy in policies.items():
+        require_member(dtype, FLOAT_DTYPES, field="by_dtype: policies")
+        try:
+            resolve(policy, dtype_name(getattr(torch, dtype), field=dtype))
+        except ValueError as error:
+            raise ValueError(f"by_dtype: policies[{dtype!r}]: {error}") from None
+    return chosen
+
+
+def _dtype_of(path: str, parameter: torch.Tensor) -> str:
+    return dtype_name(parameter.dtype, field=path)
+
+
+AnyPolicy = Policy | ByLabel
+
+
+def policies_of(policy: AnyPolicy) -> list[Policy]:
+    """The policies that there are for some parameter or other."""
+    return list(policy.policies.values()) if isinstance(policy, ByLabel) else [policy]
+
+
+def draws_bits(policy: AnyPolicy) -> bool:
+    """Whether any format rounds stochastically."""
+    return any(one.draws_bits for one in policies_of(policy))
+
+
+def block_of(policy: AnyPolicy) -> int:
+    """The least number of elements at whose multiples, counted from a parameter's first, everything that is stored may be cut."""
+    return math.lcm(*(one.block for one in policies_of(policy)))
+
+
+def for_dtype(policy: AnyPolicy, model: FloatDType, *, mixed: bool) -> AnyPolicy:
+    """The policy for parameters of one dtype, among those of a model.
+
+    Float32 parameters beside 16-bit ones are a model's norms, or adapters: under a policy for 16-bit weights they stay in float32, whole,
+    and their state is stored as that of the others. In all other cases a :class:`Policy` is returned as it is.
+
+    Args:
+        policy: For the whole model.
+        model: dtype of the parameters.
+        mixed: Whether the model has 16-bit parameters.
+    """
+    if isinstance(policy, ByLabel):
+        if policy.labels is _dtype_of and model in policy.policies:
+            return policy.policies[model]
+        return ByLabel(
+            policy.labels, {label: _kept(one, model) if mixed else one for label, one in policy.policies.items()}
+        )
+    return _kept(policy, model) if mixed else policy
+
+
+def _kept(policy: Policy, model: FloatDType) -> Policy:
+    if model != "float32" or policy.model_dtype not in LOW_DTYPES:
+        return policy
+    try:
+        if policy.params.for_params(model).parts()[0].dtype is torch.float32:
+            return policy
+    except ValueError:
+        pass  # a format of two parts, the first of which has 16 bits
+    return replace(policy, params=Nearest("float32"))
+
+
+def resolve_tree(policy: AnyPolicy, params: object, squares: frozenset[str] = frozenset()) -> list[Resolved]:
+    """The resolved policy of each leaf of ``params``, in order. In a tree that has 16-bit leaves, float32 ones stay so: :func:`for_dtype`.
+
+    Raises:
+        TypeError: A leaf that is not a floating-point tensor.
+        ValueError: A policy that cannot be applied to a leaf, or a label without policy. Messages name the path.
+    """
+    leaves = tree.leaves(params)
+    labels = tree.label(policy.labels, params) if isinstance(policy, ByLabel) else [None] * len(leaves)
+    known: dict[tuple[str | None, torch.dtype], Resolved] = {}
+    mixed = any(isinstance(leaf, torch.Tensor) and leaf.dtype in LOW for leaf in leaves)
+    resolved = []
+    for index, (leaf, label) in enumerate(zip(leaves, labels, strict=True)):
+        dense = is_dense(leaf)
+        one = known.get((label, leaf.dtype)) if dense else None
+        if one is None:
+            if not dense:
+                kind = f"a {leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+                raise TypeError(
+                    f"params{tree.paths(params)[index]}: got {kind}; accepted are dense floating-point tensors (None where there is"
+                    f" none).{_hint(leaf)}"
+                )
+            try:
+                model = dtype_name(leaf.dtype, field="parameter")
+                chosen = policy.policy_for(label) if isinstance(policy, ByLabel) else policy
+                one = resolve(_kept(chosen, model) if mixed else chosen, model, squares)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"params{tree.paths(params)[index]}: {error}") from None
+            known[label, leaf.dtype] = one
+        resolved.append(one)
+    return resolved
+
+
+def is_dense(leaf: object) -> bool:
+    """Whether a leaf is a tensor in strided memory."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
+def _hint(leaf: object) -> str:
+    """Suggest what to write instead of something that holds a model's parameters and is no tree of them."""
+    if isinstance(leaf, (Iterator, str)) or hasattr(leaf, "named_parameters"):
+        return " The parameters of a model, as a tree: dict(model.named_parameters())."
+    return ""
+
+
+_METHODS = ("parts", "encode", "decode", "resolution", "objection", "draws_bits", "loses_small_numbers")
+
+
+def _require_format(name: str, value: object, method: Literal["for_params", "for_slot"]) -> None:
+    """Refuse what cannot store a parameter (``for_params``) or a slot of the state (``for_slot``)."""
+    listed = ", ".join(kind.__name__ for kind in BUILT_IN if hasattr(kind, method))
+    base = "ParamFormat" if method == "for_params" else "StateFormat"
+    refusal = f"{name}: got {value!r}; accepted are {listed}, and formats of your own, which subclass everybit.{base}."
+    if isinstance(value, type) or not (hasattr(value, "encode") and hasattr(value, "decode")):
+        hint = f" Did you mean Nearest({value!r})?" if isinstance(value, str) and value in FLOAT_DTYPES else ""
+        hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) and hasattr(value, "parts") else hint
+        raise TypeError(refusal + hint)
+    if missing := [one for one in _METHODS if not hasattr(value, one)]:
+        raise TypeError(f"{refusal} It has no {', '.join(missing)}.")
+    if not hasattr(value, method):
+        other = "for slots of the state" if method == "for_params" else "for parameters"
+        raise TypeError(f"{refusal} It has no {method}: it is {other} only.")
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"{refusal} It cannot be hashed ({error}); a format is a frozen dataclass.") from None
+
+
+def _require_parts(name: str, format: object, parts: object) -> None:
+    """Refuse what a format says of its parts, if it is not parts with names of their own."""
+    fits = isinstance(parts, tuple) and len(parts) > 0 and all(isinstance(part, PartSpec) for part in parts)
+    if not fits or len({part.name for part in parts}) < len(parts):  # type: ignore[attr-defined, arg-type]
+        raise ValueError(
+            f"{name}: {format}.parts() returned {parts!r}; accepted is a tuple of one PartSpec or more, each of a name of its own."
+        )
+
+
+def _advice(model: FloatDType) -> str:
+    if model == "float64":
+        return "Accepted for float64 parameters: policies.FP64."
+    if model == "float32":
+        return (
+            "Accepted for float32 parameters: policies.FP32, or cast the model to bfloat16 first. Only beside 16-bit"
+            " parameters are they kept in float32, and here are none; for adapters of a 16-bit model, whose other parameters"
+            " are not given, by_dtype says what each dtype gets."
+        )
+    return (
+        f"Accepted for {model} parameters: LEAN_BF16, EXACT_BF16, TIGHT_BF16, FLOOR_BF16, MIXED_BF16, KAHAN_BF16 (less exact than"
+        " LEAN_BF16 at the same bytes) or PURE_BF16 in everybit.policies."
+    )

@@ -1,0 +1,214 @@
+"""The inputs of a step beyond gradients, state and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+
+from everybit.base import FirstElement, Key, Numbering, require_count, require_step, stream, tree, without_gaps
+from everybit.protocol.per_tensor import Members, PerTensor
+from everybit.protocol.requests import Pending, Request, then
+
+P = TypeVar("P")
+T = TypeVar("T")
+A = TypeVar("A")
+
+ONCE = 1 << 62
+"""A period that only the first update begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The inputs of a step beyond gradients, state and parameters.
+
+    Attributes:
+        value: The loss, 0-d, for transforms that use it.
+        step: Number of this update, 1 at the first; int64, 0-d. Filled in by what counts steps: ``chain``, ``accumulate``,
+            ``apply_if_finite``, the optimizer.
+        first_element: Global index of the first element of the tree, for shards and flat buffers: random bits are drawn by global index,
+            so that a shard draws the same bits as the whole model. Of a buffer with gaps between parameters its :class:`Blocks`.
+        members: The parameters that the elements of each leaf belong to, for shards and flat buffers; None: every leaf is one whole
+            parameter. See :attr:`per_tensor`.
+        seed: Of random draws. An optimizer fills in its own.
+        due: For each period (of :meth:`every`) that the host has decided on, whether its work is due at this step; see
+            :meth:`everybit.Optimizer.due`. What it does not name is decided on the device.
+        updates: Count by which work is due: int64, 0-d, 1 at the first. Filled in by the outermost of those who count, and by those inside
+            who decide on the device whether a step counts.
+        numbering: The indices of each leaf's elements, for random draws. Filled in by the optimizer; None: through all leaves, in order.
+        path: Position of the transform in the chains around it, by which equal transforms draw different bits.
+        joint: Whether a driver does work on several tensors together, or on whole tensors of which this process holds rows: requests for
+            it are returned as :class:`everybit.Pending`.
+        entered: Called with each transform that is entered and its state, for drivers that want to know what a request is computed from.
+        requests_only: Whether the caller wants the requests alone: a chain leaves out its transforms after the last that makes some.
+        pending: Whether other elements share the step, so that requests are returned as :class:`everybit.Pending` to a driver.
+        contributes: Whether this process contributes its elements to reductions; False for a copy of what another one contributes.
+        undeclared: Promises that the transform has not made, ``"per_tensor"`` or ``"draws"``; to use what they are for is an error.
+    """
+
+    value: Tensor | None = None
+    step: Tensor | None = None
+    first_element: FirstElement = 0
+    members: tuple[Members, ...] | None = None
+    seed: int | Tensor = 0
+    due: tuple[tuple[int, bool], ...] = ()
+    updates: Tensor | None = None
+    numbering: tuple[Numbering, ...] | None = None
+    path: tuple[int, ...] = ()
+    joint: bool = False
+    entered: Callable[[Any, Any], None] | None = None
+    requests_only: bool = False
+    pending: bool = False
+    contributes: bool = True
+    undeclared: tuple[str, ...] = ()
+
+    @property
+    def per_tensor(self) -> PerTensor:
+        """Reductions over each whole parameter, for transforms with ``per_tensor = True``.
+
+        Raises:
+            TypeError: The transform does not say so.
+        """
+        if "per_tensor" in self.undeclared:
+            raise TypeError(_undeclared("per_tensor", "per_tensor"))
+        return PerTensor(self.members)
+
+    @property
+    def axis(self) -> NoReturn:
+        """Former versions reduced over it.
+
+        Raises:
+            AttributeError: Always; the message has the lines that replace it.
+        """
+        raise AttributeError(
+            "ctx.axis is gone. In the place of total = ctx.axis.sum(x) and what comes after it, write def after(total): ... and"
+            " return ctx.request(eb.Sum(x), after); likewise eb.Max(x), and eb.SumOfSquares(tree) for norms. ctx.axis.owned(tree) is"
+            " ctx.owned(tree)."
+        )
+
+    def request(self, request: Request[A], resume: Callable[[A], T]) -> T:
+        """Return ``resume(answer)``, with the answer to a request over all elements that share the step.
+
+        A driver that steps pieces or shards gets :class:`everybit.Pending` in the place of the result.
+
+        Args:
+            request: :class:`everybit.Sum`, :class:`everybit.Max`, :class:`everybit.SumOfSquares`, or what a method of
+                :attr:`per_tensor` returns.
+            resume: The rest of the update. All processes make the same requests, in the same order.
+
+        Examples:
+            >>> import torch, everybit as eb
+            >>> def normalized(updates, ctx):
+            ...     return ctx.request(eb.SumOfSquares(updates), lambda square: eb.tree.map(lambda u: u / square.sqrt(), updates))
+            >>> normalized(torch.tensor([3.0, 4.0]), eb.Context())
+            tensor([0.6000, 0.8000])
+        """
+        if not (self.joint if request.joint else self.pending and not request.is_met()):
+            return resume(request.here())
+        waiting: Any = Pending(request, self.owned, lambda total: resume(request.answer(total)))
+        return waiting  # type: ignore[no-any-return]
+
+    def owned(self, values: P) -> P:
+        """Return a tree with zeros in the place of elements that another process contributes, and of padding."""
+        if not self.pending:
+            return values
+        return without_gaps(self.first_element, values) if self.contributes else tree.zeros_like(values)
+
+    def at(self, step: Tensor) -> Context:
+        """Return this context with ``step`` filled in; for those that count every step."""
+        return replace(self, step=step, updates=step if self.updates is None else self.updates)
+
+    def counted(self, step: Tensor) -> Context:
+        """Return this context with ``step`` filled in; for those that decide on the device which steps count, which no host knows."""
+        return replace(self, step=step, updates=step, due=())
+
+    def inside(self, position: int) -> Context:
+        """Return the context of the transform at this position of a chain."""
+        return replace(self, path=(*self.path, position))
+
+    def of(self, chosen: Sequence[bool]) -> Context:
+        """Return the context of some of the leaves, for combinators that leave the others out."""
+        if self.members is None and self.numbering is None:
+            return self
+        return replace(self, members=_chosen(self.members, chosen), numbering=_chosen(self.numbering, chosen))
+
+    def keys(self, name: str, like: P) -> P:
+        """Return keys that name the random bits of each leaf of a tree: ``key.bits(leaf)`` and ``key.bits16(leaf)`` draw them.
+
+        The bits of an element depend on the optimizer's seed, the number of the update, ``name``, the transform's position in its chain and
+        the element's index in the model, and on nothing else: not on layout, sharding or resumption. They are independent of those by which
+        formats round. The same name gives the same bits again.
+
+        Args:
+            name: Tells apart the draws of one transform.
+            like: A tree of the parameters' structure and shapes.
+
+        Returns:
+            A tree of the same structure, with an :class:`everybit.Key` for each leaf.
+
+        Raises:
+            TypeError: The transform does not say that it draws (``draws = True``).
+            ValueError: Nobody counts steps, or the tree is not that of the parameters.
+        """
+        if "draws" in self.undeclared:
+            raise TypeError(_undeclared("keys", "draws"))
+        updates = require_step(self.step if self.updates is None else self.updates, "ctx.keys")
+        leaves = tree.leaves(like)
+        numbering = Numbering.through(leaves, self.first_element) if self.numbering is None else self.numbering
+        if len(numbering) != len(leaves):
+            raise ValueError(
+                f"ctx.keys: got {len(leaves)} tensors; accepted is a tree of the {len(numbering)} parameters' structure. A combinator that"
+                " leaves some out passes ctx.of(chosen) on."
+            )
+        # No slot and no part of a parameter has a name with a colon in front.
+        place = ".".join(map(str, self.path))
+        streams = {kind: stream(f":{place}:{name}:{kind}") for kind in dict.fromkeys(one.kind for one in numbering)}
+        found: Any = [Key(self.seed, updates, streams[one.kind], one.first) for one in numbering]
+        return tree.replace(like, found)
+
+    def every(self, period: int, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """Return ``work()`` at the first update and every ``period`` updates after it, and ``otherwise()`` at the others.
+
+        Where the host has decided (:attr:`due`) one of the two is called. Elsewhere both are, and the device chooses, with the same bits
+        and without a wait: inside of ``accumulate`` and ``apply_if_finite``, whose counts are on the device, and in code that is compiled
+        without a decision.
+
+        Args:
+            period: At least 1. A transform lists its periods in a method: ``def periods(self): return (self.period,)``.
+            work: Returns a tree of tensors.
+            otherwise: Returns a tree of the same structure, shapes and dtypes.
+
+        Raises:
+            ValueError: A period below 1, or nobody counts steps.
+        """
+        require_count("period", period, "a whole number of updates")
+        for known, due in self.due:
+            if known == period:
+                return work() if due else otherwise()
+        if period == 1:
+            return work()
+        updates = require_step(self.step if self.updates is None else self.updates, "ctx.every")
+        is_due = (updates - 1) % period == 0
+
+        def chosen(done: T) -> T:
+            found: T = then(otherwise(), lambda kept: tree.where(is_due, done, kept))
+            return found
+
+        return then(work(), chosen)
+
+
+ALONE = Context()
+"""The context of a single process that knows nothing but the gradients."""
+
+
+def _chosen(values: tuple[T, ...] | None, chosen: Sequence[bool]) -> tuple[T, ...] | None:
+    return None if values is None else tuple(one for one, keep in zip(values, chosen, strict=True) if keep)
+
+
+def _undeclared(what: str, promise: str) -> str:
+    return (
+        f"ctx.{what}: asked by a transform that does not say so, on whose word parameters were cut; accepted is a transform, and"
+        f" combinators around it, with {promise}: ClassVar[bool] = True."
+    )

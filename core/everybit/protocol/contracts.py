@@ -1,0 +1,214 @@
+"""The contract of a transform, checked where the transform is used, so that a mistake is named where it is made.
+
+:mod:`everybit.testing` checks all promises. This module checks those whose violation would otherwise raise nothing and train wrongly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit.base import tree
+from everybit.protocol.context import Context
+from everybit.protocol.requests import then
+from everybit.protocol.transform import Transform
+
+P = TypeVar("P")
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+def enter(transform: Transform[S], updates: P, state: S, params: P, ctx: Context, after: Callable[[P, S], R]) -> R:
+    """Call ``transform.update``, and go on with ``after(updates, state)``, now or when its requests are met.
+
+    Combinators and optimizers call every transform by this function.
+
+    Raises:
+        TypeError: The update returned something else than a pair of updates and a state of the same class.
+    """
+
+    def checked(returned: Any) -> R:
+        _require_pair(transform, returned, state)
+        return after(*returned)
+
+    if ctx.entered is not None:
+        ctx.entered(transform, state)
+    if ctx.requests_only and not getattr(transform, "stops_at_requests", False):
+        # Another combinator may make a request after its transform's update, and needs all of that.
+        ctx = replace(ctx, requests_only=False)
+    return then(transform.update(updates, state, params, ctx), checked)
+
+
+def _require_pair(transform: Transform[S], returned: Any, state: S) -> None:
+    if type(returned) is not tuple or len(returned) != 2:
+        raise TypeError(
+            f"{_name(transform)}.update returned a {type(returned).__name__}; accepted is a pair: return updates, state."
+        )
+    if type(returned[1]) is not type(state):
+        raise TypeError(
+            f"{_name(transform)}.update returned a {type(returned[1]).__name__} as its state; accepted is what init returned, a"
+            f" {type(state).__name__}: return updates, {type(state).__name__}(...)."
+        )
+
+
+def require_state(transform: Transform[Any], state: object, params: object) -> None:
+    """Refuse a state in which a policy would not find what it is to store.
+
+    Raises:
+        TypeError: Something that is neither a tensor nor registered with ``@eb.state``, or tensors outside of slots that have elements. The
+            message says where, and what to write.
+    """
+    whole = len(tree.leaves(params))
+
+    def walk(node: object, path: str) -> None:
+        where = f"{_name(transform)}.init: state{path}"
+        slots = tree.slot_fields(node)
+        if slots is not None:
+            for name, is_slot in slots.items():
+                if is_slot:
+                    require_factors(getattr(node, name), f"{where}.{name}")
+                else:
+                    require_no_parameter_tree(getattr(node, name), f"{path}.{name}", name)
+                    walk(getattr(node, name), f"{path}.{name}")
+        elif isinstance(node, Tensor):
+            if node.ndim:
+                raise TypeError(
+                    f"{where}: got a tensor of shape {tuple(node.shape)} outside of a slot, where no policy stores it and no shard cuts it."
+                    f" Accepted there are 0-d tensors; annotate what has the shapes of the parameters as a slot: {_last(path)}: eb.Slot[P]."
+                )
+        elif isinstance(node, tuple) and hasattr(node, "_fields"):
+            raise TypeError(
+                f"{where}: got the named tuple {type(node).__name__}; accepted is a dataclass with @eb.state above"
+                " @dataclass(frozen=True, slots=True), whose slots are annotated eb.Slot[P]."
+            )
+        elif isinstance(node, (tuple, list)):
+            for index, child in enumerate(node):
+                walk(child, f"{path}[{index}]")
+        elif isinstance(node, dict):
+            for key, child in node.items():
+                walk(child, f"{path}[{key!r}]")
+        elif node is not None:
+            unregistered = dataclasses.is_dataclass(node)
+            got = f"an instance of {type(node).__name__}" if unregistered else repr(node)
+            hint = (
+                f"; put @eb.state above the @dataclass of {type(node).__name__}"
+                if unregistered
+                else ", such as torch.zeros((), dtype=torch.int64) for a counter"
+            )
+            raise TypeError(f"{where}: got {got}; accepted are tensors and classes registered with @eb.state{hint}.")
+
+    def require_factors(slot: Any, where: str) -> None:
+        for index, value in enumerate(tree.flatten_up_to(params, slot)):
+            if isinstance(value, dict) and not value:
+                raise TypeError(
+                    f"{where}{tree.paths(params)[index]}: got an empty dict; accepted are a tensor of the parameter's shape, and a dict of"
+                    " factors, tensors by name. Where there is nothing to keep, keep one factor without elements."
+                )
+
+    def require_no_parameter_tree(value: object, path: str, name: str) -> None:
+        if isinstance(value, (dict, list)) and whole and tree.same_structure(value, params):
+            raise TypeError(
+                f"{_name(transform)}.init: state{path}: got one tensor for each parameter outside of a slot, where no policy"
+                f" stores it and no shard cuts it. Annotate it as a slot: {name}: eb.Slot[P]."
+            )
+
+    walk(state, "")
+
+
+def require_cut(transform: Transform[Any], state: object, params: object) -> None:
+    """Refuse factors, which have other shapes than their parameter, in the state of a transform whose parameters may be cut.
+
+    Raises:
+        ValueError: The message names the slot.
+    """
+
+    def look(name: str, slot: Any) -> Any:
+        if any(isinstance(value, dict) for value in tree.flatten_up_to(params, slot)):
+            raise ValueError(
+                f"{_name(transform)}.init: state.{name}: got factors, tensors by name that have other shapes than their parameter, of a"
+                " transform that says that parameters may be cut anywhere. Accepted is cut: ClassVar[eb.Cut] = 'tensor'."
+            )
+        return slot
+
+    if transform.cut == "element":
+        tree.map_slots(look, state)
+
+
+def separated(state: S, params: object) -> S:
+    """``state`` with memory of its own for every tensor: none shares it with another, with a parameter or with itself.
+
+    A transform may give one tree of zeros to two slots, which nobody notices as long as nothing is written in place; adapters do write in
+    place.
+    """
+    if torch.compiler.is_compiling():
+        # Dynamo knows no memory. Copies of tensors that the graph makes cost nothing in compiled code.
+        return tree.map(Tensor.clone, state)
+    seen = {_memory(leaf) for leaf in tree.leaves(params)}
+
+    def own(leaf: Tensor) -> Tensor:
+        where = _memory(leaf)
+        overlaps = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+        if where in seen or overlaps:
+            return leaf.clone(memory_format=torch.contiguous_format)
+        seen.add(where)
+        return leaf
+
+    return tree.map(own, state)
+
+
+class Unwritten:
+    """Notices tensors that are written to: ``require(...)`` raises for those whose version changed since.
+
+    Compilers and ``torch.func`` trace writes to a copy; there is nothing to notice then.
+    """
+
+    def __init__(self, **inputs: object) -> None:
+        self._inputs = inputs
+        self._versions: Sequence[int] | None = None if torch.compiler.is_compiling() else _versions(inputs)
+
+    def require(self, transform: Transform[Any]) -> None:
+        """Refuse a transform that wrote to one of the inputs.
+
+        Raises:
+            TypeError: The message names the tensor.
+        """
+        if self._versions is None:
+            return
+        now = _versions(self._inputs)
+        if now is None or list(now) == list(self._versions):
+            return
+        names = (f"{name}{path}" for name, values in self._inputs.items() for path in tree.paths(values))
+        written = next(name for name, a, b in zip(names, self._versions, now, strict=True) if a != b)
+        raise TypeError(
+            f"{_name(transform)}.update wrote to {written}, which was passed in; accepted is an update that makes new tensors:"
+            " m = decay * m + g, not m.mul_(decay).add_(g)."
+        )
+
+
+def _versions(inputs: dict[str, object]) -> Sequence[int] | None:
+    try:
+        return [leaf._version for values in inputs.values() for leaf in tree.leaves(values)]
+    except RuntimeError:  # inference tensors have no versions
+        return None
+
+
+def _memory(leaf: Tensor) -> int:
+    """Tells apart the memory of tensors; of those that have no storage to look at (inside ``torch.func``), the tensors themselves."""
+    try:
+        return int(leaf.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(leaf)
+
+
+def _name(transform: object) -> str:
+    return type(transform).__name__
+
+
+def _last(path: str) -> str:
+    """The name of the innermost field in a path."""
+    return path.rsplit(".", 1)[-1].split("[", 1)[0]

@@ -1,0 +1,286 @@
+"""The entries of an optimizer's state: the name of each tensor, its role, and how it may be cut.
+
+Code that cuts a state, names its tensors in a checkpoint, shards them or counts their bytes uses these, and infers nothing from shapes.
+
+An entry goes by the name of its slot, and a part that is not the first of a value also by its own: ``momentum``, ``momentum.residual``,
+``variance#2.scale``. Factors, which have other shapes than their parameter, go by theirs: ``variance.rows``, ``variance.rows.scale``. Of
+the weights the first part is the model's own tensor, so that their entries are ``param.remainder`` and the like.
+What is no slot goes by its path in the transform's state: ``inner.step``. Field names hold neither ``.`` nor ``#``, and a slot that is
+called ``param``, ``step`` or ``inner`` is numbered, as a second slot of one name is (``param#2``); so no two entries have one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from everybit.base import tree
+from everybit.formats import PartSpec
+from everybit.formats.protocol import parts_of
+from everybit.policies import Resolved
+from everybit.protocol import StoredRows
+from everybit.stepping.optimizer import OptimizerState
+
+STEP, WEIGHTS, INNER = "step", "param", "inner"
+"""Names of entries that are no slots: the optimizer's count, what the model does not hold of the weights, a transform's counts."""
+
+VERSION = 2
+"""Of the names: state dicts say under :data:`VERSION_KEY` by which they are written. Of version 1 parts went by their numbers."""
+
+VERSION_KEY = "format_version"
+
+Role = Literal["weights", "slot", "shared"]
+"""The role of an entry: a part of the weights beside the model's own tensor, a slot, or a value that parameters stepped together share."""
+
+Cut = Literal["element", "tensor", "copy", "rows"] | int
+"""How an entry may be cut where its parameter is.
+
+``"element"``: anywhere, as the parameter's own elements. A number: at multiples of so many of the parameter's elements, counted from its
+first. ``"tensor"``: not at all. ``"copy"``: every part has a copy, and all copies are equal. ``"rows"``: between rows of its own, as a
+factor of a parameter is of which ranks hold rows; see :class:`~everybit.protocol.stored_rows.StoredRows`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor that an optimizer keeps for a parameter.
+
+    Attributes:
+        name: In state dicts and checkpoints.
+        role: What it is for.
+        part: Which part of a stored value it is; None of what is stored as it was computed.
+        cut: How it may be cut.
+        leading: Whether it is the first part of a value: the value itself, rounded. Of the weights that is the model's own tensor.
+    """
+
+    name: str
+    role: Role
+    part: PartSpec | None
+    cut: Cut
+    leading: bool = True
+
+    @property
+    def field(self) -> str:
+        """The name without that of the part: ``momentum#2`` of ``momentum#2.scale``."""
+        return self.name if self.role == "shared" else self.name.split(".")[0]
+
+    def shape(self, parameter: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
+        """The entry's shape for a parameter of this shape; ``own`` is that which it has here, and that of one that is cut by rows."""
+        if self.cut in ("tensor", "copy", "rows"):
+            return tuple(own)
+        return tuple(parameter) if self.part is None else self.part.shape(parameter)
+
+    def range(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of the entry's numbers that belong to the elements ``start`` to ``stop`` of its parameter.
+
+        Raises:
+            ValueError: The entry cannot be cut there; the message names it.
+        """
+        if self.cut in ("tensor", "copy", "rows"):
+            raise ValueError(f"{self.name}: cannot be cut; its rule is {self.cut!r}.")
+        try:
+            return (start, stop) if self.part is None else self.part.range(start, stop)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+
+class Field(NamedTuple):
+    """A field of a state: a slot with something for each parameter, or a number that they share.
+
+    Attributes:
+        name: Unique.
+        value: A tree of tensors, or of tuples of parts; or a tensor.
+        is_slot: Whether there is something for each parameter.
+    """
+
+    name: str
+    value: Any
+    is_slot: bool
+
+
+def fields(state: OptimizerState[Any]) -> list[Field]:
+    """Everything in a state, by names that are unique.
+
+    Slots go by their own names, ``param`` by that of the parts of parameters that the model does not hold; counters by their path. A slot
+    whose name is taken, by a slot before it or by what is no slot, is numbered: ``momentum#2``, ``param#2``. Whether ``param`` is taken
+    does not depend on whether this policy has such parts, so that a slot's name is the same under every policy.
+    """
+    found = [Field(STEP, state.step, is_slot=False)]
+    if tree.leaves(state.extra):
+        found.append(Field(WEIGHTS, state.extra, is_slot=True))
+    name_of = _Names()
+
+    def slot(name: str, subtree: Any) -> Any:
+        unique = name_of(name)
+        if tree.leaves(subtree):
+            found.append(Field(unique, subtree, is_slot=True))
+        return None
+
+    counters = tree.map_slots(slot, state.inner)
+    paths = [f"{INNER}{path}" for path in tree.paths(counters)]
+    return found + [Field(path, leaf, is_slot=False) for path, leaf in zip(paths, tree.leaves(counters), strict=True)]
+
+
+class _Names:
+    """Numbers slots of a name that is taken."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = dict.fromkeys((STEP, WEIGHTS, INNER), 1)
+
+    def __call__(self, name: str) -> str:
+        count = self._seen[name] = self._seen.get(name, 0) + 1
+        return name if count == 1 else f"{name}#{count}"
+
+
+def specs(field: str, stored: Resolved | None) -> tuple[PartSpec, ...] | None:
+    """The parts of a field of a parameter; None where values are as they were computed, in one tensor each.
+
+    Args:
+        field: Its name, as in :func:`fields`.
+        stored: How the parameter and its state are stored; None: in the compute dtype.
+    """
+    if stored is None:
+        return None
+    return parts_of(stored.params)[1:] if field == WEIGHTS else parts_of(stored.slot(field.split("#")[0]))
+
+
+def entries(
+    state: OptimizerState[Any], params: object, position: int, stored: Resolved | None
+) -> list[tuple[Entry, Tensor]]:
+    """List the entries of one parameter, those that it shares with other parameters included, in order.
+
+    Args:
+        state: Of the optimizer.
+        params: The parameters that it is of, or a tree of the same structure.
+        position: Number of the parameter among the leaves of ``params``.
+        stored: How it and its state are stored; None: in the compute dtype, as :meth:`~everybit.Optimizer.decode` gives it.
+    """
+    found: list[tuple[Entry, Tensor]] = []
+    for name, value, is_slot in fields(state):
+        if is_slot:
+            own = tree.flatten_up_to(params, value)[position]
+            found += _of_value(name, own, specs(name, stored))
+        else:
+            found.append((Entry(name, "shared", None, "copy"), value))
+    return found
+
+
+def _of_value(name: str, value: Any, parts: tuple[PartSpec, ...] | None) -> Iterator[tuple[Entry, Tensor]]:
+    role: Role = "weights" if name == WEIGHTS else "slot"
+    if value is None:
+        return
+    if isinstance(value, StoredRows):
+        for entry, x in _of_value(name, value.value, parts):
+            yield replace(entry, cut="rows" if x.ndim else "copy") if entry.cut == "tensor" else entry, x
+        return
+    if isinstance(value, dict):
+        for factor, stored in value.items():
+            for entry, x in _of_value(f"{name}.{factor}", stored, parts):
+                yield replace(entry, cut="tensor"), x
+        return
+    if parts is None:
+        yield Entry(name, role, None, "element"), value
+        return
+    tensors = value if isinstance(value, tuple) else (value,)
+    for number, (part, x) in enumerate(zip(parts, tensors, strict=True)):
+        if x is None:
+            continue
+        first = number == 0 and name != WEIGHTS
+        own_name = name if first else f"{name}.{part.name}"
+        yield Entry(own_name, role, part, "element" if part.block == 1 else part.block, first), x
+
+
+def field_of(name: str) -> str:
+    """The field that holds a shared number, by the name of its entry: ``mu_product`` of ``inner.states[1].mu_product``; else ``""``."""
+    return name.rpartition(".")[2] if name.startswith((f"{INNER}.", f"{INNER}[")) else ""
+
+
+def former_names(found: Sequence[Entry]) -> dict[str, str]:
+    """Map the names of one parameter's entries in state dicts of version 1, which number parts (``momentum.1``), to the present names."""
+    numbers: dict[str, int] = {}
+    former: dict[str, str] = {}
+    for entry in found:
+        if entry.cut in ("tensor", "rows"):
+            continue  # of later versions
+        number = numbers[entry.field] = numbers.get(entry.field, -1) + 1
+        old = entry.field if number == 0 else f"{entry.field}.{number}"
+        if old != entry.name:
+            former[old] = entry.name
+    return former
+
+
+OnPart = Callable[[Tensor, PartSpec | None], Tensor]
+
+
+def map_parts(
+    state: OptimizerState[Any],
+    params: object,
+    stored: Sequence[Resolved] | None,
+    on_part: OnPart,
+    on_shared: Callable[[Tensor], Tensor],
+) -> OptimizerState[Any]:
+    """A state with every tensor replaced.
+
+    Args:
+        state: Of the optimizer.
+        params: The parameters that it is of, or a tree of the same structure.
+        stored: How each of them and its state are stored; None: in the compute dtype.
+        on_part: Makes a tensor of one that belongs to a parameter, and of what is known of it.
+        on_shared: Makes one of a tensor that parameters share.
+    """
+    name_of = _Names()
+    held: list[Any] = []
+
+    def mapped(name: str, subtree: Any) -> Any:
+        values = tree.flatten_up_to(params, subtree)
+        known: Any = repeat(None) if stored is None else (specs(name, one) for one in stored)
+        return tree.replace(params, [_mapped_value(value, parts, on_part) for value, parts in zip(values, known)])  # noqa: B905
+
+    def slot(name: str, subtree: Any) -> Any:
+        held.append(mapped(name_of(name), subtree))
+        return None
+
+    # Slots out, the rest mapped, slots back in, in the same order.
+    rest = tree.map(on_shared, tree.map_slots(slot, state.inner))
+    again = iter(held)
+    inner = tree.map_slots(lambda _name, _slot: next(again), rest)
+    return OptimizerState(on_shared(state.step), mapped(WEIGHTS, state.extra), inner)
+
+
+def _mapped_value(value: Any, parts: tuple[PartSpec, ...] | None, on_part: OnPart) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, StoredRows):
+        return tree.map(lambda x: on_part(x, None), value)
+    if isinstance(value, dict):
+        # The parts of a factor do not follow the parameter's elements, but for their number.
+        return {factor: _mapped_value(stored, parts, on_part) for factor, stored in value.items()}
+    if isinstance(value, tuple):
+        known = repeat(None) if parts is None else parts
+        return tuple(None if x is None else on_part(x, part) for x, part in zip(value, known))  # noqa: B905
+    return on_part(value, None if parts is None else parts[0])
+
+
+def cut(
+    state: OptimizerState[Any],
+    params: object,
+    stored: Sequence[Resolved] | None,
+    start: int,
+    stop: int,
+    on_shared: Callable[[Tensor], Tensor],
+) -> OptimizerState[Any]:
+    """The state of the elements ``start`` to ``stop`` of a single 1-d parameter, as views; ``on_shared`` makes what is not cut.
+
+    Raises:
+        ValueError: A part has one number for elements on both sides of ``start``.
+    """
+
+    def part(x: Tensor, spec: PartSpec | None) -> Tensor:
+        low, high = (start, stop) if spec is None else spec.range(start, stop)
+        return x[low:high]
+
+    return map_parts(state, params, stored, part, on_shared)

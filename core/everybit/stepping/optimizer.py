@@ -1,0 +1,498 @@
+"""The terminal step: a transform, and a policy for how everything it touches is stored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from everybit.base import FirstElement, is_parameter, once, require_seed, torch_dtype, tree
+from everybit.combinators import zero_step
+from everybit.policies import (
+    AnyPolicy,
+    ByLabel,
+    Codec,
+    Policy,
+    PolicyOrName,
+    Resolved,
+    draws_bits,
+    is_dense,
+    policies_of,
+    resolve_tree,
+    widened,
+    widened_param,
+    with_name_resolved,
+)
+from everybit.policies.checks import problems, undeclared
+from everybit.policies.codec import zeros
+from everybit.protocol import (
+    Context,
+    Cut,
+    Pending,
+    Transform,
+    Unwritten,
+    advance,
+    any_draws,
+    any_per_tensor,
+    decays,
+    enter,
+    eval_params,
+    periods,
+    require_cut,
+    require_state,
+    require_transform,
+    separated,
+    then,
+)
+from everybit.protocol.transform import squares
+
+P = TypeVar("P")
+S = TypeVar("S")
+
+Unsafe = Literal["refuse", "warn", "allow"]
+"""How a policy that cannot work for a transform is handled: it is refused, or a warning is given, or it is accepted."""
+
+
+@tree.state
+@dataclass(frozen=True, slots=True)
+class OptimizerState(Generic[S]):
+    """All that an optimizer keeps between steps.
+
+    Attributes:
+        step: Calls done, int64, 0-d.
+        extra: For each parameter the tuple of its parts but the first, which is the model's own tensor.
+        inner: The transform's state, each slot in its policy's format: a tensor, or a tuple of parts.
+    """
+
+    step: Tensor
+    extra: Any
+    inner: S
+
+
+class StepTrace(NamedTuple):
+    """A step with its intermediate results, which metrics are computed from; returned by :meth:`Optimizer.step_traced`.
+
+    Attributes:
+        params: The new parameters, as stored.
+        state: The new state.
+        before: The weights before the step. This and the following are trees in the compute dtype, with the parameters' structure.
+        grads: The gradients.
+        updates: The transform's updates.
+        after: The weights after the step, before they are rounded to what is stored.
+    """
+
+    params: Any
+    state: OptimizerState[Any]
+    before: Any
+    grads: Any
+    updates: Any
+    after: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer(Generic[S]):
+    """A transform under a policy: ``params, state = step(params, grads, state)``. Made by :func:`with_policy`.
+
+    ``step`` decodes what is stored, runs the transform in the compute dtype, adds the update and encodes: one rounding per tensor and
+    step, and the moments just computed are used unrounded. It mutates nothing. It is the last word, not a :class:`Transform`: there is
+    nothing to chain after it.
+    """
+
+    transform: Transform[S]
+    policy: AnyPolicy
+    seed: int | Tensor = 0
+    unsafe: Unsafe = field(default="allow", compare=False, repr=False)
+    found: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Results of :func:`~everybit.base.memo.once`."""
+
+    @property
+    def cut(self) -> Cut:
+        """How finely the parameters may be cut."""
+        return "tensor" if isinstance(self.policy, ByLabel) else self.transform.cut
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a step makes requests."""
+        return once(self, "reduces", lambda: self.transform.reduces)
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether a step asks ``ctx.per_tensor`` for anything."""
+        return once(self, "per_tensor", lambda: any_per_tensor([self.transform]))
+
+    @property
+    def draws(self) -> bool:
+        """Whether the transform draws random bits, beside those by which formats round."""
+        return once(self, "draws", lambda: any_draws([self.transform]))
+
+    @property
+    def draws_bits(self) -> bool:
+        """Whether a step needs the elements' indices: the policy rounds stochastically, or the transform draws."""
+        return self.draws or draws_bits(self.policy)
+
+    def due(self, step: int) -> tuple[tuple[int, bool], ...]:
+        """Decide on the host which periodic work is due at an update, for the ``due`` of :class:`~everybit.Context`.
+
+        What is compiled is compiled once for each answer, and does the work where it is due and not elsewhere.
+
+        Args:
+            step: Number of the update, 1 at the first: ``int(state.step) + 1`` before it, which a training loop knows without a wait.
+
+        Raises:
+            ValueError: ``step`` is below 1.
+
+        Examples:
+            >>> import torch, everybit as eb
+            >>> opt = eb.with_policy(eb.adamw(1e-3), eb.policies.FP32)
+            >>> opt.due(1)  # nothing in AdamW is done every few steps only
+            ()
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+            raise ValueError(f"step: got {step!r}; accepted is the number of an update, a whole number, at least 1.")
+        return tuple((period, (step - 1) % period == 0) for period in periods(self.transform))
+
+    def formats(self, params: object) -> list[Resolved]:
+        """Return how each leaf of ``params`` and its state are stored, in order.
+
+        Raises:
+            TypeError: A leaf that is no floating-point tensor.
+            ValueError: A leaf that the policy cannot store. Messages name the path.
+        """
+
+        def resolved() -> list[Resolved]:
+            return resolve_tree(self.policy, params, squares(self.transform))
+
+        leaves = tree.leaves(params)
+        if isinstance(self.policy, ByLabel) or not all(is_dense(leaf) for leaf in leaves):
+            return resolved()
+        return once(self, tuple(leaf.dtype for leaf in leaves), resolved)
+
+    def init(self, params: P, ctx: Context | None = None) -> OptimizerState[S]:
+        """The state before the first step. Works on meta tensors, for planning.
+
+        Raises:
+            TypeError: A parameter that is not a floating-point tensor, or a state that a policy cannot store, because it is not registered
+                with ``@eb.state`` or has tensors outside of slots.
+            ValueError: A parameter that the policy cannot store, or a slot of which the transform does not say how slowly it moves though
+                the policy needs to know. All messages name the path.
+        """
+        formats = self.formats(params)
+        step = zero_step(params)
+        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
+        values = [widened_param(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
+        extra = [parts[1:] for parts in codec.encode_params(values)]
+        inner = self.transform.init(tree.replace(params, values))
+        require_state(self.transform, inner, params)
+        require_cut(self.transform, inner, params)
+        self._require_declared(inner)
+        return separated(OptimizerState(step, tree.replace(params, extra), codec.encode_state(inner)), params)
+
+    def _require_declared(self, inner: S) -> None:
+        """Ask for the decay rates of slots whose format cannot follow every rate."""
+        if self.unsafe == "allow":
+            return
+        slots: list[str] = []
+        tree.map_slots(lambda name, _slot: slots.append(name), inner)
+        for policy in policies_of(self.policy):
+            for name in undeclared(policy, slots, decays(self.transform)):
+                _object(
+                    f"state.{name}: {type(self.transform).__name__} does not say how slowly it moves, and"
+                    f" {policy.field_of(name)} = {policy.slot(name)} rounds it to nearest, where slow averages stop moving."
+                    f" Accepted is a transform that says so: def decays(self): return (eb.SlotDecay({name!r}, rate),), where"
+                    " rate is the share that a step keeps (0.0 for what each step replaces); or a format that follows every"
+                    " rate, such as Stochastic('bfloat16') or Nearest('float32').",
+                    self.unsafe,
+                    stacklevel=4,
+                )
+
+    def step(
+        self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None
+    ) -> tuple[P, OptimizerState[S]]:
+        """Compute one update of all parameters.
+
+        Args:
+            params: The model's tensors, as stored.
+            grads: Same structure and shapes; any floating dtype not above the compute dtype.
+            state: From ``init`` or the step before.
+            ctx: What else is known; see :class:`~everybit.Context`.
+
+        Returns:
+            New parameters, of the same dtypes, and new state. Nothing that was passed in is changed. Under ``Context(pending=True)`` a
+            step with requests returns :class:`everybit.Pending`; :func:`everybit.fulfil` makes it this pair.
+
+        Raises:
+            TypeError: A gradient that is complex, sparse or no floating-point tensor.
+            ValueError: Structures, shapes or formats that do not fit; the message names the path.
+        """
+        return then(self.step_traced(params, grads, state, ctx), lambda trace: (trace.params, trace.state))
+
+    def step_traced(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> StepTrace:
+        """Compute a step as :meth:`step` does, and return its intermediate results too."""
+        _warn_of_growing_graphs(params)
+        formats = self.formats(params)
+        step = state.step + 1
+        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
+        values = codec.decode_params(state.extra)
+        before = tree.replace(params, values)
+        wide_grads = widened(grads, params, formats)
+        inner = codec.decode_state(state.inner)
+
+        unwritten = Unwritten(grads=wide_grads, state=inner, params=before)
+
+        def applied(updates: Any, inner: S) -> StepTrace:
+            unwritten.require(self.transform)
+            moves = tree.leaves(updates)
+            if len(moves) != len(values) or any(u.shape != x.shape for u, x in zip(moves, values, strict=True)):
+                tree.require_same_structure(updates, params, name="updates", reference_name="params")
+
+            after = [x + u for x, u in zip(values, moves, strict=True)]
+            parts = codec.encode_params(after)
+            new_state = OptimizerState(step, tree.replace(params, [p[1:] for p in parts]), codec.encode_state(inner))
+            return StepTrace(tree.replace(params, [p[0] for p in parts]), new_state, before, wide_grads, updates, after)
+
+        return enter(self.transform, wide_grads, inner, before, self._inside(ctx, codec), applied)
+
+    def _inside(self, ctx: Context | None, codec: Codec) -> Context:
+        """The context of a step for the transform."""
+        promises = {"per_tensor": self.per_tensor, "draws": self.draws}
+        return replace(
+            ctx or Context(),
+            seed=self.seed,
+            numbering=codec.numbering,
+            undeclared=tuple(name for name, made in promises.items() if not made),
+        ).at(codec.step)
+
+    def ask(
+        self,
+        params: P,
+        grads: P,
+        state: OptimizerState[S],
+        ctx: Context,
+        *,
+        totals: Sequence[Tensor] = (),
+        reads: Collection[str] | None = None,
+    ) -> Pending | None:
+        """Run a step's update up to its first request that ``totals`` do not answer, and return that; None if there is none.
+
+        Args:
+            params: As for :meth:`step`.
+            grads: As for :meth:`step`.
+            state: As for :meth:`step`.
+            ctx: With ``pending=True``.
+            totals: Of the first requests, in order.
+            reads: The slots, and ``"params"`` for the weights, from which the request is computed. Others are not decoded, and zeros
+                stand for them. None: all.
+        """
+        formats = self.formats(params)
+        step = state.step + 1
+        codec = Codec.of(params, formats, self.seed, step, _first(ctx))
+        if reads is None or "params" in reads:
+            values = codec.decode_params(state.extra)
+        else:
+            values = [zeros(leaf, one) for leaf, one in zip(tree.leaves(params), formats, strict=True)]
+        inner = codec.decode_state(state.inner, reads)
+        weights = tree.replace(params, values)
+        inside, given = self._inside(ctx, codec), widened(grads, params, formats)
+        found: Any = advance(enter(self.transform, given, inner, weights, inside, lambda *_: None), totals)
+        return found if isinstance(found, Pending) else None
+
+    def export_fp32(self, params: P, state: OptimizerState[S]) -> P:
+        """Return the weights with all the precision that parameters and state hold together, in the compute dtype (float32).
+
+        Raises:
+            ValueError: ``state`` does not belong to ``params`` under this policy.
+        """
+        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
+        return tree.replace(params, [value.clone() for value in codec.decode_params(state.extra)])
+
+    def eval_params(self, params: P, state: OptimizerState[S]) -> P:
+        """The weights for evaluation, in the compute dtype (float32): those that the transform says, else those that are trained.
+
+        Raises:
+            ValueError: ``state`` does not belong to ``params`` under this policy.
+        """
+        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
+        weights = tree.replace(params, codec.decode_params(state.extra))
+        found = eval_params(self.transform, weights, codec.decode_state(state.inner))
+        tree.require_same_structure(found, params, name="eval_params", reference_name="params")
+        return tree.map(torch.clone, found)
+
+    def import_fp32(
+        self, weights: P, params: P, state: OptimizerState[S] | None = None, ctx: Context | None = None
+    ) -> tuple[P, OptimizerState[S]]:
+        """Store full-precision ``weights``: the model's tensors get the rounded values, the residuals get the rest.
+
+        Args:
+            weights: float32 (or better) tensors, with the structure and shapes of ``params``.
+            params: The model's tensors, which tell how weights are stored; their values do not matter.
+            state: Its step and moments are kept. None: a fresh one.
+            ctx: Its ``first_element`` is that of the tree, for formats that draw random bits.
+
+        Returns:
+            New parameters and state.
+
+        Raises:
+            ValueError: Structures or shapes differ; the message names the path.
+        """
+        tree.require_same_structure(weights, params, name="weights", reference_name="params")
+        formats = self.formats(params)
+        fresh = self.init(params, ctx) if state is None else state
+        codec = Codec.of(params, formats, self.seed, fresh.step, _first(ctx))
+        wide = widened(weights, params, formats, name="weights")
+        parts = codec.encode_params(tree.leaves(wide))
+        stored = OptimizerState(fresh.step, tree.replace(params, [p[1:] for p in parts]), fresh.inner)
+        return tree.replace(params, [p[0] for p in parts]), stored
+
+    def decode(self, params: P, state: OptimizerState[S]) -> tuple[P, OptimizerState[S]]:
+        """Decode what is stored: return the weights, and a state without extra parts, all in the compute dtype (float32).
+
+        With :meth:`encode` of another optimizer of the same transform this carries a run from one policy to another.
+
+        Raises:
+            ValueError: ``state`` does not belong to ``params`` under this policy.
+        """
+        codec = Codec.of(params, self.formats(params), self.seed, state.step, 0)
+        weights = [value.clone() for value in codec.decode_params(state.extra)]
+        inner = tree.map(torch.clone, codec.decode_state(state.inner))
+        nothing = tree.replace(params, [()] * len(weights))
+        return tree.replace(params, weights), OptimizerState(state.step.clone(), nothing, inner)
+
+    def encode(
+        self, weights: P, state: OptimizerState[S], params: P, ctx: Context | None = None
+    ) -> tuple[P, OptimizerState[S]]:
+        """Store what :meth:`decode` gave, under this policy: everything is rounded once, as a step would round it.
+
+        Args:
+            weights: float32 (or better) tensors, with the structure and shapes of ``params``.
+            state: In the compute dtype; its ``extra`` is not looked at.
+            params: The model's tensors, which tell how weights are stored; their values do not matter.
+            ctx: As for :meth:`step`.
+
+        Returns:
+            New parameters and state.
+
+        Raises:
+            ValueError: Structures, shapes or dtypes differ; the message names the path.
+        """
+        formats = self.formats(params)
+        codec = Codec.of(params, formats, self.seed, state.step, _first(ctx))
+        wide = widened(weights, params, formats, name="weights")
+        parts = codec.encode_params(tree.leaves(wide))
+        inner = tree.map(torch.clone, codec.encode_state(state.inner))
+        stored = OptimizerState(state.step.clone(), tree.replace(params, [p[1:] for p in parts]), inner)
+        return tree.replace(params, [p[0] for p in parts]), stored
+
+    def bytes_table(self, params: object) -> dict[str, int]:
+        """Return the bytes that persist between steps for these parameters, by use, without allocating them.
+
+        Keys: ``parameter``, ``compensation`` (parts of parameters beside the model's tensor), ``gradient``, each slot by name, and
+        ``counters``. A slot called ``gradient``, as that of :func:`everybit.accumulate`, is counted with the gradients.
+        """
+        formats = self.formats(params)
+        shadow = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
+        state = self.init(shadow)
+        table = {"parameter": nbytes(shadow)}
+        if extra := nbytes(state.extra):
+            table["compensation"] = extra
+        table["gradient"] = sum(
+            leaf.numel() * torch_dtype(one.grads_main).itemsize
+            for leaf, one in zip(tree.leaves(shadow), formats, strict=True)
+        )
+        for use, size in state_bytes(state.inner, counters=state.step.nbytes).items():
+            table[use] = table.get(use, 0) + size
+        return table
+
+
+def with_policy(
+    transform: Transform[S],
+    policy: PolicyOrName,
+    *,
+    seed: int | Tensor = 0,
+    unsafe: Unsafe = "refuse",
+) -> Optimizer[S]:
+    """Make an optimizer of a transform, whose parameters and state are stored as ``policy`` says.
+
+    Args:
+        transform: What computes updates.
+        policy: How everything is stored: a :class:`Policy`, the name of one in :mod:`everybit.policies`, or several by
+            :func:`by_label`.
+        seed: Of the bits that stochastic rounding draws: a whole number of at most 64 bits, or an int64 tensor, 0-d. Under
+            ``torch.func.vmap`` a tensor gives each member of a population bits of its own; a number gives all of them the same bits.
+        unsafe: What to do about a policy that cannot work for this transform, such as a bfloat16 second moment rounded to nearest at
+            ``b2=0.999``, which never decays: refuse it, warn and go on, or go on.
+
+    Raises:
+        TypeError: ``transform`` is no transform, or ``policy`` no policy.
+        ValueError: The policy cannot work; the message names the field, what it holds and what would work.
+
+    Examples:
+        >>> import torch, everybit as eb
+        >>> opt = eb.with_policy(eb.adamw(1e-3), eb.policies.KAHAN_BF16)
+        >>> params = {"w": torch.ones(3, dtype=torch.bfloat16)}
+        >>> state = opt.init(params)
+        >>> params, state = opt.step(params, {"w": torch.ones(3, dtype=torch.bfloat16)}, state)
+        >>> opt.export_fp32(params, state)["w"]
+        tensor([0.9990, 0.9990, 0.9990])
+    """
+    require_transform(transform, who="with_policy")
+    policy = with_name_resolved(policy)
+    if not isinstance(policy, (Policy, ByLabel)):
+        raise TypeError(
+            f"policy: got {policy!r}; accepted are a Policy, such as everybit.policies.LEAN_BF16, its name, or by_label(...)."
+        )
+    require_seed(seed)
+    if unsafe not in ("refuse", "warn", "allow"):
+        raise ValueError(f"unsafe: got {unsafe!r}; accepted are 'refuse', 'warn', 'allow'.")
+    if unsafe != "allow":
+        for problem in dict.fromkeys(
+            found for one in policies_of(policy) for found in problems(one, decays(transform))
+        ):
+            _object(problem, unsafe, stacklevel=3)
+    return Optimizer(transform, policy, seed, unsafe)
+
+
+def _object(problem: str, unsafe: Unsafe, *, stacklevel: int) -> None:
+    if unsafe == "refuse":
+        raise ValueError(f"{problem} (unsafe='warn' runs it all the same.)")
+    warnings.warn(problem, stacklevel=stacklevel)
+
+
+def _warn_of_growing_graphs(params: object) -> None:
+    """A parameter of a module requires gradients, so that outside of ``no_grad`` a step becomes part of the graph of the next."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    for index, leaf in enumerate(tree.leaves(params)):
+        if leaf.requires_grad and is_parameter(leaf):
+            warnings.warn(
+                f"params{tree.paths(params)[index]}: got an nn.Parameter while gradients are enabled; what a step returns then"
+                " keeps the graph of all steps before it, and memory grows. Step inside of `with torch.no_grad():`, or pass"
+                " p.detach(). To differentiate through steps, pass plain tensors.",
+                stacklevel=4,
+            )
+            return
+
+
+def _first(ctx: Context | None) -> FirstElement:
+    return 0 if ctx is None else ctx.first_element
+
+
+def nbytes(values: object) -> int:
+    """Bytes of all the tensors in a tree."""
+    return sum(leaf.numel() * leaf.dtype.itemsize for leaf in tree.leaves(values))
+
+
+def state_bytes(inner: object, *, counters: int = 0) -> dict[str, int]:
+    """Bytes of a transform's state by slot name, and of everything else as ``counters``."""
+    table: dict[str, int] = {}
+
+    def count(name: str, slot: Any) -> Any:
+        table[name] = table.get(name, 0) + nbytes(slot)
+        return slot
+
+    tree.map_slots(count, inner)
+    table["counters"] = counters + nbytes(inner) - sum(table.values())
+    return table

@@ -56,6 +56,14 @@ def like(parameter: Tensor, part: Tensor, shape: Sequence[int] | None = None) ->
     )
 
 
+def sendable(part: Tensor) -> Tensor:
+    """A sharded tensor in a dtype that every backend sends: int16 as int32, because neither gloo nor NCCL has int16.
+
+    Values stay, so that ``copy_`` between checkpoints of both dtypes is exact, as :mod:`torch.distributed.checkpoint` copies them.
+    """
+    return part.to(torch.int32) if is_dtensor(part) and part.dtype is torch.int16 else part
+
+
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a tensor in the usual order."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -119,8 +119,12 @@ def require_entry(where: str, value: Any, kind: Kind, parameter: Tensor, *, full
     if kind.count:
         return torch.tensor(as_count(where, value), dtype=torch.int64)
     why = "It was made by another optimizer or for another model." if full else _FROM_ELSEWHERE
-    require_tensor(where, value, kind.dtype, kind.shape, parameter, accepted=f"{kind}. {why}")
-    checked: Tensor = value
+    # Of sharded parameters int16 is saved as int32; see :func:`everybit_torch.dtensors.sendable`.
+    dtypes = (torch.int16, torch.int32) if kind.dtype is torch.int16 else (kind.dtype,)
+    require_tensor(where, value, dtypes, kind.shape, parameter, accepted=f"{kind}. {why}")
+    checked: Tensor = value.to(kind.dtype)
+    if checked.dtype is not value.dtype and not torch.equal(local(checked).to(value.dtype), local(value)):
+        raise ValueError(f"{where}: holds numbers beyond int16; accepted are those of a remainder, in [-32768, 32767].")
     if kind.positive and bool((local(checked) < 0).any()):
         raise ValueError(
             f"{where}: holds negative numbers; accepted are running means of squares, which are not negative."

@@ -18,6 +18,7 @@ from everybit.base import require
 from everybit.combinators import needs_whole_tensors
 from everybit.stepping import Metrics
 from everybit_torch import clipping, streams
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.engine import added
 from everybit_torch.optimizer import TorchOptimizer
@@ -96,6 +97,7 @@ class GradientRelease:
         """Norm of all gradients of the last finished step, 0-d, at least float32; None before, and without ``max_norm``."""
         return self._norm
 
+    @in_plain_mode
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Return the norm of this backward pass's gradients, and clip those of the next ones to ``max_norm``.
@@ -154,6 +156,7 @@ class GradientRelease:
 
     # -- during the backward pass ---------------------------------------------------------------------------------------------
 
+    @in_plain_mode
     @torch.no_grad()
     def _arrive(self, parameter: Tensor) -> None:
         if self._accumulating:

@@ -13,6 +13,7 @@ import everybit as eb
 from everybit.policies import LOW, PolicyOrName
 from everybit.stepping import Metrics, Unsafe
 from everybit_torch import full_weights, loading, notices, param_groups, saving, state_dicts
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
 from everybit_torch.dtensors import over_mesh
@@ -23,7 +24,6 @@ from everybit_torch.following import require_followable
 from everybit_torch.front import Release, TorchNames
 from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.group_maker import Followed, GroupMaker
-from everybit_torch.inference import outside_inference
 from everybit_torch.param_groups import Params
 from everybit_torch.places import Places, parameters_of
 from everybit_torch.probing import Factory
@@ -180,13 +180,12 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @outside_inference
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient. The result is the same in every mode: autocast, default dtype or device, and others.
 
         Args:
-            closure: Recomputes the loss and the gradients; called once, with gradients enabled.
+            closure: Recomputes the loss and the gradients; called once, with gradients enabled, in the mode of the caller.
 
         Returns:
             What ``closure`` returned.
@@ -202,11 +201,17 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 raise RuntimeError(
                     "gradient release: step(closure) would run the backward pass again; accepted is step()."
                 )
-            with torch.enable_grad():
+            # Out of inference mode, gradients are enabled as well.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    @in_plain_mode
+    def _step(self) -> None:
         if self.release is not None:
             self.release.finish()
-            return loss
+            return
         self.prepare()
         prepared = self.engine.prepare()
         self._require_some_gradient(has_gradients=prepared.has_gradients)
@@ -214,7 +219,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.engine.step(prepared, metrics=self.metrics_enabled)
         for step in again:
             step()
-        return loss
 
     def prepare(self) -> None:
         """Prepare a step: place parameters and state, and copy changed hyperparameters to the device. For CUDA graphs and partial steps.
@@ -266,7 +270,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         if had and not has_gradients:
             notices.warn_of_no_gradient(type(self).__name__)
 
-    @outside_inference
+    @in_plain_mode
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does; those in a flat buffer are zeroed where they are.
@@ -292,7 +296,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         return self.engine.last_metrics()
 
-    @outside_inference
+    @in_plain_mode
     def bytes_table(self) -> dict[str, int]:
         """Return the bytes of the tensors that are allocated now, by use; keys as in :meth:`everybit.Policy.bytes_table`, and ``counters``.
 
@@ -303,20 +307,20 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.place()
         return self.engine.bytes_table(self.places.all_waiting())
 
-    @outside_inference
+    @in_plain_mode
     def export_fp32(self) -> list[list[Tensor]]:
         """Return every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
         self._place_and_follow()
         return full_weights.export(self)
 
-    @outside_inference
+    @in_plain_mode
     @torch.no_grad()
     def eval_params(self) -> list[list[Tensor]]:
         """Return the weights for evaluation, in float32, if the transform has such weights; in the form of :meth:`export_fp32`."""
         self._place_and_follow()
         return full_weights.export(self, eb.Optimizer.eval_params)
 
-    @outside_inference
+    @in_plain_mode
     @torch.no_grad()
     def import_fp32(self, weights: Iterable[Iterable[Tensor]]) -> None:
         """Store full-precision weights, as :meth:`export_fp32` gives them: the model's tensors are rounded, residuals hold the rest.
@@ -394,7 +398,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
 
-    @outside_inference
+    @in_plain_mode
     def state_dict(self) -> dict[str, Any]:
         """Return the state per parameter, as torch does; tensors have their stored dtypes, and load under ``weights_only=True``."""
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -414,7 +418,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         with suppress(TypeError, ValueError):
             self._follow_hyperparameters()
 
-    @outside_inference
+    @in_plain_mode
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint, bit for bit. Every dtype must be the policy's own: nothing is cast.
@@ -437,7 +441,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    @outside_inference
+    @in_plain_mode
     def full_state_dict(self) -> dict[str, Any]:
         """Return a ``state_dict`` in full precision: decoded weights and state in float32, whatever the policy.
 
@@ -448,7 +452,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self._place_and_follow()
         return saving.packed_in_full(self)
 
-    @outside_inference
+    @in_plain_mode
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
         """Continue from a :meth:`full_state_dict`, stored under this optimizer's policy; the model's weights are loaded, if it has them.
@@ -471,7 +475,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         return state_dicts.to_torch(self, self.full_state_dict())
 
-    @outside_inference
+    @in_plain_mode
     @torch.no_grad()
     def load_torch_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
         """Continue from the ``state_dict`` of the ``torch.optim`` optimizer of the same name, under this optimizer's policy.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit.policies import PolicyOrName
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.optimizer import TorchOptimizer
 
@@ -127,6 +128,7 @@ class OuterOptimizer:
         self.synchronize()
         return True
 
+    @in_plain_mode
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make an outer step now, whatever the count. Every rank of the group has to be here."""

@@ -22,9 +22,9 @@ import everybit as eb
 from everybit.formats.blockwise import spread, unpacked
 from everybit.stepping.entries import STEP, WEIGHTS
 from everybit_torch import loading
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.dtensors import is_dtensor
 from everybit_torch.full_precision import RoundingLoss, decoded, rounding_loss
-from everybit_torch.inference import outside_inference
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.places import parameters_of
 from everybit_torch.saved_structure import Saved, names, read, shown
@@ -64,7 +64,7 @@ class Quantized:
         return self.qmap[codes] * spread(self.scale.reshape(-1), self.block, self.shape)
 
 
-@outside_inference
+@in_plain_mode
 @torch.no_grad()
 def load_bitsandbytes_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[str, Any]) -> dict[str, RoundingLoss]:
     """Continue from the state dict of an 8-bit optimizer of bitsandbytes: AdamW, Adam, Lion, or SGD with momentum.
@@ -92,7 +92,7 @@ def load_bitsandbytes_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[
     return _load(optimizer, Saved(groups, saved.numbers, entries, saved.elsewhere))
 
 
-@outside_inference
+@in_plain_mode
 @torch.no_grad()
 def load_torchao_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[str, Any]) -> dict[str, RoundingLoss]:
     """Continue from the state dict of an optimizer of torchao in 8 or 4 bits: Adam or AdamW.
@@ -121,7 +121,7 @@ def load_torchao_state_dict(optimizer: TorchOptimizer, state_dict: Mapping[str, 
     return _load(optimizer, Saved(groups, saved.numbers, entries, saved.elsewhere))
 
 
-@outside_inference
+@in_plain_mode
 @torch.no_grad()
 def bitsandbytes_state_dict(optimizer: TorchOptimizer) -> dict[str, Any]:
     """Return the state as bitsandbytes' 8-bit optimizer of the same algorithm loads it.
@@ -140,7 +140,7 @@ def bitsandbytes_state_dict(optimizer: TorchOptimizer) -> dict[str, Any]:
     )
 
 
-@outside_inference
+@in_plain_mode
 @torch.no_grad()
 def torchao_state_dict(optimizer: TorchOptimizer) -> dict[str, Any]:
     """Return the state as torchao's optimizer of the same algorithm loads it; the package ``torchao`` has to be installed.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from everybit.stepping.entries import VERSION, VERSION_KEY
 from everybit_torch import full_precision
+from everybit_torch.dtensors import sendable
 from everybit_torch.entries import UNUSED, ParameterState
 from everybit_torch.front import Front
 from everybit_torch.places import parameters_of
@@ -27,7 +28,7 @@ def packed(front: Front) -> dict[str, Any]:
         if not isinstance(key, Tensor):
             state[key] = dict(value) if isinstance(value, ParameterState) else value
         elif value:
-            state[_number(numbers, key)] = value.packed()
+            state[_number(numbers, key)] = value.packed({name: sendable(x) for name, x in value.own.items()})
     return {"state": state, "param_groups": _packed_groups(front, numbers), VERSION_KEY: VERSION}
 
 

@@ -64,3 +64,35 @@ def test_a_state_may_begin_inside_of_a_compiled_function(name: eb.OptimizerName,
     memory = [x.untyped_storage().data_ptr() for x in eb.tree.leaves([params, compiled[0]])]
     assert len(set(memory)) == len(memory)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("ademamix", marks=pytest.mark.exhaustive)])
+def test_numbers_that_change_at_every_call_are_those_of_the_call(name: eb.OptimizerName) -> None:
+    """From the second change on they are symbols to Dynamo; Inductor then keeps the second value in some operations and not in others."""
+
+    def step(b1: float, b2: float, rate: float, params: Any, grads: Any, state: Any) -> Any:
+        transform = getattr(eb, name)(rate, b1=b1, b2=b2, weight_decay=rate)
+        return eb.with_policy(transform, eb.policies.FP32).step(params, grads, state)
+
+    torch._dynamo.reset()
+    params: Any = {"w": torch.linspace(-1, 1, 5)}
+    found = [(params, eb.with_policy(getattr(eb, name)(0.1), eb.policies.FP32).init(params))] * 2
+    for call, numbers in enumerate([(0.9, 0.999, 0.1), (0.7, 0.99, 0.05), (0.5, 0.9, 0.02), (0.3, 0.8, 0.01)]):
+        grads = {"w": torch.linspace(1, -1, 5) * (-1) ** call}
+        with torch.no_grad():
+            found = [
+                run(*numbers, params, grads, state)
+                for run, (params, state) in zip((step, torch.compile(step)), found, strict=True)
+            ]
+        assert_same_bits(*found, f"call {call}")
+    torch._dynamo.reset()
+
+
+def test_equal_values_of_a_state_that_begins_in_compiled_code_have_their_own_memory() -> None:
+    """The compiler computes equal expressions once: two sums that begin at zero were one tensor, given out twice."""
+    optimizer = eb.with_policy(eb.schedule_free_adamw(1e-3), eb.policies.FP32)
+    torch._dynamo.reset()
+    state = torch.compile(optimizer.init, fullgraph=True)({"w": torch.zeros(3), "v": torch.zeros(3)})
+    memory = [x.untyped_storage().data_ptr() for x in eb.tree.leaves(state)]
+    assert len(set(memory)) == len(memory)
+    torch._dynamo.reset()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from everybit.stepping.entries import WEIGHTS
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.dtensors import is_counted, local, mesh_of
-from everybit_torch.inference import outside_inference
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.places import parameters_of
 from everybit_torch.sharded.agreement import Everyone
@@ -39,7 +39,7 @@ class NonFiniteState:
         return f"{self.name}: {self.count} elements of {self.entry} are not finite"
 
 
-@outside_inference
+@in_plain_mode
 @torch.no_grad()
 def nonfinite_state(optimizer: TorchOptimizer | FlatStepper) -> tuple[NonFiniteState, ...]:
     """Find the weights and the state that are infinite or NaN, as stored; nothing is decoded, and nothing changed.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everybit_torch import streams
-from everybit_torch.inference import outside_inference
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_tensor import ShardTensor
 
@@ -38,7 +38,7 @@ class StagingMemory:
         """Give the memory back; the next asynchronous save allocates it again. A save that is under way keeps what it writes."""
         self._memory = {}
 
-    @outside_inference
+    @in_plain_mode
     def copy(
         self, parts: Mapping[str, Tensor], is_shown: Callable[[str, Tensor], bool]
     ) -> tuple[dict[str, Tensor], Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from everybit.base import FloatDType
 from everybit.stepping import Unsafe
 from everybit_torch import clipping, notices
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.collectives.meshes import Mesh, ranks_of
@@ -262,6 +263,7 @@ class FlatStepper(Control, ModelAccess):
         if self._pass_counts is not None:
             self._pass_counts.finish(name)
 
+    @in_plain_mode
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepReport:
         """Finish the sums over the ranks, step, and send new weights to ranks that keep a copy; return a report. A new cycle begins.
@@ -276,6 +278,7 @@ class FlatStepper(Control, ModelAccess):
         """
         return self.carry_out(self.agree_on_step(loss_scale=loss_scale))
 
+    @in_plain_mode
     @torch.no_grad()
     def agree_on_step(self, *, loss_scale: float = 1.0) -> StepAgreement:
         """Compute what :meth:`step` needs to know from all ranks, to be passed to :meth:`carry_out`. Every rank has to call it.
@@ -306,6 +309,7 @@ class FlatStepper(Control, ModelAccess):
         assert agreed is not None
         return agreed
 
+    @in_plain_mode
     @torch.no_grad()
     def carry_out(self, agreed: StepAgreement) -> StepReport:
         """Step as :meth:`step` does, with the result of :meth:`agree_on_step`.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch import streams
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives.communicator import Communicator, Done, Pending
 from everybit_torch.collectives.reduction import can_be_freed
 from everybit_torch.dtensors import local
 from everybit_torch.gradients import piece
-from everybit_torch.inference import outside_inference
 from everybit_torch.memory_pool import MemoryPool
 from everybit_torch.sharded.absent_parameters import hide, show
 from everybit_torch.sharded.layout import Group
@@ -268,7 +268,7 @@ class WeightBuffer:
             for p, place in zip(self._tensors, self.group.placements, strict=True)
         ]
 
-    @outside_inference
+    @in_plain_mode
     def _allocate(self) -> None:
         if self._pieces:
             self._pool.refill(self.whole)
@@ -276,7 +276,7 @@ class WeightBuffer:
             self.whole = self._pool.empty(self.group.padded, self.group.dtype, self.whole.device)
             self._pieces = self._views()
 
-    @outside_inference
+    @in_plain_mode
     def _free(self) -> None:
         if can_be_freed(self.whole):
             self._pool.take_back(self.whole)

@@ -16,6 +16,7 @@ from everybit.base.dtypes import (
     itemsize,
     require_member,
     torch_dtype,
+    without_autocast,
 )
 from everybit.base.labels import by_name, label_table, plain_name, require_each, require_name, require_patterns
 from everybit.base.memo import once
@@ -92,5 +93,6 @@ __all__ = [
     "torch_dtype",
     "tree",
     "uniform",
+    "without_autocast",
     "without_gaps",
 ]  # fmt: skip

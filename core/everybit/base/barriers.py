@@ -29,6 +29,15 @@ def materialize(x: Tensor) -> Tensor:
     return _materialize(x) if torch.compiler.is_compiling() else x
 
 
+def separate(x: Tensor, number: int) -> Tensor:
+    """Return a copy of ``x`` in memory of its own, also in compiled code, where copies with different numbers never share memory.
+
+    A compiler computes equal expressions once: two clones of one tensor of zeros are then one output, given out twice.
+    """
+    copy: Tensor = _separate(x, number)
+    return copy
+
+
 def sum(x: Tensor) -> Tensor:
     """The sum of all elements, 0-d, in the dtype of ``x``; in compiled code added up in eager's order."""
     return _sum(x) if torch.compiler.is_compiling() else x.sum()
@@ -105,6 +114,11 @@ def atan(x: Tensor) -> Tensor:
 @torch.library.custom_op("everybit::materialize", mutates_args=())
 def _materialize(x: Tensor) -> Tensor:
     return x.clone()
+
+
+@torch.library.custom_op("everybit::separate", mutates_args=())
+def _separate(x: Tensor, number: int) -> Tensor:  # noqa: ARG001  # by which copies differ
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("everybit::sum", mutates_args=())
@@ -184,3 +198,7 @@ _register(_log, lambda x: 1 / x)
 _register(_exp, lambda x: x.exp())
 _register(_cos, lambda x: -x.sin())
 _register(_atan, lambda x: 1 / (1 + x * x))
+
+_separate.register_fake(lambda x, _number: torch.empty_like(x, memory_format=torch.contiguous_format))
+_separate.register_autograd(lambda _ctx, gradient: (gradient, None))
+_separate.register_vmap(lambda _info, in_dims, x, number: (_separate(x, number), in_dims[0]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 FloatDType = Literal["float64", "float32", "bfloat16", "float16"]
 LowDType = Literal["bfloat16", "float16"]
@@ -48,6 +50,13 @@ def require_member(value: object, accepted: tuple[str, ...], *, field: str) -> N
     if value not in accepted:
         listed = ", ".join(repr(name) for name in accepted)
         raise ValueError(f"{field}: got {value!r}; accepted are {listed}.")
+
+
+def without_autocast(leaf: Tensor) -> AbstractContextManager[Any]:
+    """Compute in the dtypes of the inputs: inside, autocast is off for the device of ``leaf``."""
+    kind = leaf.device.type
+    known = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if known else nullcontext()
 
 
 def is_parameter(leaf: object) -> bool:

@@ -106,6 +106,8 @@ def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
         ValueError: A schedule, but nobody counts steps.
         TypeError: A schedule that gives anything but a 0-d float32 or float64 tensor.
     """
+    if isinstance(value, float):
+        return _number(value)
     if isinstance(value, Tensor) or not callable(value):
         return value
     now: object = value(require_step(step, name) - 1)
@@ -113,6 +115,16 @@ def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
         raise TypeError(f"{name}: its schedule gave {now!r}; accepted is a 0-d float32 or float64 tensor.")
     require(f"{name}, from its schedule", now)
     return materialize(now)
+
+
+def _number(value: float) -> Scalar:
+    """A number as it may be computed with: in code that is being compiled a 0-d float64 tensor, else the number.
+
+    A number that was another at an earlier call is a symbol to Dynamo. Inductor (torch 2.11 to 2.15) makes a tensor of a symbol that is
+    multiplied or added, and in the same graph puts the number of the second call into every other operation with it, such as ``b ** step``,
+    without a guard. So a symbol is multiplied here, and all that follows sees a tensor.
+    """
+    return torch.ones((), dtype=torch.float64, device="cpu") * value if torch.compiler.is_compiling() else value
 
 
 def require_step(step: Tensor | None, who: str) -> Tensor:

@@ -376,13 +376,13 @@ def sum_of_squares(tree: object) -> Tensor:
     terms = [barriers.sum_of_squares(leaf) for leaf in leaves(tree)]
     if len(terms) == 1:
         return terms[0]
-    return barriers.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64)
+    return barriers.sum(torch.stack(terms)) if terms else torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 def all_finite(tree: object) -> Tensor:
     """A 0-d bool: no element is infinite or NaN."""
     checks = [torch.isfinite(leaf).all() for leaf in leaves(tree)]
-    return torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool)
+    return torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device="cpu")
 
 
 def where(condition: Tensor, yes: P, no: P) -> P:

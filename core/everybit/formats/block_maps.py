@@ -180,7 +180,7 @@ def least_scale(name: MapName, bits: Bits) -> float:
 
 
 def _all_levels(name: MapName, bits: Bits, kind: SlotKind) -> tuple[float, ...]:
-    found = level(name, bits, kind, torch.arange(greatest_index(name, bits, kind) + 1, dtype=torch.int32))
+    found = level(name, bits, kind, torch.arange(greatest_index(name, bits, kind) + 1, dtype=torch.int32, device="cpu"))
     powers = POWERS if is_expanded(name) else 1
     return tuple(torch.cat([root(found, power) for power in range(powers)]).tolist())
 
@@ -203,7 +203,7 @@ def _decades(bits: Bits, kind: SlotKind) -> tuple[float, ...]:
     levels = [0.0, 1.0]
     for decade in range(decades):
         intervals = 1 << (decade if signed else decade + 1) << (bits - 1 - decades)
-        edges = torch.linspace(0.1, 1, intervals + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, intervals + 1, dtype=torch.float32, device="cpu")
         means = 10.0 ** (decade - decades + 1) * ((edges[:-1] + edges[1:]) / 2.0)
         levels += means.tolist()
         levels += (-means).tolist() if signed else []

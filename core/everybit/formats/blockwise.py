@@ -110,7 +110,7 @@ class Blockwise(StateFormat):
         accepted = [1 << log for log in range(POWERS)] if block_maps.is_expanded(self.map) else [1]
         if power not in accepted or isinstance(power, bool):
             raise ValueError(f"{self}: power: got {power!r}; accepted are {', '.join(map(str, accepted))}.")
-        indices = torch.arange(self._greatest + 1, dtype=torch.int32)
+        indices = torch.arange(self._greatest + 1, dtype=torch.int32, device="cpu")
         found = self._level(indices, power.bit_length() - 1)
         return torch.cat([-found[1:].flip(0), found]) if self._has_signs else found
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from everybit.base import tree
+from everybit.base.barriers import separate
 from everybit.protocol.context import Context
 from everybit.protocol.requests import then
 from everybit.protocol.transform import Transform
@@ -146,8 +147,8 @@ def separated(state: S, params: object) -> S:
     place.
     """
     if torch.compiler.is_compiling():
-        # Dynamo knows no memory. Copies of tensors that the graph makes cost nothing in compiled code.
-        return tree.map(Tensor.clone, state)
+        # Dynamo knows no memory, and Inductor gives equal values one.
+        return tree.replace(state, [separate(leaf, number) for number, leaf in enumerate(tree.leaves(state))])
     seen = {_memory(leaf) for leaf in tree.leaves(params)}
 
     def own(leaf: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from everybit.base import FirstElement, is_parameter, once, require_seed, torch_dtype, tree
+from everybit.base import FirstElement, is_parameter, once, require_seed, torch_dtype, tree, without_autocast
 from everybit.combinators import zero_step
 from everybit.policies import (
     AnyPolicy,
@@ -233,6 +234,11 @@ class Optimizer(Generic[S]):
     def step_traced(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None = None) -> StepTrace:
         """Compute a step as :meth:`step` does, and return its intermediate results too."""
         _warn_of_growing_graphs(params)
+        leaves = tree.leaves(params)
+        with without_autocast(leaves[0]) if leaves else nullcontext():
+            return self._stepped(params, grads, state, ctx)
+
+    def _stepped(self, params: P, grads: P, state: OptimizerState[S], ctx: Context | None) -> StepTrace:
         formats = self.formats(params)
         step = state.step + 1
         codec = Codec.of(params, formats, self.seed, step, _first(ctx))

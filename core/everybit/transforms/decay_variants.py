@@ -141,7 +141,7 @@ class SubtractDecayOfMoved(Elementwise):
         if is_zero(weight_decay):
             return updates, state
         rate = at(self.learning_rate, ctx.step, name="learning_rate") * weight_decay
-        pauses = torch.as_tensor(rate) == 0
+        pauses = torch.as_tensor(rate, device=None if isinstance(rate, Tensor) else "cpu") == 0
         if self.after:
             pauses = pauses | (require_step(ctx.step, "subtract_decay_of_moved") <= self.after)
 

@@ -1,0 +1,95 @@
+"""Methods that compute the same whatever mode they are called in.
+
+Autocast would compute products of an optimizer in 16 bits, a default device or dtype would decide where and how wide the few tensors are
+that a step makes for itself, and memory that is made in inference mode is unusable outside of it. All of these are settings of the model's
+code around the call. Deterministic algorithms are left as they are set: they do not change what a step computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DTYPE = torch.float32
+_EXACT = ("none", "ieee")
+
+
+def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function under torch's defaults; see :func:`plain_mode`."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        changes = _changes()
+        if not changes:
+            return function(*args, **kwargs)
+        with _all(changes):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def plain_mode() -> AbstractContextManager[None]:
+    """Set torch's defaults inside: no autocast, no inference mode, float32, the CPU, and products of float32 that are not rounded."""
+    return _all(_changes())
+
+
+@contextmanager
+def _all(changes: list[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        yield
+
+
+def _changes() -> list[AbstractContextManager[Any]]:
+    """What has to be changed for the defaults: usually nothing, which takes three microseconds to find out."""
+    found: list[AbstractContextManager[Any]] = []
+    if torch.is_inference_mode_enabled():
+        found.append(torch.inference_mode(False))
+    found += [torch.autocast(kind, enabled=False) for kind in _device_types() if torch.is_autocast_enabled(kind)]
+    if torch.get_default_dtype() is not _DTYPE:
+        found.append(_default_dtype())
+    if torch.get_default_device().type != "cpu":
+        found.append(torch.device("cpu"))
+    if not torch.compiler.is_compiling():
+        found += [_exact(one) for one in _products() if one.fp32_precision not in _EXACT]
+    return found
+
+
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    device = torch.accelerator.current_accelerator()
+    return ("cpu",) if device is None else ("cpu", device.type)
+
+
+def _products() -> tuple[Any, ...]:
+    """The settings of libraries that may round the factors of float32 products."""
+    backends: Any = torch.backends
+    return backends.mkldnn.matmul, backends.cuda.matmul
+
+
+@contextmanager
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_DTYPE)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _exact(setting: Any) -> Iterator[None]:
+    before = setting.fp32_precision
+    setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before

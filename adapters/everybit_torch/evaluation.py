@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -34,7 +34,8 @@ def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iter
 
     Raises:
         TypeError: Another optimizer.
-        RuntimeError: A step inside.
+        RuntimeError: Inside: a step, another ``evaluation_weights``, or what would save or export the optimizer beside these weights, such
+            as ``state_dict()``.
 
     Examples:
         >>> import torch, everybit as eb
@@ -62,15 +63,11 @@ def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iter
             yield
         return
 
-    def refuse(*_: Any) -> NoReturn:
-        raise RuntimeError(
-            "step: inside evaluation_weights(), where the model has other weights; accepted is outside of it."
-        )
-
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.require_trained("evaluation_weights")
     values = [value for group in optimizer.eval_params() for value in group]
-    hook = optimizer.register_step_pre_hook(refuse)
+    parameters = [p for group in optimizer.own_groups for p in group["params"]]
     kept = [parameter.detach().clone() for parameter in parameters]
+    optimizer.evaluating = True
     try:
         with torch.no_grad():
             for parameter, value in zip(parameters, values, strict=True):
@@ -78,7 +75,7 @@ def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iter
         del values
         yield
     finally:
-        hook.remove()
+        optimizer.evaluating = False
         with torch.no_grad():
             for parameter, value in zip(parameters, kept, strict=True):
                 parameter.copy_(value)

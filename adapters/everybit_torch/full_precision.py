@@ -57,6 +57,19 @@ def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
     return RoundingLoss(largest, float(difference.square().sum()), float(value.double().square().sum()))
 
 
+class LoadReport(dict[str, RoundingLoss]):
+    """What loading a state dict has lost, by name of the slot (``"param"``: the weights), and which parameters were left out.
+
+    Attributes:
+        missing_keys: Names of the optimizer's parameters that the state dict does not have; these keep their state.
+        unexpected_keys: Names in the state dict that the optimizer does not have.
+    """
+
+    def __init__(self, losses: Mapping[str, RoundingLoss], missing: Iterable[str], unexpected: Iterable[str]) -> None:
+        super().__init__(losses)
+        self.missing_keys, self.unexpected_keys = list(missing), list(unexpected)
+
+
 Stepped = Iterable[tuple[Unit, eb.Optimizer[Any]]]
 """Units with their optimizers."""
 

@@ -159,6 +159,7 @@ class GradientRelease:
     @in_plain_mode
     @torch.no_grad()
     def _arrive(self, parameter: Tensor) -> None:
+        self._optimizer.require_trained("a backward pass under gradient release")
         if self._accumulating:
             return
         assert parameter.grad is not None

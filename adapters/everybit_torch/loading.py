@@ -22,7 +22,7 @@ from everybit_torch.entries import KEPT, is_own_name
 from everybit_torch.expected import Kind, expectations, require_entry
 from everybit_torch.following import require_followable
 from everybit_torch.front import Front
-from everybit_torch.full_precision import RoundingLoss
+from everybit_torch.full_precision import LoadReport
 from everybit_torch.groups import Optimizers
 from everybit_torch.placement import Placement
 from everybit_torch.places import parameters_of
@@ -56,6 +56,8 @@ class Loaded:
         own: By id of the parameter, what the optimizer keeps for it; parameters without are as before their first step.
         kept: By id of the parameter, what others keep for it.
         elsewhere: What others keep under keys that are no parameters.
+        missing: Names of parameters that were left out, because the state dict does not have them.
+        unexpected: Names that were left out, because the optimizer does not have them.
     """
 
     settings: Settings
@@ -63,6 +65,8 @@ class Loaded:
     own: dict[int, dict[str, Tensor]]
     kept: dict[int, dict[Any, Any]]
     elsewhere: dict[Hashable, Any]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 # -- hyperparameters ----------------------------------------------------------------------------------------------------------
@@ -217,7 +221,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
                 " a parameter of that number."
             )
         elsewhere[key] = copied(value, f"state_dict['state'][{shown(key)}]")
-    return Loaded(settings, placement, own, kept, elsewhere)
+    return Loaded(settings, placement, own, kept, elsewhere, tuple(saved.missing.values()), saved.unexpected)
 
 
 def _renamed(given: Mapping[Any, Any], kinds: Mapping[str, Kind]) -> Mapping[Any, Any]:
@@ -245,20 +249,17 @@ def _require_names(
 # -- carrying it out -----------------------------------------------------------------------------------------------------------
 
 
-def restore(front: Front, loaded: Loaded) -> None:
+def restore(front: Front, loaded: Loaded) -> LoadReport:
     """Take over a state dict, as stored."""
     _take_settings(front, loaded)
     front.engine.load(loaded.own)
+    return LoadReport({}, loaded.missing, loaded.unexpected)
 
 
-def restore_in_full(front: Front, loaded: Loaded) -> dict[str, RoundingLoss]:
-    """Take over a state dict in full precision.
-
-    Returns:
-        By name, what rounding lost.
-    """
+def restore_in_full(front: Front, loaded: Loaded) -> LoadReport:
+    """Take over a state dict in full precision."""
     _take_settings(front, loaded)
-    return front.engine.encode(loaded.own)
+    return LoadReport(front.engine.encode(loaded.own), loaded.missing, loaded.unexpected)
 
 
 def _take_settings(front: Front, loaded: Loaded) -> None:

@@ -22,12 +22,12 @@ from everybit_torch.engine import Engine
 from everybit_torch.entries import ParameterState, States, state_replaced
 from everybit_torch.following import require_followable
 from everybit_torch.front import Release, TorchNames
-from everybit_torch.full_precision import RoundingLoss
+from everybit_torch.full_precision import LoadReport
 from everybit_torch.group_maker import Followed, GroupMaker
 from everybit_torch.param_groups import Params
 from everybit_torch.places import Places, parameters_of
 from everybit_torch.probing import Factory
-from everybit_torch.saved_structure import read
+from everybit_torch.saved_structure import Saved, read
 from everybit_torch.stepping import Compile, require_compile
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals import optimizers as torch_optimizers
@@ -73,6 +73,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     torch_names: ClassVar[TorchNames | None] = None
     # What torch's argument `decoupled_weight_decay` has to be, where torch's optimizer of this name has it.
     _decoupled: ClassVar[bool | None] = None
+    # Whether the model has the weights for evaluation; set by evaluation_weights.
+    evaluating: bool = False
 
     def __init__(
         self,
@@ -148,7 +150,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @property
     def own_groups(self) -> list[dict[str, Any]]:
-        """The param groups, each once: torch steps a group twice that is in the list twice."""
+        """The param groups, each once: torch steps a group twice that is in the list twice. Groups put into the list by hand are added."""
+        param_groups.add_by_hand(self.param_groups, len(self.engine.groups), self.add_param_group)
         return param_groups.require_all(self.param_groups, len(self.engine.groups))
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +165,6 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def _settle_policies(self) -> None:
         """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed."""
-        param_groups.add_by_hand(self.param_groups, len(self.engine.groups), self.add_param_group)
         for number, (group, values) in enumerate(zip(self.engine.groups, self.own_groups, strict=True)):
             if "policy" not in values:
                 continue
@@ -195,6 +197,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: A hyperparameter that has become impossible.
             RuntimeError: A parameter that was moved since the first step.
         """
+        self.require_trained("step")
         loss = None
         if closure is not None:
             if self.release is not None:
@@ -206,6 +209,20 @@ class TorchOptimizer(torch_optimizers.Optimizer):
                 loss = closure()
         self._step()
         return loss
+
+    def require_trained(self, name: str) -> None:
+        """Refuse what reads or changes weights and state together, while the model has other weights.
+
+        Args:
+            name: Of what is refused.
+
+        Raises:
+            RuntimeError: Inside ``evaluation_weights()``.
+        """
+        if self.evaluating:
+            raise RuntimeError(
+                f"{name}: inside evaluation_weights(), where the model has other weights; accepted is outside of it."
+            )
 
     @in_plain_mode
     def _step(self) -> None:
@@ -310,6 +327,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @in_plain_mode
     def export_fp32(self) -> list[list[Tensor]]:
         """Return every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
+        self.require_trained("export_fp32")
         self._place_and_follow()
         return full_weights.export(self)
 
@@ -317,6 +335,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @torch.no_grad()
     def eval_params(self) -> list[list[Tensor]]:
         """Return the weights for evaluation, in float32, if the transform has such weights; in the form of :meth:`export_fp32`."""
+        self.require_trained("eval_params")
         self._place_and_follow()
         return full_weights.export(self, eb.Optimizer.eval_params)
 
@@ -343,6 +362,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: They do not fit; nothing is changed.
             RuntimeError: Parameters that cannot be placed.
         """
+        self.require_trained("import_fp32")
         given = full_weights.judge(self, weights)
         self._settle_policies()
         self.places.plan(self.own_groups, frozenset())
@@ -369,6 +389,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         Raises:
             RuntimeError: Gradients are released during the backward pass, by hooks that cannot be copied.
         """
+        self.require_trained("a copy of the optimizer")
         if self.release is not None:
             raise RuntimeError(
                 "gradient release: an optimizer that steps by hooks cannot be copied; call remove() on its handle first."
@@ -401,6 +422,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @in_plain_mode
     def state_dict(self) -> dict[str, Any]:
         """Return the state per parameter, as torch does; tensors have their stored dtypes, and load under ``weights_only=True``."""
+        self.require_trained("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._settle()
@@ -420,10 +442,21 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @in_plain_mode
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(  # type: ignore[override]  # torch's returns nothing
+        self, state_dict: dict[str, Any], *, strict: bool = True
+    ) -> LoadReport:
         """Continue from a checkpoint, bit for bit. Every dtype must be the policy's own: nothing is cast.
 
-        What others keep in ``state`` (wrappers' entries, keys that are no parameters) and in param groups comes back too, as copies.
+        Parameters are found by their names, where the optimizer and the checkpoint have them (``model.named_parameters()``), and else by
+        position. What others keep in ``state`` (wrappers' entries, keys that are no parameters) and in param groups comes back too, as
+        copies.
+
+        Args:
+            state_dict: Of :meth:`state_dict`.
+            strict: Refuse a checkpoint that has other names. False: what only one side has is left out; such a parameter keeps its state.
+
+        Returns:
+            The names that were left out. It has no losses.
 
         Raises:
             TypeError: A hyperparameter that is not one.
@@ -437,9 +470,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             replaced = before(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        loading.restore(self, self._judge(state_dict))
+        report = loading.restore(self, self._judge(state_dict, strict=strict))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+        return report
 
     @in_plain_mode
     def full_state_dict(self) -> dict[str, Any]:
@@ -448,23 +482,28 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         Beside the slots each parameter's state has its weights, as ``"param"``. :meth:`load_full_state_dict` of an optimizer with
         another policy takes it, so that a run goes on in another format.
         """
+        self.require_trained("full_state_dict")
         self._settle()
         self._place_and_follow()
         return saving.packed_in_full(self)
 
     @in_plain_mode
     @torch.no_grad()
-    def load_full_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
+    def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> LoadReport:
         """Continue from a :meth:`full_state_dict`, stored under this optimizer's policy; the model's weights are loaded, if it has them.
 
+        Args:
+            state_dict: In full precision.
+            strict: As of :meth:`load_state_dict`.
+
         Returns:
-            For the weights (``"param"``) and each slot: what rounding to this policy's formats lost.
+            For the weights (``"param"``) and each slot: what rounding to this policy's formats lost. And the names that were left out.
 
         Raises:
             TypeError: A hyperparameter that is not one.
             ValueError: Something that does not fit; the message names the place, and nothing is changed.
         """
-        return loading.restore_in_full(self, self._judge(state_dict, full=True))
+        return loading.restore_in_full(self, self._judge(state_dict, full=True, strict=strict))
 
     def torch_state_dict(self) -> dict[str, Any]:
         """Return the state in the form of the ``torch.optim`` optimizer of the same name, in float32, which can load it.
@@ -477,10 +516,14 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @in_plain_mode
     @torch.no_grad()
-    def load_torch_state_dict(self, state_dict: dict[str, Any]) -> dict[str, RoundingLoss]:
+    def load_torch_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> LoadReport:
         """Continue from the ``state_dict`` of the ``torch.optim`` optimizer of the same name, under this optimizer's policy.
 
         The weights are the model's: load them there, or by :meth:`import_fp32`, before.
+
+        Args:
+            state_dict: Of torch's optimizer.
+            strict: As of :meth:`load_state_dict`.
 
         Returns:
             As :meth:`load_full_state_dict`.
@@ -489,14 +532,24 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             TypeError: There is no such optimizer in torch.
             ValueError: The checkpoint is another optimizer's, or has options (``amsgrad``) that this one has not; nothing is changed.
         """
+        self.require_trained("load_torch_state_dict")
         self._settle_policies()
-        saved = state_dicts.from_torch(self, state_dict)
+        saved = self._completed(state_dicts.from_torch(self, state_dict, strict=strict), full=True)
         settings = loading.judge_settings(self, saved)
         return loading.restore_in_full(self, loading.judge(self, saved, settings, full=True, from_torch=True))
 
-    def _judge(self, state_dict: Mapping[str, Any], *, full: bool = False) -> loading.Loaded:
+    def _judge(self, state_dict: Mapping[str, Any], *, full: bool = False, strict: bool = True) -> loading.Loaded:
         """A state dict, looked at from all sides; nothing is changed."""
+        self.require_trained("load_full_state_dict" if full else "load_state_dict")
         self._settle_state()
         self._settle_policies()
-        saved = read(state_dict, [len(group["params"]) for group in self.own_groups])
+        saved = self._completed(read(state_dict, self.own_groups, strict=strict), full=full)
         return loading.judge(self, saved, loading.judge_settings(self, saved), full=full)
+
+    def _completed(self, saved: Saved, *, full: bool) -> Saved:
+        """A state dict with the present state of parameters that it does not have by name."""
+        if not saved.missing:
+            return saved
+        present = (self.full_state_dict() if full else saving.packed(self))["state"]
+        kept = {position: present[position] for position in saved.missing if position in present}
+        return saved._replace(entries={**saved.entries, **kept})

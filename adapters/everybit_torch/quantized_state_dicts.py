@@ -167,10 +167,10 @@ def _parameters(optimizer: TorchOptimizer) -> list[Tensor]:
 
 def _read(optimizer: TorchOptimizer, state_dict: Mapping[str, Any]) -> Saved:
     _require_whole(optimizer)
-    saved = read(state_dict, [len(group["params"]) for group in optimizer.param_groups])
+    saved = read(state_dict, optimizer.own_groups)
     options = ("params", "param_names")
     groups = [{name: value for name, value in group.items() if name not in options} for group in saved.groups]
-    return Saved(groups, saved.numbers, saved.entries, saved.elsewhere)
+    return saved._replace(groups=groups)
 
 
 def _require_whole(optimizer: TorchOptimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,29 +24,34 @@ class Saved(NamedTuple):
 
     Attributes:
         groups: Its param groups.
-        numbers: What it calls each parameter, in order.
-        entries: By position of the parameter, what is saved for it.
+        numbers: What it calls each parameter, in the optimizer's order; None for one that it does not have.
+        entries: By position of the parameter in the optimizer, what is saved for it.
         elsewhere: What is saved under other keys.
+        missing: By position, the names of parameters that it does not have, where names decide.
+        unexpected: Names that the optimizer does not have.
     """
 
     groups: Sequence[Mapping[Any, Any]]
     numbers: list[Any]
     entries: Mapping[int, Mapping[Any, Any]]
     elsewhere: dict[Hashable, Any]
+    missing: Mapping[int, str] = MappingProxyType({})
+    unexpected: tuple[str, ...] = ()
 
 
 # -- structure ----------------------------------------------------------------------------------------------------------------
 
 
-def read(state_dict: object, sizes: Sequence[int]) -> Saved:
-    """Look at a state dict's structure.
+def read(state_dict: object, own: Sequence[Mapping[str, Any]], *, strict: bool = True) -> Saved:
+    """Look at a state dict's structure, and find the optimizer's parameters in it: by name where both have names, else by position.
 
     Args:
         state_dict: Anything.
-        sizes: Of the optimizer's param groups.
+        own: The optimizer's param groups.
+        strict: Refuse a state dict that has other names.
 
     Raises:
-        ValueError: It is no state dict of an optimizer with groups of these sizes; the message says where it differs.
+        ValueError: It is no state dict of an optimizer with such groups; the message says where it differs.
     """
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state_dict: got {shown(state_dict)}; accepted is what state_dict() returns.")
@@ -74,25 +80,64 @@ def read(state_dict: object, sizes: Sequence[int]) -> Saved:
             if not _is_hashable(number) or isinstance(number, (Tensor, float)):
                 raise ValueError(f"{where}['params']: got {shown(number)}; accepted are numbers of parameters.")
         numbers += group["params"]
-    found = [len(group["params"]) for group in groups]
-    if found != list(sizes):
-        raise ValueError(f"state_dict: got param groups of {found} parameters; accepted are {list(sizes)}.")
     if len(set(numbers)) != len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
         raise ValueError(
             f"state_dict['param_groups']: parameter {shown(twice)} is in them twice; accepted is each once."
         )
     known = set(numbers)
+    missing: dict[int, str] = {}
+    unexpected: tuple[str, ...] = ()
+    found, sizes = ([len(group["params"]) for group in each] for each in (groups, own))
+    theirs, ours = _names(groups), _names(own)
+    # Keys that are strings were made of names, by torch.distributed.checkpoint, and are in the optimizer's order.
+    by_name = theirs is not None and ours is not None and not any(isinstance(number, str) for number in numbers)
+    if by_name and len(groups) == len(own):
+        numbers, missing, unexpected = _in_order(dict(zip(theirs or (), numbers, strict=True)), ours or [])
+        if strict and (missing or unexpected):
+            raise _differing_names([*missing.values()], unexpected)
+    elif found != sizes:
+        raise ValueError(f"state_dict: got param groups of {found} parameters; accepted are {sizes}.")
+    if theirs is not None and ours is not None:
+        groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
     entries: dict[int, Mapping[Any, Any]] = {}
     for position, number in enumerate(numbers):
-        if number not in state:
+        if number not in state or position in missing:
             continue
         if not isinstance(state[number], Mapping):
             raise ValueError(
                 f"state_dict: parameter {position} has state {shown(state[number])}; accepted is a mapping."
             )
         entries[position] = state[number]
-    return Saved(list(groups), numbers, entries, {key: value for key, value in state.items() if key not in known})
+    elsewhere = {key: value for key, value in state.items() if key not in known}
+    return Saved(list(groups), numbers, entries, elsewhere, missing, unexpected)
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """The names of all parameters of param groups, in order; None if not all have one, or two have the same."""
+    found: list[str] = []
+    for group in groups:
+        given = group.get("param_names", [])
+        if not isinstance(given, (list, tuple)) or len(given) != len(group["params"]):
+            return None
+        found += given
+    named = all(isinstance(name, str) for name in found) and len(set(found)) == len(found)
+    return found if found and named else None
+
+
+def _in_order(numbers: Mapping[str, Any], own: Sequence[str]) -> tuple[list[Any], dict[int, str], tuple[str, ...]]:
+    """Saved numbers in the order of the optimizer's names; the names that are missing by position; and those that it does not have."""
+    missing = {position: name for position, name in enumerate(own) if name not in numbers}
+    return [numbers.get(name) for name in own], missing, tuple(name for name in numbers if name not in set(own))
+
+
+def _differing_names(missing: Sequence[str], unexpected: Sequence[str]) -> ValueError:
+    told = [f"has no {names(missing)}"] if missing else []
+    told += [f"has {names(unexpected)}, which the optimizer has not"] if unexpected else []
+    return ValueError(
+        f"state_dict['param_groups']: {' and '.join(told)}; accepted are the optimizer's names, in any order. strict=False leaves these"
+        " parameters out; without 'param_names' a state dict goes by position."
+    )
 
 
 def _is_hashable(value: object) -> bool:

@@ -47,7 +47,7 @@ def to_torch(front: Front, full: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {number: entry for number, entry in state.items() if entry != {}}, "param_groups": groups}
 
 
-def from_torch(front: Front, state_dict: object) -> Saved:
+def from_torch(front: Front, state_dict: object, *, strict: bool = True) -> Saved:
     """A checkpoint of ``torch.optim`` as a full state dict without weights.
 
     Raises:
@@ -56,7 +56,7 @@ def from_torch(front: Front, state_dict: object) -> Saved:
     """
     torchs = _names_of(front)
     kind = type(front).__name__
-    saved = read(state_dict, [len(group["params"]) for group in front.param_groups])
+    saved = read(state_dict, front.own_groups, strict=strict)
     for number, group in enumerate(saved.groups):
         for option, agrees in torchs.options.items():
             # Which implementation torch ran (foreach, fused, capturable) does not change the state.
@@ -93,7 +93,7 @@ def from_torch(front: Front, state_dict: object) -> Saved:
                 found[ours] = _wide_number(entry[theirs])
         entries[position] = found | {name: value for name, value in entry.items() if name not in known}
     groups = [{key: value for key, value in group.items() if key not in torchs.options} for group in saved.groups]
-    return Saved(groups, saved.numbers, entries, saved.elsewhere)
+    return saved._replace(groups=groups, entries=entries)
 
 
 def _widened(value: Any) -> Any:

@@ -20,7 +20,8 @@ from tests.support.following import PEAK, STEPS, deviation, formula, ours, sched
 from tests.support.steps import drawn as normal
 from tests.support.steps import steps
 
-UNTYPED: Any = eb.dion
+UNTYPED: Any = partial(eb.dion, others=None)
+"""Of matrices alone, whatever their names."""
 
 SHAPES = {"tall": (6, 4), "wide": (3, 5), "row": (1, 4), "column": (4, 1), "kernel": (3, 2, 2, 1)}
 
@@ -119,7 +120,7 @@ def test_what_the_rank_leaves_out_stays_in_the_momentum() -> None:
 @pytest.mark.parametrize("shape", [(4, 4), (1, 5), (5, 1), (3, 2, 2, 1), (0, 3)])
 def test_without_gradients_weights_only_decay(shape: tuple[int, ...]) -> None:
     before = torch.ones(shape)
-    after, state = steps(eb.dion(0.5, weight_decay=0.5), before, [torch.zeros(shape)] * 3)
+    after, state = steps(UNTYPED(0.5, weight_decay=0.5), before, [torch.zeros(shape)] * 3)
     assert torch.equal(after, before * 0.75**3)
     assert all(bool(leaf.isfinite().all()) for leaf in eb.tree.leaves(state))
 
@@ -127,8 +128,8 @@ def test_without_gradients_weights_only_decay(shape: tuple[int, ...]) -> None:
 def test_after_gradients_of_zero_it_goes_on() -> None:
     gradients = [torch.zeros(4, 3), torch.zeros(4, 3), drawn(4, 3).float()]
     with patch.object(module, "normal", lambda like, _radius, _angle: drawn(*like.shape, seed=7)):
-        late = steps(eb.dion(0.1, weight_decay=0.0), torch.zeros(4, 3), gradients)[0]
-        at_once = steps(eb.dion(0.1, weight_decay=0.0), torch.zeros(4, 3), gradients[2:])[0]
+        late = steps(UNTYPED(0.1, weight_decay=0.0), torch.zeros(4, 3), gradients)[0]
+        at_once = steps(UNTYPED(0.1, weight_decay=0.0), torch.zeros(4, 3), gradients[2:])[0]
     assert late.any()
     assert torch.equal(late, at_once)
 
@@ -136,7 +137,7 @@ def test_after_gradients_of_zero_it_goes_on() -> None:
 @pytest.mark.parametrize("rank", [1, 2])
 def test_momentum_of_low_rank_gives_finite_steps(rank: int) -> None:
     gradients = [drawn(6, rank, seed=1).float() @ drawn(rank, 5, seed=2).float()] * 6
-    after, _ = steps(eb.dion(0.1, rank_divisor=1, weight_decay=0.0), torch.zeros(6, 5), gradients)
+    after, _ = steps(UNTYPED(0.1, rank_divisor=1, weight_decay=0.0), torch.zeros(6, 5), gradients)
     # Six steps, each of at most five orthonormal columns times sqrt(6/5).
     assert float(after.norm()) <= 6 * 0.1 * math.sqrt(5 * 6 / 5) * 1.01
 
@@ -146,9 +147,9 @@ def test_a_view_is_a_parameter_for_each_matrix() -> None:
     params, grads = drawn(6, 4).float(), [drawn(6, 4, seed=step).float() for step in range(1, 6)]
     with patch.object(module, "normal", lambda like, _radius, _angle: torch.ones_like(like)):
         for view, parts in ((eb.heads(3), [2, 2, 2]), (eb.row_blocks(2, 4), [2, 4])):
-            together, _ = steps(eb.dion(0.1, view=view), params, grads)
+            together, _ = steps(UNTYPED(0.1, view=view), params, grads)
             apart = [
-                steps(eb.dion(0.1), one, pieces)[0]
+                steps(UNTYPED(0.1), one, pieces)[0]
                 for one, *pieces in zip(*(torch.split(x, parts) for x in (params, *grads)), strict=True)
             ]
             assert torch.equal(together, torch.cat(apart))

@@ -17,7 +17,7 @@ PARTS = {
     "averaged_descent", "scale_by_learning_rate", "scale_by_rprop", "scale_by_torch_adafactor", "schedule_free",
 }  # fmt: skip
 """Public transforms that begin with a learning rate and are parts of optimizers."""
-MATRICES = {"torch_muon", "dion"}
+MATRICES = {"torch_muon"}
 """Optimizers of matrices alone, which have to be told what steps the other parameters of a model."""
 
 POLICIES = ("FP32", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16")

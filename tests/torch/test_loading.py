@@ -179,11 +179,12 @@ def test_two_optimizers_never_share_a_tensor() -> None:
     train(model, optimizer, 2)
     optimizer.param_groups[0]["mine"] = [torch.ones(2)]
     resumed = AdamW(other.parameters())
-    for carry in (
+    carried: list[Callable[[], object]] = [
         lambda: resumed.load_state_dict(optimizer.state_dict()),
         lambda: resumed.load_full_state_dict(optimizer.full_state_dict()),
         lambda: resumed.load_torch_state_dict(optimizer.torch_state_dict()),
-    ):
+    ]
+    for carry in carried:
         carry()
         assert torch.equal(resumed.param_groups[0]["lr"], rate)
         addresses = [

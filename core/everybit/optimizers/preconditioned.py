@@ -10,7 +10,8 @@ from torch import Tensor
 from everybit.base import Hyperparameter, Scalar
 from everybit.combinators import Chain, Partition, chain, low_rank
 from everybit.linalg import Basis, Kronecker, MatrixView, ProjectedSide, Projection, Sides
-from everybit.optimizers.muon import routed
+from everybit.optimizers.adam import adamw
+from everybit.optimizers.muon import Others, routed
 from everybit.protocol import Transform
 from everybit.transforms import (
     Correction,
@@ -236,12 +237,13 @@ def dion(
     weight_decay: Hyperparameter = 0.01,
     view: MatrixView | None = None,
     views: Mapping[str, MatrixView] | None = None,
-    others: Callable[[Hyperparameter], Transform[Any]] | None = None,
+    others: Others = adamw,
     labels: Callable[[str, Tensor], str] | None = None,
 ) -> Chain | Partition:
     """Dion (Ahn et al. 2025, https://arxiv.org/abs/2504.05295): orthonormal updates of low rank, and momentum that keeps the rest.
 
-    Without ``others`` all parameters are matrices, or are refused, as for :func:`everybit.muon`.
+    It is one optimizer for a whole model, as :func:`everybit.muon` is: hidden matrices go through Dion, all other parameters through
+    ``others``, by their names and shapes. With ``others=None`` all parameters are matrices, or are refused.
 
     Args:
         learning_rate: At least zero.
@@ -252,7 +254,7 @@ def dion(
         weight_decay: At least zero; decoupled, by the learning rate without the scale.
         view: How every matrix is seen; see :func:`everybit.heads`. None: matrices as they are, convolutions flattened.
         views: Other views of parameters by regular expressions on their names, as for :func:`everybit.muon`.
-        others: What steps embeddings, the head and what is no matrix, from a learning rate, such as ``everybit.adamw``.
+        others: What steps embeddings, the head and what is no matrix, from a learning rate; None: there are none.
         labels: Which these are, as for :func:`everybit.muon`.
 
     Raises:

@@ -20,7 +20,7 @@ from everybit.optimizers.adam_variants import adabelief, adan, ademamix, adopt, 
 from everybit.optimizers.layerwise import lamb, lars, novograd
 from everybit.optimizers.memory import adafactor, adam_mini, came, sm3
 from everybit.optimizers.muon import muon, normuon
-from everybit.optimizers.preconditioned import apollo, galore, kron, shampoo, soap
+from everybit.optimizers.preconditioned import apollo, dion, galore, kron, shampoo, soap
 from everybit.optimizers.schedule_free import schedule_free_adamw, schedule_free_radam, schedule_free_sgd
 from everybit.optimizers.sgd import rmsprop, sgd
 from everybit.optimizers.sign import lion, signum, tiger
@@ -34,7 +34,7 @@ OptimizerName = Literal[
     "sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adagrad", "adamax", "adadelta", "torch_adafactor", "rprop", "asgd",
     "ademamix", "adopt", "schedule_free_sgd", "schedule_free_adamw", "prodigy", "lamb", "lars", "adan", "adabelief", "yogi", "laprop",
     "signum", "tiger", "stable_adamw", "mars", "novograd", "schedule_free_radam", "dadapt_adam", "adam_atan2", "adafactor", "came",
-    "adam_mini", "sm3", "muon", "normuon", "soap", "shampoo", "kron", "galore", "apollo",
+    "adam_mini", "sm3", "muon", "normuon", "soap", "shampoo", "kron", "galore", "apollo", "dion",
 ]  # fmt: skip
 
 Reductions = Literal["none", "per tensor", "over everything"]
@@ -205,6 +205,7 @@ _OPTIMIZERS: tuple[NamedOptimizer, ...] = (
     NamedOptimizer("kron", kron, "PSGD with a Kronecker preconditioner", "Li 2015, 2024", "https://arxiv.org/abs/2402.11858"),
     NamedOptimizer("galore", galore, "GaLore", "Zhao et al. 2024", "https://arxiv.org/abs/2403.03507"),
     NamedOptimizer("apollo", apollo, "APOLLO", "Zhu et al. 2024", "https://arxiv.org/abs/2412.05270"),
+    NamedOptimizer("dion", dion, "Dion, with AdamW", "Ahn et al. 2025", "https://arxiv.org/abs/2504.05295"),
 )  # fmt: skip
 
 _BY_NAME: Mapping[OptimizerName, NamedOptimizer] = MappingProxyType({one.name: one for one in _OPTIMIZERS})

@@ -56,12 +56,22 @@ def like(parameter: Tensor, part: Tensor, shape: Sequence[int] | None = None) ->
     )
 
 
-def sendable(part: Tensor) -> Tensor:
-    """A sharded tensor in a dtype that every backend sends: int16 as int32, because neither gloo nor NCCL has int16.
+def sendable(value: Tensor) -> Tensor:
+    """A tensor in a dtype that every backend sends: int16 as int32, because neither gloo nor NCCL has int16.
 
     Values stay, so that ``copy_`` between checkpoints of both dtypes is exact, as :mod:`torch.distributed.checkpoint` copies them.
     """
-    return part.to(torch.int32) if is_dtensor(part) and part.dtype is torch.int16 else part
+    return value.to(torch.int32) if value.dtype is torch.int16 else value
+
+
+def saved_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes in which checkpoints have a tensor: its own, and that of :func:`sendable`."""
+    return (torch.int16, torch.int32) if dtype is torch.int16 else (dtype,)
+
+
+def fits_in(wide: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds all numbers of a tensor."""
+    return wide.dtype is dtype or torch.equal(wide.to(dtype).to(wide.dtype), wide)
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:

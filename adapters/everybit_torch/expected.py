@@ -12,7 +12,7 @@ from torch import Tensor
 from everybit.base import torch_dtype
 from everybit.stepping.entries import WEIGHTS, former_names
 from everybit_torch.choosing import applied
-from everybit_torch.dtensors import is_cut_evenly, is_dtensor, local
+from everybit_torch.dtensors import fits_in, is_cut_evenly, is_dtensor, local, saved_dtypes
 from everybit_torch.engine import Engine
 from everybit_torch.groups import Optimizers
 from everybit_torch.memory import has_memory
@@ -119,11 +119,9 @@ def require_entry(where: str, value: Any, kind: Kind, parameter: Tensor, *, full
     if kind.count:
         return torch.tensor(as_count(where, value), dtype=torch.int64)
     why = "It was made by another optimizer or for another model." if full else _FROM_ELSEWHERE
-    # Of sharded parameters int16 is saved as int32; see :func:`everybit_torch.dtensors.sendable`.
-    dtypes = (torch.int16, torch.int32) if kind.dtype is torch.int16 else (kind.dtype,)
-    require_tensor(where, value, dtypes, kind.shape, parameter, accepted=f"{kind}. {why}")
+    require_tensor(where, value, saved_dtypes(kind.dtype), kind.shape, parameter, accepted=f"{kind}. {why}")
     checked: Tensor = value.to(kind.dtype)
-    if checked.dtype is not value.dtype and not torch.equal(local(checked).to(value.dtype), local(value)):
+    if not fits_in(local(value), kind.dtype):
         raise ValueError(f"{where}: holds numbers beyond int16; accepted are those of a remainder, in [-32768, 32767].")
     if kind.positive and bool((local(checked) < 0).any()):
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from everybit.stepping.entries import VERSION, VERSION_KEY
 from everybit_torch import full_precision
-from everybit_torch.dtensors import sendable
+from everybit_torch.dtensors import is_dtensor, sendable
 from everybit_torch.entries import UNUSED, ParameterState
 from everybit_torch.front import Front
 from everybit_torch.places import parameters_of
@@ -23,12 +23,15 @@ def packed(front: Front) -> dict[str, Any]:
         ValueError: State of a tensor that is no parameter of the optimizer.
     """
     numbers = _numbers(front)
+    # All parameters of a sharded model: torch sends those that are whole on every rank, too.
+    is_sharded = any(map(is_dtensor, parameters_of(front.own_groups)))
     state: dict[Any, Any] = {}
     for key, value in front.state.items():
         if not isinstance(key, Tensor):
             state[key] = dict(value) if isinstance(value, ParameterState) else value
         elif value:
-            state[_number(numbers, key)] = value.packed({name: sendable(x) for name, x in value.own.items()})
+            own = {name: sendable(x) for name, x in value.own.items()} if is_sharded else None
+            state[_number(numbers, key)] = value.packed(own)
     return {"state": state, "param_groups": _packed_groups(front, numbers), VERSION_KEY: VERSION}
 
 

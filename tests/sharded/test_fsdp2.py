@@ -11,12 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
+from everybit_torch.dtensors import local
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.exact_reduce_scatter import ExactReduceScatter
 from everybit_torch.sharded.stepper import FlatStepper
@@ -313,3 +319,57 @@ def saved_by_fsdp2(path: Path, name: str) -> tuple[Weights, Weights]:
 def test_fsdp2s_checkpoint_goes_on_in_a_stepper(tmp_path: Path, name: str) -> None:
     for expected, got in run(2, saved_by_fsdp2, tmp_path, name):
         assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+def gathered(name: eb.PolicyName, offload: bool, broadcast: bool) -> list[Weights]:
+    """Continue from torch's full state dict, and from one in which a remainder is int16 as checkpoints of before have it."""
+    dtype, options = torch.bfloat16, StateDictOptions(full_state_dict=True, cpu_offload=offload)
+    model = sharded(dtype)
+    optimizer = AdamW(model.parameters(), lr=1e-2, policy=name, compile=False)
+    train(model, optimizer, range(2), dtype)
+    full: Any = get_optimizer_state_dict(model, optimizer, options=options)
+    assert all(x.dtype is not torch.int16 for entry in full.get("state", {}).values() for x in entry.values())
+    former: Any = optimizer.state_dict()
+    for entry in former["state"].values():
+        entry["param.remainder"] = entry["param.remainder"].to(torch.int16)
+    others = []
+    for number in range(2):
+        other = sharded(dtype)
+        other.load_state_dict(model.state_dict())
+        resumed = AdamW(other.parameters(), lr=1.0, policy=name, compile=False)
+        if number:
+            resumed.load_state_dict(former)
+        else:
+            given = full if dist.get_rank() == 0 or not broadcast else {}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+            set_optimizer_state_dict(other, resumed, given, options=options)
+        others.append((other, resumed))
+    for one, its in ((model, optimizer), *others):
+        train(one, its, range(2, 4), dtype)
+    # With the low halves of the weights, which the model does not show.
+    parts = [[local(p) for p in its.export_fp32()[0]] for _, its in ((model, optimizer), *others)]
+    return [{str(number): x.clone() for number, x in enumerate(each)} for each in parts]
+
+
+@pytest.mark.parametrize(("offload", "broadcast"), [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("name", ["LEAN_BF16", pytest.param("EXACT_BF16", marks=pytest.mark.exhaustive)])
+def test_torchs_full_state_dict_goes_there_and_back(name: eb.PolicyName, offload: bool, broadcast: bool) -> None:
+    """accelerate's FULL_STATE_DICT: neither gloo nor NCCL sends int16, in which a remainder is stored."""
+    for before, *resumed in run(2, gathered, name, offload, broadcast):
+        for after in resumed:
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_remainder_beyond_16_bits_is_refused() -> None:
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = AdamW([p], policy="LEAN_BF16", compile=False)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    wide = saved["state"][0]["param.remainder"].int()
+    optimizer.load_state_dict(saved | {"state": {0: saved["state"][0] | {"param.remainder": wide}}})
+    with pytest.raises(
+        ValueError, match=r"'param.remainder': holds numbers beyond int16; accepted are .* in \[-32768, 32767\]"
+    ):
+        optimizer.load_state_dict(saved | {"state": {0: saved["state"][0] | {"param.remainder": wide + 70000}}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW, TorchOptimizer, evaluation_weights
+from everybit_torch import AdamW, TorchOptimizer, enable_gradient_release, evaluation_weights
 
 POLICIES = {"FP32": torch.float32, "LEAN_BF16": torch.bfloat16, "FLOOR_BF16": torch.bfloat16}
 
@@ -85,3 +86,52 @@ def test_an_optimizer_without_averages_evaluates_what_it_trains() -> None:
         evaluation_weights(torch.optim.SGD(model.parameters())),  # type: ignore[arg-type]
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("state_dict", lambda o: o.state_dict()),
+        ("full_state_dict", lambda o: o.full_state_dict()),
+        ("export_fp32", lambda o: o.export_fp32()),
+        ("eval_params", lambda o: o.eval_params()),
+        ("import_fp32", lambda o: o.import_fp32([])),
+        ("load_state_dict", lambda o: o.load_state_dict({})),
+        ("load_full_state_dict", lambda o: o.load_full_state_dict({})),
+        ("a copy of the optimizer", copy.deepcopy),
+        ("evaluation_weights", lambda o: evaluation_weights(o).__enter__()),
+        ("step", lambda o: o.step()),
+    ],
+)
+def test_what_would_be_another_run_is_refused_inside(name: str, call: Any) -> None:
+    """Saved beside the model's weights for evaluation, the state of an optimizer is that of other weights."""
+    model = nn.Linear(4, 4)
+    optimizer = TorchOptimizer(model.parameters(), eb.schedule_free_adamw, lr=0.1, compile=False)
+    train_one(model, optimizer)
+    with evaluation_weights(optimizer):
+        inside = model.weight.detach().clone()
+        with pytest.raises(
+            RuntimeError, match=rf"^{name}: inside evaluation_weights\(\), .*; accepted is outside of it\.$"
+        ):
+            call(optimizer)
+        assert torch.equal(model.weight, inside)
+    optimizer.state_dict()
+    train_one(model, optimizer)
+
+
+def train_one(model: nn.Linear, optimizer: TorchOptimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.linspace(-1, 1, 8).view(2, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_backward_pass_under_gradient_release_is_refused_inside() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = TorchOptimizer(model.parameters(), averaged, lr=0.1, compile=False)
+    handle = enable_gradient_release(model, optimizer)
+    with (
+        evaluation_weights(optimizer),
+        pytest.raises(RuntimeError, match="gradient release: inside evaluation_weights"),
+    ):
+        model(torch.ones(1, 4)).sum().backward()
+    handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -93,3 +94,33 @@ def test_a_group_is_not_stepped_twice_where_a_step_needs_a_number_of_all_gradien
     with pytest.raises(RuntimeError, match=r"param_groups: list every group once\. Group 0 is in the list twice"):
         optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda o: o.zero_grad(),
+        lambda o: copy.deepcopy(o).step(),
+        lambda o: o.export_fp32(),
+        lambda o: o.eval_params(),
+        lambda o: o.full_state_dict(),
+        lambda o: o.torch_state_dict(),
+        lambda o: o.bytes_table(),
+        everybit_torch.routing,
+    ],
+)
+def test_a_group_put_in_by_hand_is_there_for_everything(use: Callable[[Any], object], flat: bool) -> None:
+    params = parameters()
+    optimizer = everybit_torch.AdamW(params[:1], lr=0.1, flat_gradients=flat, compile=False)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[1:]})
+    use(optimizer)
+    assert [len(group["params"]) for group in optimizer.state_dict()["param_groups"]] == [1, 2]
+    assert list(map(len, optimizer.export_fp32())) == [1, 2]
+
+
+def test_the_weights_of_a_group_put_in_by_hand_are_exported() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = everybit_torch.AdamW(model[0].parameters(), compile=False)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": list(model[1].parameters())})
+    assert everybit_torch.export_weights(model, optimizer).keys() == model.state_dict().keys()

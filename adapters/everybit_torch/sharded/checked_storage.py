@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from everybit_torch.checkpoint_file import FailingStream, replace_file, with_message
+from everybit_torch.dtensors import fits_in
 from everybit_torch.sharded import dcp_metadata
 from everybit_torch.sharded.inventory import Inventory, Piece, SavedTensor, write_inventory
 
@@ -215,6 +216,8 @@ class CheckedReader(StorageReader):
             for dimension, (low, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dimension, low, size)
             into = planner.resolve_tensor(item).detach()
+            if not fits_in(part, into.dtype):
+                raise ValueError(f"{item.storage_index.fqn}: holds numbers beyond {into.dtype}; nothing is cast.")
             into.copy_(part)
             planner.commit_tensor(item, into)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everybit_torch.dtensors import local
+from everybit_torch.dtensors import local, saved_dtypes
 from everybit_torch.sharded.agreement import objects_of
 from everybit_torch.sharded.host_bytes import same_bits
 from everybit_torch.sharded.inventory import Inventory
@@ -53,7 +53,7 @@ def require_same(
             problems.append(f"{key} is not there")
         elif there.shape != tuple(value.shape):
             problems.append(f"{key} is of shape {there.shape} there, and {tuple(value.shape)} here")
-        elif there.dtype is not value.dtype:
+        elif there.dtype not in saved_dtypes(value.dtype):
             problems.append(f"{key} is {there.dtype} there, and {value.dtype} here")
     known = expected | set(own)
     elsewhere = [key for key, there in found.tensors.items() if math.prod(there.shape)] + sorted(found.others)

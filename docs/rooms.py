@@ -117,7 +117,7 @@ def picture() -> str:
         arrows.append(f'<path class="head" d="M {to - 4:g} {end - 8:g} L {to + 4:g} {end - 8:g} L {to:g} {end:g} Z"/>')
     inside = "\n  ".join([*arrows, *drawn])
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top - GAP + 10:g}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top - GAP + 10:g}" role="img" style="color-scheme: light dark">\n'
         f"  <title>The rooms of everybit, and which room imports which</title>\n  <style>{STYLE}  </style>\n  {inside}\n</svg>\n"
     )
 

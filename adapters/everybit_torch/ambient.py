@@ -18,6 +18,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _DTYPE = torch.float32
+_ACCELERATOR = torch.accelerator.current_accelerator()
+_DEVICES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 _EXACT = ("none", "ieee")
 
 
@@ -53,7 +55,7 @@ def _changes() -> list[AbstractContextManager[Any]]:
     found: list[AbstractContextManager[Any]] = []
     if torch.is_inference_mode_enabled():
         found.append(torch.inference_mode(False))
-    found += [torch.autocast(kind, enabled=False) for kind in _device_types() if torch.is_autocast_enabled(kind)]
+    found += [torch.autocast(kind, enabled=False) for kind in _DEVICES if torch.is_autocast_enabled(kind)]
     if torch.get_default_dtype() is not _DTYPE:
         found.append(_default_dtype())
     if torch.get_default_device().type != "cpu":
@@ -61,12 +63,6 @@ def _changes() -> list[AbstractContextManager[Any]]:
     if not torch.compiler.is_compiling():
         found += [_exact(one) for one in _products() if one.fp32_precision not in _EXACT]
     return found
-
-
-@functools.cache
-def _device_types() -> tuple[str, ...]:
-    device = torch.accelerator.current_accelerator()
-    return ("cpu",) if device is None else ("cpu", device.type)
 
 
 def _products() -> tuple[Any, ...]:

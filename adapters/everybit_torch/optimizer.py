@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast, get_args, overload
 
 import torch
@@ -552,4 +553,4 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             return saved
         present = (self.full_state_dict() if full else saving.packed(self))["state"]
         kept = {position: present[position] for position in saved.missing if position in present}
-        return saved._replace(entries={**saved.entries, **kept})
+        return replace(saved, entries={**saved.entries, **kept})

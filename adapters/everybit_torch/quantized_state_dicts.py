@@ -10,7 +10,7 @@ Neither package is imported to read a state dict. A saved one of torchao's holds
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -170,7 +170,7 @@ def _read(optimizer: TorchOptimizer, state_dict: Mapping[str, Any]) -> Saved:
     saved = read(state_dict, optimizer.own_groups)
     options = ("params", "param_names")
     groups = [{name: value for name, value in group.items() if name not in options} for group in saved.groups]
-    return saved._replace(groups=groups)
+    return replace(saved, groups=groups)
 
 
 def _require_whole(optimizer: TorchOptimizer) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ DEEPEST = 32
 after about a thousand calls, of which each level takes several."""
 
 
-class Saved(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Saved:
     """A state dict whose structure is right.
 
     Attributes:
@@ -35,7 +36,7 @@ class Saved(NamedTuple):
     numbers: list[Any]
     entries: Mapping[int, Mapping[Any, Any]]
     elsewhere: dict[Hashable, Any]
-    missing: Mapping[int, str] = MappingProxyType({})
+    missing: Mapping[int, str] = field(default_factory=dict)
     unexpected: tuple[str, ...] = ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def from_torch(front: Front, state_dict: object, *, strict: bool = True) -> Save
                 found[ours] = _wide_number(entry[theirs])
         entries[position] = found | {name: value for name, value in entry.items() if name not in known}
     groups = [{key: value for key, value in group.items() if key not in torchs.options} for group in saved.groups]
-    return saved._replace(groups=groups, entries=entries)
+    return replace(saved, groups=groups, entries=entries)
 
 
 def _widened(value: Any) -> Any:

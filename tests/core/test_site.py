@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,24 @@ def test_every_page_has_one_place_in_the_navigation() -> None:
     navigation = re.findall(r"[\w/.-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
     assert sorted(navigation) == sorted(pages)
+
+
+def test_decisions_come_last_in_the_search() -> None:
+    """Last where two entries count alike, and without a title that counts most."""
+    spec = importlib.util.spec_from_file_location("built", DOCS / "reference/built.py")
+    assert spec is not None
+    assert spec.loader is not None
+    built = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(built)
+    items = [
+        {"location": "decisions/0002-holes/", "title": "0002: Holes", "text": "a"},
+        {"location": "decisions/0002-holes/#checkpoints", "title": "Checkpoints", "text": "b"},
+        {"location": "checkpoints/", "title": "Checkpoints", "text": "c"},
+    ]
+    found = built.decisions_last(items)
+    assert found == [
+        items[2],
+        items[0] | {"title": "Decision 0002", "text": "<p>0002: Holes</p> a"},
+        items[1] | {"title": "Decision 0002", "text": "<p>Checkpoints</p> b"},
+    ]
+    assert built.decisions_last(found) == found

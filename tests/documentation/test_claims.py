@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import everybit as eb
+from everybit_torch.cli.compare.command import CLOSING
 from tests.support.pages import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,3 +62,23 @@ def test_every_decision_begins_with_its_number() -> None:
     heads = {page.name: page.read_text().split("\n", 1)[0] for page in pages}
     assert [name for name, head in heads.items() if not head.startswith(f"# {name[:4]}: ")] == []
     assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+
+
+def test_the_readme_is_one_screen_after_another_and_not_many() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_what_plain_bfloat16_loses_is_told_alike_and_as_measured() -> None:
+    """On the pages, and in the closing words of ``everybit compare``, from the results of benchmarks/small_updates.py."""
+    measured = json.loads((ROOT / "benchmarks/results/small-updates-cpu.json").read_text())["rates"]
+    lost = {rate: one["summary"]["PURE_BF16"]["difference"] for rate, one in measured.items()}
+    rows = [
+        f"| {rate} | {one['summary']['PURE_BF16']['lost_share']:.0%}".replace("%", " %")
+        for rate, one in measured.items()
+    ]
+    for page in (ROOT / "README.md", ROOT / "docs/concepts/lost_updates.md"):
+        assert [row for row in rows if row not in page.read_text()] == []
+    assert lost == dict(sorted(lost.items(), key=lambda pair: -pair[1])), "it falls as the rate rises"
+    for rate in ("3e-5", "1e-4", "3e-4", "1e-3"):
+        assert f"{lost[rate]:+.2f} at {rate}" in CLOSING
+    assert max(abs(one["summary"]["LEAN_BF16"]["difference"]) for one in measured.values()) < 0.01

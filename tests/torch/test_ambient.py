@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import FlatStepper, create
+from everybit_torch import FlatStepper, create, evaluation_weights, load_sharded, save_sharded
 
 
 @contextmanager
@@ -115,3 +116,28 @@ def test_a_pure_step_inside_of_autocast_multiplies_in_float32(compile: bool) -> 
     with torch.autocast("cpu", BF16):
         assert torch.equal(step(params, params, state)[0]["w"], plain)
     torch._dynamo.reset()
+
+
+def test_a_whole_run_under_a_default_device_without_values(tmp_path: Path) -> None:
+    """As where a model is made on meta, given memory, and trained before the default is taken back."""
+    with setting(torch.set_default_device, "meta", None):
+        trained = nn.Linear(4, 4).to_empty(device="cpu")
+        nn.init.constant_(trained.weight, 0.5)
+        nn.init.zeros_(trained.bias)
+        x = torch.ones(2, 4, device="cpu")
+        optimizer = create("soap", trained, lr=1e-2, compile=False)
+        trained(x).square().sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.load_full_state_dict(optimizer.full_state_dict())
+        assert all(x.device.type == "cpu" for x in optimizer.export_fp32()[0])
+        with evaluation_weights(optimizer):
+            pass
+        trained.zero_grad()
+        stepper = FlatStepper(trained, eb.adamw(1e-2), policy="FP32", strategy="optim_grads")
+        with stepper.microbatch(last=True):
+            trained(x).square().sum().backward()
+        assert not stepper.step().skipped
+        save_sharded(stepper, tmp_path)
+        load_sharded(stepper, tmp_path)
+        stepper.close()

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from everybit.stepping.entries import former_names
 from everybit_torch import notices
+from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.expected import as_count
@@ -97,6 +98,7 @@ def _staged(stepper: FlatStepper) -> tuple[Flat, Any]:
     return found | saved_hyperparameters.tensors(stepper.as_optimizer(), labels_of(stepper)), copied
 
 
+@in_plain_mode
 def save_sharded(
     stepper: FlatStepper, path: str | os.PathLike[str], *, asynchronous: bool = False, keep: int = 1
 ) -> Future[Path]:
@@ -169,6 +171,7 @@ def save_sharded(
     return done
 
 
+@in_plain_mode
 def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperparameters: bool = True) -> None:
     """Continue from a checkpoint, whatever number of ranks and strategy wrote it. Every rank has to call it.
 
@@ -234,6 +237,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     _warn_if_unverified(found, group)
 
 
+@in_plain_mode
 def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | os.PathLike[str]) -> None:
     """Continue from a stepper's checkpoint with a plain or FSDP2 model and its optimizer. Every rank has to call it.
 

@@ -126,6 +126,7 @@ class FlatStepper(Control, ModelAccess):
         False
     """
 
+    @in_plain_mode
     def __init__(
         self,
         model: nn.Module,

@@ -18,6 +18,9 @@ DEEPEST = 32
 """How deep containers may be nested in what others keep in a state dict. Copying and pickling it recurses, and Python ends a recursion
 after about a thousand calls, of which each level takes several."""
 
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Parts of a name that wrappers of a model add (``torch.compile``, DDP, FSDP, checkpointing); names are compared without them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -122,8 +125,10 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
         if not isinstance(given, (list, tuple)) or len(given) != len(group["params"]):
             return None
         found += given
-    named = all(isinstance(name, str) for name in found) and len(set(found)) == len(found)
-    return found if found and named else None
+    if not found or not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
+        return None
+    plain = [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in found]
+    return plain if len(set(plain)) == len(plain) else found
 
 
 def _in_order(numbers: Mapping[str, Any], own: Sequence[str]) -> tuple[list[Any], dict[int, str], tuple[str, ...]]:

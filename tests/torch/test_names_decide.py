@@ -103,3 +103,16 @@ def test_a_state_dict_without_its_names_goes_by_position() -> None:
     other = AdamW([*there[:2], ("another", there[2][1])], lr=0.1, compile=False)
     other.load_state_dict(saved)
     assert len(momenta(other, there)) == 3
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_names_of_a_wrapped_model_are_those_of_the_model(wrapper: str) -> None:
+    """A run that was compiled, or ran under DDP, goes on without; and the other way round."""
+    here, there = model(), model()
+    for source, other in (
+        (trained([(wrapper + name, p) for name, p in here]), AdamW(there[::-1], lr=0.1, compile=False)),
+        (trained(here), AdamW([(wrapper + name, p) for name, p in there[::-1]], lr=0.1, compile=False)),
+    ):
+        other.load_state_dict(source.state_dict())
+        found, expected = momenta(other, there), momenta(source, here)
+        assert all(torch.equal(found[name], expected[name]) for name in "abc")

@@ -134,7 +134,8 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
 def _in_order(numbers: Mapping[str, Any], own: Sequence[str]) -> tuple[list[Any], dict[int, str], tuple[str, ...]]:
     """Saved numbers in the order of the optimizer's names; the names that are missing by position; and those that it does not have."""
     missing = {position: name for position, name in enumerate(own) if name not in numbers}
-    return [numbers.get(name) for name in own], missing, tuple(name for name in numbers if name not in set(own))
+    known = set(own)
+    return [numbers.get(name) for name in own], missing, tuple(name for name in numbers if name not in known)
 
 
 def _differing_names(missing: Sequence[str], unexpected: Sequence[str]) -> ValueError:

@@ -152,7 +152,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @property
     def own_groups(self) -> list[dict[str, Any]]:
         """The param groups, each once: torch steps a group twice that is in the list twice. Groups put into the list by hand are added."""
-        param_groups.add_by_hand(self.param_groups, len(self.engine.groups), self.add_param_group)
+        if len(self.param_groups) > len(self.engine.groups):
+            param_groups.add_by_hand(self.param_groups, len(self.engine.groups), self.add_param_group)
         return param_groups.require_all(self.param_groups, len(self.engine.groups))
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:

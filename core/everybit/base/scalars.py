@@ -120,7 +120,7 @@ def at(value: Hyperparameter, step: Tensor | None, *, name: str) -> Scalar:
 def _number(value: float) -> Scalar:
     """A number as it may be computed with: in code that is being compiled a 0-d float64 tensor, else the number.
 
-    A number that was another at an earlier call is a symbol to Dynamo. Inductor (torch 2.11 to 2.15) makes a tensor of a symbol that is
+    A number that was another at an earlier call is a symbol to Dynamo. Inductor (torch 2.13) makes a tensor of a symbol that is
     multiplied or added, and in the same graph puts the number of the second call into every other operation with it, such as ``b ** step``,
     without a guard. So a symbol is multiplied here, and all that follows sees a tensor.
     """

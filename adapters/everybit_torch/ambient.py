@@ -24,30 +24,19 @@ _EXACT = ("none", "ieee")
 
 
 def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function under torch's defaults; see :func:`plain_mode`."""
+    """Run a function under torch's defaults: no autocast, no inference mode, float32, the CPU, and float32 products that are not rounded."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         changes = _changes()
         if not changes:
             return function(*args, **kwargs)
-        with _all(changes):
+        with ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change)
             return function(*args, **kwargs)
 
     return run
-
-
-def plain_mode() -> AbstractContextManager[None]:
-    """Set torch's defaults inside: no autocast, no inference mode, float32, the CPU, and products of float32 that are not rounded."""
-    return _all(_changes())
-
-
-@contextmanager
-def _all(changes: list[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(change)
-        yield
 
 
 def _changes() -> list[AbstractContextManager[Any]]:

@@ -95,14 +95,14 @@ def read(state_dict: object, own: Sequence[Mapping[str, Any]], *, strict: bool =
     found, sizes = ([len(group["params"]) for group in each] for each in (groups, own))
     theirs, ours = _names(groups), _names(own)
     # Keys that are strings were made of names, by torch.distributed.checkpoint, and are in the optimizer's order.
-    by_name = theirs is not None and ours is not None and not any(isinstance(number, str) for number in numbers)
-    if by_name and len(groups) == len(own):
-        numbers, missing, unexpected = _in_order(dict(zip(theirs or (), numbers, strict=True)), ours or [])
+    in_order = any(isinstance(number, str) for number in numbers)
+    if theirs and ours and not in_order and len(groups) == len(own):
+        numbers, missing, unexpected = _in_order(dict(zip(theirs, numbers, strict=True)), ours)
         if strict and (missing or unexpected):
             raise _differing_names([*missing.values()], unexpected)
     elif found != sizes:
         raise ValueError(f"state_dict: got param groups of {found} parameters; accepted are {sizes}.")
-    if theirs is not None and ours is not None:
+    if theirs and ours:
         groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
     entries: dict[int, Mapping[Any, Any]] = {}
     for position, number in enumerate(numbers):

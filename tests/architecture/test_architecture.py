@@ -9,10 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.rooms import rooms
+from tests.support.modules import module_at
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core"
+rooms = module_at(ROOT / "docs/rooms.py")
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 

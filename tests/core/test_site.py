@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 import everybit
 import everybit_torch
+from tests.support.modules import module_at
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -68,11 +68,7 @@ def test_every_page_has_one_place_in_the_navigation() -> None:
 
 def test_decisions_come_last_in_the_search() -> None:
     """Last where two entries count alike, and without a title that counts most."""
-    spec = importlib.util.spec_from_file_location("built", DOCS / "reference/built.py")
-    assert spec is not None
-    assert spec.loader is not None
-    built = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(built)
+    built = module_at(DOCS / "reference/built.py")
     items = [
         {"location": "decisions/0002-holes/", "title": "0002: Holes", "text": "a"},
         {"location": "decisions/0002-holes/#checkpoints", "title": "Checkpoints", "text": "b"},

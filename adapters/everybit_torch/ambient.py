@@ -24,7 +24,10 @@ _EXACT = ("none", "ieee")
 
 
 def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function under torch's defaults: no autocast, no inference mode, float32, the CPU, and float32 products that are not rounded."""
+    """Run a function under torch's defaults.
+
+    These are: no autocast, no inference mode, float32, the CPU, and float32 products whose factors are not rounded.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

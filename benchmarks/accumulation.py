@@ -53,7 +53,7 @@ def backward(model: nn.Module) -> None:
 def in_place(model: nn.Module) -> Callable[[bool], Tensor]:
     """everybit: hooks copy and add to slices."""
     policy = dataclasses.replace(eb.policies.LEAN_BF16, grads=eb.Grads(main="float32"))
-    stepper = FlatStepper(model, eb.sgd(0.0), policy=policy, strategy="optim", units=[Block], keep_gradients=False)
+    stepper = FlatStepper(model, eb.sgd(0.0), policy=policy, strategy="optim", units=[Block])
 
     def microbatch(last: bool) -> Tensor:
         with stepper.microbatch(last=last):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +41,7 @@ from pages import insert, origin, table
 MODELS = {
     "tiny": SIZES["tiny"],
     "demo": SIZES["mini"],
+    "10M": ModelSize(width=320, layers=8, heads=8),
     "50M": ModelSize(width=640, layers=10, heads=10),
     "85M": SIZES["large"],
 }
@@ -53,7 +54,7 @@ class Arguments:
     """What to measure.
 
     Attributes:
-        models: tiny (28,768 parameters), demo (459,392), 50M, and 85M, which has the blocks of OPT-125m.
+        models: tiny (28,768 parameters), demo (459,392), 10M, 50M, and 85M, which has the blocks of OPT-125m.
         contestants: By name; none: all.
         device: cpu or cuda.
         ranks: Processes; on cuda each has a device.
@@ -61,6 +62,7 @@ class Arguments:
         steps: Timed in each turn, after three that are not.
         batch: Windows of text for each process and step.
         context: Bytes in a window.
+        offload: Whether FSDP2's contestants, and everybit's under optim_grads_params, keep shards by CPUOffloadPolicy.
         limit: Seconds after which a turn is given up.
         out: Where the raw results go.
         page: Where the tables go, as Markdown.
@@ -75,6 +77,7 @@ class Arguments:
     steps: int = 8
     batch: int = 2
     context: int = 64
+    offload: bool = False
     limit: float = 600.0
     out: Path = Path("benchmarks/results/sharded-cpu.json")
     page: Path | None = None
@@ -84,23 +87,22 @@ class Arguments:
 class Trainer:
     """One contestant on one rank."""
 
-    def __init__(self, name: str, model: nn.Module, device: str = "cpu") -> None:
-        self.name, self.model, self.device = name, model, device
+    def __init__(self, name: str, model: nn.Module, device: str = "cpu", *, offload: bool = False) -> None:
+        self.name, self.model, self.device, self.offload = name, model, device, offload
         kind, _, detail = name.partition(", ")
         self.stepper: FlatStepper | None = None
         if kind == "everybit":
             strategy, _, policy = detail.partition(", ")
             if policy:
                 self.model = model.bfloat16()
+            if offload:
+                self._shard()
             self.stepper = FlatStepper(
                 self.model, eb.adamw(LR, b1=BETAS[0], b2=BETAS[1], weight_decay=DECAY), strategy=strategy,  # type: ignore[arg-type]
-                units=[Block], compile=True, keep_gradients=False, policy=eb.policies.PRESETS[policy] if policy else None,
+                units=None if offload else [Block], compile=True, policy=eb.policies.PRESETS[policy] if policy else None,
             )  # fmt: skip
         elif kind == "FSDP2":
-            mesh = init_device_mesh(device, (dist.get_world_size(),))
-            for block in model.blocks:  # type: ignore[union-attr]
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            self._shard()
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
@@ -114,6 +116,12 @@ class Trainer:
                 self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, **ADAMW)
             else:
                 self.optimizer = torch.optim.AdamW(self.model.parameters(), **(ADAMW | {detail: True}))
+
+    def _shard(self) -> None:
+        mesh = init_device_mesh(self.device, (dist.get_world_size(),))
+        policy = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self.offload else OffloadPolicy()
+        for module in (*self.model.blocks, self.model):  # type: ignore[misc]
+            fully_shard(module, mesh=mesh, offload_policy=policy)
 
     def step(self, windows: Tensor) -> tuple[float, float, float]:
         """Loss, seconds of the whole step, seconds of the optimizer's."""
@@ -204,7 +212,7 @@ def worker(
     torch._dynamo.reset()
     before, _ = held(device.type)
     torch.manual_seed(0)
-    trainer = Trainer(contestant, Transformer(MODELS[model_name]).to(device), device.type)
+    trainer = Trainer(contestant, Transformer(MODELS[model_name]).to(device), device.type, offload=arguments.offload)
     seconds, optimizer_seconds, losses = [], [], []
     for step in range(3 + arguments.steps):
         if step == 3:
@@ -358,7 +366,7 @@ def main(arguments: Arguments) -> None:
     text = markdown(results)
     print(text)
     if arguments.page is not None:
-        insert(arguments.page, "sharded", text)
+        insert(arguments.page, "offload" if results["arguments"]["offload"] else "sharded", text)
     if arguments.run and results.get("failures"):
         raise SystemExit("; ".join(results["failures"]))
 

@@ -89,7 +89,7 @@ def worker(rank: int, store: str, arguments: Arguments, wire: str, seed: int, ou
         dist.all_reduce(mean)
         losses.append(float(mean) / arguments.ranks)
     held_out = torch.Generator().manual_seed(7)
-    with stepper.full_parameters(), torch.no_grad():
+    with torch.no_grad():
         final = statistics.mean(float(_loss(model, _windows(corpus.held_out, arguments, held_out))) for _ in range(40))
     if rank == 0:
         out.send({"wire": wire, "seed": seed, "losses": losses, "norms": norms, "final": final})

@@ -35,53 +35,37 @@ from everybit_torch.weight_decay import weight_decay_groups
 from everybit_torch.weights import export_weights, import_weights, load_safetensors, save_safetensors
 
 if TYPE_CHECKING:
-    from everybit_torch.sharded.casting import Casts
+    from everybit_torch.fsdp2.exact_reduce_scatter import ExactReduceScatter
     from everybit_torch.sharded.checkpoint import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
-    from everybit_torch.sharded.construction.sources import (
-        FromCheckpoint,
-        FromInitializers,
-        FromSafetensors,
-        FromStateDict,
-    )
-    from everybit_torch.sharded.exact_reduce_scatter import ExactReduceScatter
-    from everybit_torch.sharded.joint import JointStepper
     from everybit_torch.sharded.mixed_precision import MixedPrecision
     from everybit_torch.sharded.nonfinite_state import NonFiniteState, nonfinite_state
-    from everybit_torch.sharded.offload import Offload
     from everybit_torch.sharded.plan import Plan, plan
     from everybit_torch.sharded.reports import NonFinite, StepReport
     from everybit_torch.sharded.stepper import FlatStepper
 
 # Imported when they are asked for: torch.distributed takes a while.
-_SHARDED = {
-    "Casts": "casting",
-    "ExactReduceScatter": "exact_reduce_scatter",
-    "FlatStepper": "stepper",
-    "JointStepper": "joint",
-    "FromCheckpoint": "construction.sources",
-    "FromInitializers": "construction.sources",
-    "FromSafetensors": "construction.sources",
-    "FromStateDict": "construction.sources",
-    "MixedPrecision": "mixed_precision",
-    "NonFinite": "reports",
-    "NonFiniteState": "nonfinite_state",
-    "Offload": "offload",
-    "Plan": "plan",
-    "StepReport": "reports",
-    "latest_checkpoint": "checkpoint",
-    "load_sharded": "checkpoint",
-    "load_sharded_into": "checkpoint",
-    "nonfinite_state": "nonfinite_state",
-    "plan": "plan",
-    "save_sharded": "checkpoint",
+_LATE = {
+    "ExactReduceScatter": "fsdp2.exact_reduce_scatter",
+    "FlatStepper": "sharded.stepper",
+    "MixedPrecision": "sharded.mixed_precision",
+    "NonFinite": "sharded.reports",
+    "NonFiniteState": "sharded.nonfinite_state",
+    "Plan": "sharded.plan",
+    "StepReport": "sharded.reports",
+    "latest_checkpoint": "sharded.checkpoint",
+    "load_sharded": "sharded.checkpoint",
+    "load_sharded_into": "sharded.checkpoint",
+    "nonfinite_state": "sharded.nonfinite_state",
+    "plan": "sharded.plan",
+    "save_sharded": "sharded.checkpoint",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import the names for sharded training when they are first used."""
-    if name not in _SHARDED:
+    if name not in _LATE:
         raise AttributeError(f"module 'everybit_torch' has no attribute {name!r}")
-    return getattr(import_module(f"everybit_torch.sharded.{_SHARDED[name]}"), name)
+    return getattr(import_module(f"everybit_torch.{_LATE[name]}"), name)
 
 
 __all__ = [
@@ -96,15 +80,9 @@ __all__ = [
     "Adamax",
     "AnyPrecisionAdamW",
     "Audit",
-    "Casts",
     "ExactReduceScatter",
     "FlatStepper",
-    "FromCheckpoint",
-    "FromInitializers",
-    "FromSafetensors",
-    "FromStateDict",
     "GradientRelease",
-    "JointStepper",
     "LayerAudit",
     "Lion",
     "LoadReport",
@@ -113,7 +91,6 @@ __all__ = [
     "NAdam",
     "NonFinite",
     "NonFiniteState",
-    "Offload",
     "OuterOptimizer",
     "Plan",
     "RAdam",

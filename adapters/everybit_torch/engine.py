@@ -29,7 +29,7 @@ from everybit_torch.joining import Joining, boundaries_between
 from everybit_torch.joint_steps import JointSteps, arranged, collected
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, find_totals, settle_due
-from everybit_torch.stepping import Begun, PreparedStep, StateCopies, step_in_pieces
+from everybit_torch.stepping import Begun, PreparedStep, step_in_pieces
 from everybit_torch.streams import is_capturing
 from everybit_torch.units import CHUNK, Unit, init_state, write
 from everybit_torch.work_rows import WorkRows
@@ -44,7 +44,6 @@ class Engine:
     Args:
         over: Of some parameters, what reductions over all of them go over; None: this process alone.
         torch_names: Names of slots, and what torch's optimizer calls them.
-        copies: Where state lies between steps, if not beside the weights.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Engine:
         over: Callable[[Sequence[Tensor]], Over | None],
         *,
         torch_names: Mapping[str, str] | None = None,
-        copies: StateCopies | None = None,
     ) -> None:
         self.groups: list[Group] = []
         self.units: list[Unit] = []
@@ -67,7 +65,7 @@ class Engine:
         sets it after it has added units, and whenever there are more parameters."""
         self.reads = Reads()
         self._joining: Joining[Unit] = Joining()
-        self._joint, self._over, self._copies = JointSteps(), over, copies
+        self._joint, self._over = JointSteps(), over
 
     def __getstate__(self) -> dict[str, Any]:
         # Of the states that show what is in the units a front end saves what others keep there.
@@ -96,9 +94,7 @@ class Engine:
         parameters: Sequence[Tensor] = (),
     ) -> OptimizerState[Any]:
         """The state of a unit before its first step, in memory where it belongs; computed ``chunk`` elements at a time."""
-        if self._copies is None:
-            return init_state(optimizer, tensor, first, chunk=chunk, parameters=parameters)
-        return init_state(optimizer, tensor, first, allocate=self._copies.allocate, chunk=chunk)
+        return init_state(optimizer, tensor, first, chunk=chunk, parameters=parameters)
 
     def add(self, unit: Unit) -> None:
         """Step a unit from here on."""
@@ -303,10 +299,9 @@ class Engine:
 
     def _part(self, unit: Unit, gathered: Mapping[int, Gathered], due: Mapping[int, Due], over: Over | None) -> Part:
         counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
-        fetch = None if self._copies is None else self._copies.fetch
         group, grad = self.groups[unit.group], gathered.get(id(unit))
         find = group.partial_result if group.compiles(unit) else None
-        return Part(self.optimizer_of(unit), unit, grad, counted, due.get(id(unit), ()), fetch, find)
+        return Part(self.optimizer_of(unit), unit, grad, counted, due.get(id(unit), ()), find)
 
     def step(self, prepared: PreparedStep, *, metrics: bool = False) -> None:
         """Carry a step out.
@@ -330,9 +325,8 @@ class Engine:
         def restarts(unit: Unit) -> bool:
             return self.groups[unit.group].compiles(unit)
 
-        joint = self._joint if self._copies is None else None
         with self._joining.stepping([unit for unit, grads in prepared.work if have_gradients(grads)]):
-            for unit, grads, results, begun in arranged(prepared.work, joint, self.optimizer_of, begin, restarts):
+            for unit, grads, results, begun in arranged(prepared.work, self._joint, self.optimizer_of, begin, restarts):
                 gathered, (totals, due) = prepared.gathered.pop(id(unit), None), known(unit)
                 measured = self.step_unit(
                     unit, grads, totals, gathered, metrics=metrics, due=due, results=results, begun=begun
@@ -340,8 +334,6 @@ class Engine:
                 counted = over is None or not unit.parameters or over.counts(unit.parameters[0])
                 if measured is not None and counted:
                     total = measured if total is None else added(total, measured)
-        if self._copies is not None:
-            self._copies.synchronize()
         if not metrics:
             return
         if over is not None:
@@ -420,8 +412,6 @@ class Engine:
     def _step_pieces(
         self, unit: Unit, grad: Gathered, step: Callable[[Unit, Tensor], Metrics | None]
     ) -> Metrics | None:
-        if self._copies is not None:
-            return step_in_pieces(unit, *self._copies.stepping(unit, grad), step)
         if isinstance(grad, MemberGradients):
             return step_in_pieces(unit, grad, unit.pieces(0, stops=grad.stops()), step)
         return step(unit, grad)

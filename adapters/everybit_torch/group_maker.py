@@ -126,7 +126,29 @@ class GroupMaker:
             TypeError: A hyperparameter that is none.
             ValueError: A hyperparameter or policy that cannot work.
         """
-        group = Group(number, self._factory, policies, names=self._names, owner=self._owner, **self._options)
+        return self.made(number, self._factory, policies, arguments, names=self._names)
+
+    def made(
+        self,
+        number: int,
+        factory: Factory,
+        policies: Mapping[torch.dtype, AnyPolicy],
+        arguments: dict[str, Any],
+        *,
+        names: Mapping[str, tuple[str, ...]],
+        source: str = "",
+    ) -> Group:
+        """Make a group of a factory.
+
+        Args:
+            number: Among the groups.
+            factory: From ``arguments`` to its transform.
+            policies: By dtype of the parameters.
+            arguments: Of the factory.
+            names: By the user's name of a hyperparameter, the factory's arguments that it stands for.
+            source: Groups with the same source share their reductions.
+        """
+        group = Group(number, factory, policies, names=names, owner=self._owner, source=source, **self._options)
         optimizers = group.build(arguments)
         group.require_cuts(optimizers)
         group.follow(arguments, optimizers)

@@ -80,7 +80,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def __init__(
         self,
         params: Params,
-        factory: Factory,
+        factory: Factory | GroupMaker,
         *,
         policy: PolicyOrName | None = None,
         layout: Layout = "auto",
@@ -96,9 +96,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         require_compile(compile)
         if flat_gradients and layout == "tree":
             raise ValueError("flat_gradients: got True with layout='tree'; accepted with it are 'auto' and 'flat'.")
-        require_factory(factory)
         kind = type(self).__name__
-        hyperparameters = settled(kind, factory, hyperparameters, self._decoupled)
+        if not isinstance(factory, GroupMaker):
+            require_factory(factory)
+            hyperparameters = settled(kind, factory, hyperparameters, self._decoupled)
         self._layout, self._compile = layout, compile
         self.flat_gradients = flat_gradients
         self.metrics_enabled = metrics
@@ -109,7 +110,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         # All of them, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside 16-bit ones as they are.
         params = param_groups.as_lists(params)
         mixed = any(p.dtype in LOW for p in param_groups.tensors_of(params))
-        self._maker = GroupMaker(
+        self._maker = factory if isinstance(factory, GroupMaker) else GroupMaker(
             kind, factory, hyperparameters, policy,
             seed=seed, unsafe=unsafe, compile=compile, only_flat=layout == "flat", decoupled=self._decoupled, mixed=mixed,
         )  # fmt: skip
@@ -209,7 +210,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             # Out of inference mode, gradients are enabled as well.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad():
                 loss = closure()
-        self._step()
+        self.step_now()
         return loss
 
     def require_trained(self, name: str) -> None:
@@ -227,7 +228,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             )
 
     @in_plain_mode
-    def _step(self) -> None:
+    def step_now(self) -> None:
+        """Update every parameter that has a gradient, without what torch's hooks and schedulers see of :meth:`step`."""
         if self.release is not None:
             self.release.finish()
             return

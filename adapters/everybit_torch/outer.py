@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.policies import PolicyOrName
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.dtensors import is_dtensor
+from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.optimizer import TorchOptimizer
 
 if TYPE_CHECKING:
@@ -19,17 +19,13 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class HasModelState(Protocol):
+class HasModel(Protocol):
     """A :class:`~everybit_torch.FlatStepper`."""
 
     model: nn.Module
 
-    def model_state_dict(self, form: Any) -> dict[str, Any]:
-        """The model's tensors by name."""
-        ...
-
-    def load_model_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """Load them."""
+    def loaded(self) -> None:
+        """This rank's weights were replaced."""
         ...
 
 
@@ -79,7 +75,7 @@ class OuterOptimizer:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | HasModelState,
+        optimizer: torch.optim.Optimizer | HasModel,
         transform: eb.Transform[Any] | None = None,
         *,
         every: int,
@@ -89,7 +85,7 @@ class OuterOptimizer:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every: got {every!r}; accepted is a whole number of steps, at least 1.")
         self.optimizer: Any = optimizer
-        if isinstance(optimizer, HasModelState):
+        if isinstance(optimizer, HasModel):
             self._require_wide(optimizer)
         elif getattr(optimizer, "of_shards", False) or any(map(is_dtensor, self._parameters)):
             raise TypeError(
@@ -161,31 +157,24 @@ class OuterOptimizer:
     def _read(self) -> list[Tensor]:
         if isinstance(self.optimizer, TorchOptimizer):
             return [one for group in self.optimizer.export_fp32() for one in group]
-        if isinstance(self.optimizer, HasModelState):
-            return [shard.local.clone() for shard in self._shards().values()]
+        if isinstance(self.optimizer, HasModel):
+            return [local(p).detach().clone() for p in self.optimizer.model.parameters()]
         return [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self._parameters]
 
     def _write(self, values: Sequence[Tensor]) -> None:
         if isinstance(self.optimizer, TorchOptimizer):
             left = iter(values)
             self.optimizer.import_fp32([[next(left) for _ in group["params"]] for group in self.optimizer.param_groups])
-        elif isinstance(self.optimizer, HasModelState):
-            state = self.optimizer.model_state_dict("sharded")
-            for name, value in zip(self._shards(state), values, strict=True):
-                state[name].local.copy_(value)
-            self.optimizer.load_model_state_dict(state)
+        elif isinstance(self.optimizer, HasModel):
+            for parameter, value in zip(self.optimizer.model.parameters(), values, strict=True):
+                local(parameter).copy_(value)
+            self.optimizer.loaded()
         else:
             for parameter, value in zip(self._parameters, values, strict=True):
                 parameter.copy_(value)
 
-    def _shards(self, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The shards of a stepper's parameters, by name."""
-        known = self.optimizer.model_state_dict("sharded") if state is None else state
-        names = [name for name, _ in self.optimizer.model.named_parameters()]
-        return {name: known[name] for name in names}
-
     @staticmethod
-    def _require_wide(stepper: HasModelState) -> None:
+    def _require_wide(stepper: HasModel) -> None:
         for name, parameter in stepper.model.named_parameters():
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise TypeError(

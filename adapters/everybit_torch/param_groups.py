@@ -205,14 +205,20 @@ def main_gradients(
     """The parameters whose gradients a policy keeps in another dtype than the model's, with that dtype.
 
     Raises:
-        ValueError: A policy that does not fit a parameter, or a gradient that exists already, in the model's dtype.
+        ValueError: A policy that does not fit a parameter, or a gradient that exists already, in the model's dtype; or a DTensor, to which
+            FSDP2 gives gradients of its own dtype.
     """
     found = []
     resolved = resolve_parameters(policies, tree)
     for tensor in tree.values():
         main = torch_dtype(resolved[id(tensor)].grads_main)
-        if main is tensor.dtype or is_dtensor(tensor):  # FSDP2 gives gradients their dtype
+        if main is tensor.dtype or tensor.grad_dtype is None:  # who gives it gradients decides
             continue
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"param group {number}: Grads.main: got {main} for a DTensor of {tensor.dtype}, in which FSDP2 adds up its gradients."
+                " Accepted are Grads(main=None), and FlatStepper(model, ..., strategy='optim_grads_params'), which keeps main gradients."
+            )
         if tensor.grad is not None and tensor.grad.dtype is not main:
             raise ValueError(
                 f"param group {number}: Grads.main: got {main}, but a parameter of shape {tuple(tensor.shape)} holds a"

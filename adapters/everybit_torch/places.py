@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,14 +146,14 @@ class Places:
         state = self._engine.init_state(optimizer, tensor, first, parameters=run.parameters)
         self._engine.add(run.unit(tensor, state, firsts, gradients))
 
-    def number_elements(self, model: torch.nn.Module) -> None:
-        """Number elements through all parameters of a model, as a ``FlatStepper`` does, whichever of them are this optimizer's.
+    def number_elements(self, parameters: Iterable[Tensor]) -> None:
+        """Number elements through all ``parameters`` of a model, as a ``FlatStepper`` does, whichever of them are this optimizer's.
 
         By its number an element draws its random bits: a run goes on with the same ones in another front end.
         """
         counted: dict[torch.dtype, int] = {}
         numbers: dict[Tensor, int] = {}
-        for parameter in model.parameters():
+        for parameter in parameters:
             numbers[parameter] = counted.get(parameter.dtype, 0)
             counted[parameter.dtype] = numbers[parameter] + parameter.numel()
         self._first_elements |= numbers

@@ -20,8 +20,7 @@ import everybit as eb
 from everybit.base import sum_of_squares, torch_dtype
 from everybit.base.barriers import scratch_for
 from everybit.protocol.requests import Kind
-from everybit.stepping import OptimizerState
-from everybit_torch.asking import WEIGHTS, Partial, Reads, ask_unit, ask_without_elements
+from everybit_torch.asking import Partial, Reads, ask_unit, ask_without_elements
 from everybit_torch.gradients import Gathered, MemberGradients
 from everybit_torch.host_counts import Due
 from everybit_torch.units import Unit
@@ -45,7 +44,6 @@ class Part(NamedTuple):
         grad: In the shape of its tensor; None if it contributes nothing, and only takes part in the reductions.
         counted: Whether this process is the one that contributes its elements.
         due: Which periodic work is due for it; see ``Engine.step_unit``.
-        fetch: Brings a tensor of the unit's state to where the unit is stepped; None: it is there.
         find: Finds partial results by compiled code, as :func:`~everybit_torch.asking.ask_unit` does; None: they are found uncompiled.
     """
 
@@ -54,7 +52,6 @@ class Part(NamedTuple):
     grad: Gathered | None
     counted: bool = True
     due: Due = ()
-    fetch: Callable[[Tensor], Tensor] | None = None
     find: Callable[..., Partial | None] | None = None
 
 
@@ -151,7 +148,7 @@ def _all_partial_results(parts: Sequence[Part], totals: Sequence[Tensor], reads:
 
 def _partial_results(part: Part, grad: Gathered, totals: Sequence[Tensor], reads: Reads) -> Iterator[Partial]:
     """Yield a part's partial results, chunk by chunk; nothing if ``totals`` answer all of the transform's reductions."""
-    optimizer, unit, _, counted, due, fetch, compiled = part
+    optimizer, unit, _, counted, due, compiled = part
     if reads.promises(optimizer, unit).whole or (unit.tensor.ndim != 1 and compiled is None):
         chunks: Iterable[tuple[Any, Unit]] = [(cast(Any, ...), unit)]
         names, compiled = None, None  # code would be made for each shape
@@ -165,26 +162,11 @@ def _partial_results(part: Part, grad: Gathered, totals: Sequence[Tensor], reads
         pieces = unit.pieces(piece_size(unit.tensor.device), lambda x: x)
         chunks, names = pieces if unit.flat else [(cast(Any, ...), unit)], source.names
     for where, chunk in chunks:
-        state = chunk.state if fetch is None else _fetched(chunk.state, names, fetch)
         find = partial(ask_unit, optimizer) if compiled is None else compiled
-        pending = find(chunk, state, grad[where], totals, reads=names, counted=counted, due=due)
-        del state
+        pending = find(chunk, chunk.state, grad[where], totals, reads=names, counted=counted, due=due)
         if pending is None:
             return
         yield pending
-
-
-def _fetched(
-    state: OptimizerState[Any], names: frozenset[str] | None, fetch: Callable[[Tensor], Tensor]
-) -> OptimizerState[Any]:
-    """A state of which what is read is where it is read."""
-
-    def slot(name: str, value: Any) -> Any:
-        return eb.tree.map(fetch, value) if names is None or name in names else value
-
-    reads_weights = names is None or WEIGHTS in names
-    extra = eb.tree.map(fetch, state.extra) if reads_weights else state.extra
-    return OptimizerState(state.step, extra, eb.tree.map_slots(slot, state.inner))
 
 
 def _squares(grad: Gathered) -> Tensor:
@@ -195,7 +177,7 @@ def _squares(grad: Gathered) -> Tensor:
 
 def _pending_reduction(part: Part, totals: Sequence[Tensor], reads: Reads) -> Partial | None:
     """Return the transform's pending reduction, with the partial result of a chunk without elements; None if there is none."""
-    optimizer, unit, _, _, due, _, _ = part
+    optimizer, unit, _, _, due, _ = part
     if reads.promises(optimizer, unit).fixed:
         source = reads.of(optimizer, unit, totals, due)
         if not source.pending:

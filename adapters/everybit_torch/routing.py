@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from everybit.combinators import matrices_of, routing_tables, shown_matrices
 from everybit_torch.choosing import require_labels_used, tree_of
@@ -10,21 +12,38 @@ from everybit_torch.optimizer import TorchOptimizer
 
 
 @runtime_checkable
-class LaidOut(Protocol):
-    """What a :class:`everybit_torch.FlatStepper` has: where its parameters lie, and the transform and policy of each label."""
-
-    layout: Any
+class Labelled(Protocol):
+    """What a :class:`everybit_torch.FlatStepper` has: the transform and policy of each label, and which parameters are of it."""
 
     @property
     def labelled(self) -> Any:
         """By label, what its parameters are stepped with."""
         ...
 
+    @property
+    def routed(self) -> Mapping[str, Routed]:
+        """The parameters that are trained, by name."""
+        ...
 
-def routing(optimizer: TorchOptimizer | LaidOut) -> str:
+
+class Routed(NamedTuple):
+    """A parameter that is stepped.
+
+    Attributes:
+        label: Of its transform and policy.
+        shape: Its own.
+        stepped: The shape in which it is stepped: of one that may be cut between matrices, that of a batch of them.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    stepped: tuple[int, ...]
+
+
+def routing(optimizer: TorchOptimizer | Labelled) -> str:
     """Return a table of which transform steps which parameter, and as which matrices, to be printed before training.
 
-    Of a stepper it lists the parameters that are trained, by the labels of transform and policy under which they are laid out.
+    Of a stepper it lists the parameters that are trained, by the labels of transform and policy.
 
     Args:
         optimizer: A torch optimizer of this package, before or after its first step, or a stepper.
@@ -48,7 +67,7 @@ def routing(optimizer: TorchOptimizer | LaidOut) -> str:
     """
     if isinstance(optimizer, TorchOptimizer):
         return _of_groups(optimizer)
-    if isinstance(optimizer, LaidOut):
+    if isinstance(optimizer, Labelled):
         return _of_stepper(optimizer)
     raise TypeError(
         f"routing: got {type(optimizer).__name__}; accepted are a TorchOptimizer and a FlatStepper. (everybit.routing takes a transform and"
@@ -69,18 +88,12 @@ def _of_groups(optimizer: TorchOptimizer) -> str:
     return "\n".join(lines)
 
 
-def _of_stepper(stepper: LaidOut) -> str:
+def _of_stepper(stepper: Labelled) -> str:
     lines = []
-    specs = stepper.layout.specs
     for label, one in stepper.labelled.items():
-        own = [spec for spec in specs if spec.label == label]
-        elements = sum(spec.whole_numel for spec in own)
+        own = {name: routed for name, routed in stepper.routed.items() if routed.label == label}
+        elements = sum(math.prod(routed.shape) for routed in own.values())
         lines.append(f"{label or 'all'}: {len(own)} parameter{'s' if len(own) > 1 else ''}, {elements} elements")
-        for spec in own:
-            shape = tuple(spec.whole_shape)
-            # One that may be cut between matrices is stepped as a batch of them.
-            stepped = shape if spec.parts == 1 else spec.stepped_as(0, spec.numel)
-            lines.append(
-                f"  {spec.name} {shape}{shown_matrices(matrices_of(one.transform, spec.name, stepped), shape)}"
-            )
+        for name, (_, shape, stepped) in own.items():
+            lines.append(f"  {name} {shape}{shown_matrices(matrices_of(one.transform, name, stepped), shape)}")
     return "\n".join(lines)

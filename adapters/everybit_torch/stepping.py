@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -48,26 +48,6 @@ class Parts(Protocol):
 
     def __getitem__(self, where: slice, /) -> Tensor:
         """The part for a piece."""
-        ...
-
-
-class StateCopies(Protocol):
-    """Memory for state elsewhere, from which a step brings it piece by piece."""
-
-    def allocate(self, like: Tensor, numel: int) -> Tensor:
-        """Memory there for ``numel`` elements like those of a tensor."""
-        ...
-
-    def fetch(self, x: Tensor) -> Tensor:
-        """A copy of state where it is stepped."""
-        ...
-
-    def stepping(self, unit: Unit, grad: Gathered) -> tuple[Parts, Iterator[tuple[slice, Unit]]]:
-        """A unit's gradient, and its pieces with their state where it is stepped, and brought back after that."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all state is where it belongs."""
         ...
 
 

@@ -439,22 +439,19 @@ def init_state(
     tensor: Tensor,
     first: int | Blocks,
     *,
-    allocate: Callable[[Tensor, int], Tensor] = new_room,
     chunk: int = CHUNK,
     parameters: Sequence[Tensor] = (),
 ) -> OptimizerState[Any]:
     """The state of a unit; for a long buffer computed piece by piece into place, ``chunk`` elements at a time.
 
-    ``allocate`` makes memory for elements like those of a tensor, for the state of a buffer that is to lie elsewhere. ``parameters`` are
-    those of the unit, where they may be sharded.
+    ``parameters`` are those of the unit, where they may be sharded.
     """
-    at_once = tensor.ndim != 1 or tensor.numel() <= chunk or needs_whole_tensors(optimizer.transform)
-    if allocate is new_room and at_once:
+    if tensor.ndim != 1 or tensor.numel() <= chunk or needs_whole_tensors(optimizer.transform):
         return begun(optimizer, parameters, optimizer.init([tensor], eb.Context(first_element=first)), first)
     (stored,) = optimizer.formats([tensor])
 
     def room(x: Tensor, part: PartSpec | None) -> Tensor:
-        return allocate(x, tensor.numel() if part is None else part.count(tensor.numel()))
+        return new_room(x, tensor.numel() if part is None else part.count(tensor.numel()))
 
     none = tensor[:0]
     state = map_parts(optimizer.init([none]), [none], [stored], room, torch.clone)

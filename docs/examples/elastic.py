@@ -86,9 +86,11 @@ def train(out: Path, steps: int, every: int, die_at: int | None = None) -> None:
         for number in range(rounds):
             with stepper.microbatch(last=number == rounds - 1):
                 mine = number * size + rank
-                if mine < BATCH:  # without a sequence a rank takes part with zeros
-                    loss = model(batch[mine : mine + 1])
-                    loss.backward()
+                # FSDP2 gathers weights on all ranks: one without a sequence runs another, whose loss counts nothing.
+                counts = mine < BATCH
+                loss = model(batch[mine : mine + 1] if counts else batch[:1])
+                (loss * counts).backward()
+                if counts:
                     losses[mine] = loss.detach()
         stepper.step()
         model.step += 1

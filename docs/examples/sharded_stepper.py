@@ -26,7 +26,7 @@ from language_model import Block, LanguageModel, sequences, text
 def train(steps: int, accumulate: int, out: str | None) -> list[float]:
     """Train on this rank's sequences, and return this rank's losses."""
     torch.manual_seed(0)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, size = dist.get_rank(), dist.get_world_size()
     model, data, losses = LanguageModel().to(torch.bfloat16), text(), []
     grads = eb.Grads(main="float32", comm="bfloat16", reduce="fp32")
     transform = eb.chain(eb.clip_by_global_norm(1.0), eb.adamw(3e-3, weight_decay=0.1))
@@ -58,9 +58,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--accumulate", type=int, default=2, help="microbatches in a step")
     parser.add_argument("--out", help="where a checkpoint is written at the end")
     given = parser.parse_args(arguments)
-    if "RANK" not in os.environ:  # without torchrun this process is the only rank
-        return train(given.steps, given.accumulate, given.out)
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:  # without torchrun this process is the only rank
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return train(given.steps, given.accumulate, given.out)
     finally:

@@ -84,23 +84,6 @@ def test_of_ranks_with_different_numbers_of_whole_tensors_the_fullest_is_shown(
     assert held["plans"][1]["whole_tensors"] is None
 
 
-def test_what_lies_on_the_host_is_shown_beside_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "mini", "--ranks", "2", "--policies", "KAHAN_BF16", "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--offload", "everything"]) == 0
-    assert "host" in capsys.readouterr().out
-    found = {one["strategy"]: one for one in json.loads((tmp_path / "plan.json").read_text())["plans"]}
-    whole = found["no_shard"]["parameters"]
-    for strategy, one in found.items():
-        everything = strategy == "optim_grads_params"
-        assert ("parameters" in one["host"]) == ("gradients" in one["host"]) == everything
-        assert "momentum" in one["host"]
-        assert "momentum" not in one["persistent"]
-    # Weights, residuals, main gradients and two moments of 2 bytes each; and padding.
-    assert 0 <= sum(found["optim_grads_params"]["host"].values()) - whole * 10 // 2 < 3 * 3 * 10
-    assert cli.main([*arguments, "--offload", "state", "--device", "cpu"]) == BAD_OPTION
-    assert "--offload" in capsys.readouterr().err
-
-
 def test_a_function_of_ones_own(tmp_path: Path) -> None:
     arguments = [
         "plan",

@@ -232,7 +232,13 @@ def loss(outputs, _):
     return outputs.float().square().mean()
 """
 )
-SHARDED_STATE = "state_or_none = state = stepper.model_state_dict()\ntrained = dict(model.named_parameters())"
+TWO_DIMENSIONS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+model, mesh = model.bfloat16(), init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+model.blocks = [model[0], model[2]]
+"""
 TRAINED = """
 class Trained(nn.Linear):
     def forward(self, x):
@@ -263,23 +269,22 @@ PAGES = {
     "docs/policies.md": Page(setup={1: PURE, 6: "state = eb.with_metrics(eb.with_policy(tx, policy)).init(params)"}),
     "docs/formats.md": Page(setup={1: FORMAT}),
     "docs/commands.md": Page(setup={1: MODEL + "optimizer = torch.optim.AdamW(model.parameters())"}),
-    # Only parsed: what needs a CUDA device; programs of other libraries, which `make conformance` runs; in docs/sharded.md two steppers of
-    # one model side by side, and ranks of several kinds, which tests/sharded runs.
+    # Only parsed: what needs a CUDA device; programs of other libraries, which `make conformance` runs.
     "docs/gpu.md": Page(setup={1: "training_step = abs"}, parsed=(2,)),
     "docs/ecosystem.md": Page(parsed=(1,)),
     "docs/sharded.md": Page(
         setup={
             1: SHARDED,
-            3: SHARDED_STATE,
-            4: NEW_STEPPER + "stepper = FlatStepper(model, optimizer)\ntrained = dict(model.named_parameters())",
-            5: NEW_STEPPER,
-            7: NEW_STEPPER,
-            9: NEW_STEPPER + PLAIN,
+            2: NEW_STEPPER + TWO_DIMENSIONS,
+            3: NEW_STEPPER,
+            4: NEW_STEPPER,
+            5: NEW_STEPPER + PLAIN,
+            7: "model = new_model().float()",
         },
-        parsed=(2, 6, 8, 10, 11, 12, 13),
+        group=True,
     ),
     "docs/coming-from/index.md": Page(),
-    "docs/coming-from/one_program.md": Page(setup={1: SHARDED + TRAINED}),
+    "docs/coming-from/one_program.md": Page(setup={1: SHARDED + TRAINED}, group=True),
     "docs/configuration.md": Page(check=check_configuration),
     "docs/how-to/log_metrics.md": Page(setup={1: LOGGERS}, check=check_logged),
     "docs/how-to/train_with_muon.md": Page(check=check_muon),
@@ -313,7 +318,7 @@ PAGES = {
 def of_folder(page: str) -> Page:
     """How a page is run that ``PAGES`` does not name: those about other libraries are differences of the program on their first page."""
     if page.startswith("docs/coming-from/"):
-        return Page(first="docs/coming-from/index.md", diffs=True)
+        return Page(first="docs/coming-from/index.md", diffs=True, group=True)
     return Page()
 
 

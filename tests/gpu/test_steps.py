@@ -16,6 +16,7 @@ from everybit.testing import CHECKS, REGISTRY, check_compiled_equals_eager
 from everybit.testing.examples import assert_same_bits
 from everybit_torch import EXACT_OPTIONS, AdamW, FlatStepper, TorchOptimizer
 from tests.support.devices import require_device, some
+from tests.support.exact_models import whole_of
 
 pytestmark = pytest.mark.cuda
 require_device()
@@ -114,8 +115,7 @@ def test_a_compiled_stepper_has_the_bits_of_an_uncompiled_one(policy: str, strat
             with stepper.microbatch(last=True):
                 model(x).float().square().mean().backward()
             stepper.step()
-        with stepper.full_parameters():
-            found.append([p.detach().clone() for p in model.parameters()])
+        found.append([whole_of(p).clone() for p in model.parameters()])
         stepper.close()
     assert_same_bits(found[1], found[0], "compiled, against uncompiled")
 

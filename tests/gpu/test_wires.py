@@ -17,6 +17,7 @@ import everybit as eb
 from everybit.testing.examples import assert_same_bits
 from everybit_torch import ExactReduceScatter, FlatStepper
 from tests.support.devices import require_device, some
+from tests.support.exact_models import whole_of
 
 pytestmark = pytest.mark.cuda
 require_device()
@@ -104,7 +105,6 @@ def test_a_stepper_in_a_group_of_one_is_one_alone(policy: str, strategy: Any, gr
                 with stepper.microbatch(last=last):
                     model(x).float().square().mean().backward()
             stepper.step()
-        with stepper.full_parameters():
-            found.append([p.detach().clone() for p in model.parameters()])
+        found.append([whole_of(p).clone() for p in model.parameters()])
         stepper.close()
     assert_same_bits(found[1], found[0], "in a group of one, against alone")

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
 from everybit.linalg import eigenvectors
@@ -24,7 +23,9 @@ from everybit_torch.sharded.packing import Piece
 from everybit_torch.sharded.plan import plan
 from everybit_torch.sharded.row_blocks import RowBlocks
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+from everybit_torch.sharded.strategies import Strategy
+from tests.support.exact_models import whole_of
+from tests.support.programs import FLAT
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
@@ -136,14 +137,13 @@ def train(model: Mixture, stepper: FlatStepper, steps: range, *, alike: bool = F
         with stepper.microbatch(last=True):
             model(inputs(step, rank, model), used(step, rank)).backward()
         stepper.step()
-    with stepper.full_parameters():
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: whole_of(p).clone() for name, p in model.named_parameters()}
 
 
 def every_strategy(policy: str, comm: str) -> tuple[dict[str, Weights], dict[str, list[tuple[int, ...]]]]:
     found: dict[str, Weights] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    for strategy in STRATEGIES:
+    for strategy in FLAT:
         model = new_model(policy)
         stepper = new_stepper(model, policy, comm, strategy=strategy)
         shapes[strategy] = [tuple(unit.tensor.shape) for unit in stepper.as_optimizer().engine.units]
@@ -175,27 +175,6 @@ def test_shares_that_are_cut_between_atoms_give_the_bits_of_the_whole_model(size
     assert any(len(shape) > 2 for shape in parts) is (size > 1)
 
 
-def in_two_dimensions(outer: OuterStrategy, policy: str, comm: str) -> Weights:
-    model, mesh = new_model(policy), init_device_mesh("cpu", (2, 2))
-    stepper = new_stepper(model, policy, comm, strategy="optim_grads_params", mesh=mesh, outer=outer)
-    return train(model, stepper, range(STEPS))
-
-
-@pytest.mark.parametrize(
-    ("outer", "comm"),
-    [
-        ("optim", "bfloat16"),
-        pytest.param("optim", "float32", marks=pytest.mark.exhaustive),
-        pytest.param("no_shard", "bfloat16", marks=pytest.mark.exhaustive),
-        pytest.param("no_shard", "float32", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_in_two_dimensions(outer: OuterStrategy, comm: str) -> None:
-    expected = one_process("LEAN_BF16", 4)
-    for found in run(4, in_two_dimensions, outer, "LEAN_BF16", comm):
-        assert equal(found, expected)
-
-
 def saved(place: str, strategy: Strategy) -> Weights:
     model = new_model("LEAN_BF16")
     stepper = new_stepper(model, "LEAN_BF16", strategy=strategy)
@@ -212,8 +191,8 @@ def loaded(place: str, strategy: Strategy) -> Weights:
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    after, *_ = run(3, saved, str(tmp_path), "optim_grads_params")
-    for size, strategy in ((1, "optim"), (2, "optim_grads_params")):
+    after, *_ = run(3, saved, str(tmp_path), "optim_grads")
+    for size, strategy in ((1, "optim"), (2, "optim_grads")):
         for found in run(size, loaded, str(tmp_path), strategy):
             assert equal(found, after), (size, strategy)
 
@@ -294,7 +273,7 @@ def test_the_plan_knows_that_queries_with_keys_and_values_are_three_pieces_of_wo
     with torch.device("meta"):
         model = nn.Linear(8, 10, bias=False)
     tx = eb.muon(1e-3, view=eb.row_blocks(4, 4, 2), others=None)
-    found = plan(model, tx, strategy="optim", ranks=3, most_elements=4.0).whole_tensors
+    found = plan(model, tx, strategy="optim", ranks=3).whole_tensors
     assert found is not None
     assert (found.tensors, found.parts, found.idle) == (1, 3, 0)
     alone = [eb.orthogonalize().step_cost((rows, 8)) for rows in (4, 4, 2)]
@@ -331,10 +310,7 @@ def test_the_cost_of_a_step_is_that_of_the_products() -> None:
 def test_more_ranks_than_matrices_share_the_experts() -> None:
     with torch.device("meta"):
         model = Mixture()
-    kept = [
-        plan(model, muon("FP32"), strategy="optim_grads_params", ranks=16, rank=rank, units=[Block])
-        for rank in range(16)
-    ]
+    kept = [plan(model, muon("FP32"), strategy="optim_grads", ranks=16, rank=rank, units=[Block]) for rank in range(16)]
     assert all(one.padding <= 16 * 3 for one in kept)  # of the parameters that AdamW steps
 
 
@@ -352,17 +328,6 @@ def test_what_a_decomposition_allocates_is_counted() -> None:
         eigenvectors(x @ x.T)
     # In 64 bits: the matrix, what is decomposed, and the vectors in two orders.
     assert counter.peak >= 8 * 4 * 64 * 64
-
-
-def test_elements_or_work_may_be_even() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(
-            *(nn.Linear(16, 16, bias=False) for _ in range(4)), *(nn.Linear(4, 64, bias=False) for _ in range(8))
-        )
-    found = [plan(model, eb.muon(1e-3), strategy="optim", ranks=3, most_elements=most) for most in (1.0, 4.0)]
-    (even, free) = (one.whole_tensors for one in found if one.whole_tensors is not None)
-    assert even.most_elements < free.most_elements
-    assert even.imbalance > free.imbalance
 
 
 def all_gather_as_documented(parts: list[Tensor], own: Tensor, group: Any, async_op: bool) -> Any:
@@ -394,7 +359,7 @@ def as_if_over_nccl() -> tuple[Weights, int]:
         mock.patch.object(dist, "reduce_scatter", mock.Mock(side_effect=reduce_scatter_as_documented)) as reduced,
     ):
         model = new_model("LEAN_BF16")
-        found = train(model, new_stepper(model, "LEAN_BF16", strategy="optim_grads_params"), range(STEPS))
+        found = train(model, new_stepper(model, "LEAN_BF16", strategy="optim_grads"), range(STEPS))
         return found, min(gathered.call_count, reduced.call_count)
 
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import TorchOptimizer, nonfinite_state
-from everybit_torch.sharded import arguments, offload
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.layout import ParameterSpec, build
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.block_formats import Int8Blocks, Int8Residual
+from tests.support.exact_models import whole_of
 from tests.support.ranks import run
 
-STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")
 BLOCKS = eb.Policy(params=Int8Residual(), momentum=Int8Blocks(), variance=Int8Blocks(16))
 DRAWING = eb.Policy(
     params=eb.Split(8, rounding="stochastic"),
@@ -73,8 +73,7 @@ def stepped(stepper: FlatStepper, module: Model, steps: range) -> None:
 
 
 def weights(stepper: FlatStepper, module: Model) -> list[Tensor]:
-    with stepper.full_parameters():
-        return [p.detach().clone() for p in module.values]
+    return [whole_of(p).clone() for p in module.values]
 
 
 def exact(stepper: FlatStepper) -> int:
@@ -112,7 +111,7 @@ def spoiled(strategy: Strategy) -> list[tuple[str, str, int]]:
 
 def resumed(folder: str) -> list[Tensor]:
     module = model()
-    stepper = FlatStepper(module, adamw(), policy=BLOCKS, strategy="optim_grads_params")
+    stepper = FlatStepper(module, adamw(), policy=BLOCKS, strategy="optim_grads")
     load_sharded(stepper, folder)
     stepped(stepper, module, range(3, 5))
     return weights(stepper, module)
@@ -148,22 +147,13 @@ def test_shards_give_the_wholes_bits_and_a_checkpoint_of_three_ranks_goes_on_on_
         assert same(list(module.values), later)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
 def test_a_number_that_is_not_finite_is_reported_by_name_on_every_rank(strategy: Strategy) -> None:
     """Of 165 elements the last five are a block; a step moves weights by moments that are not stored yet."""
     for found in run(2, spoiled, strategy):
         assert found == [
             ("values.5", "param", 1), ("values.5", "momentum.scale", 5), ("values.5", "variance.scale", 5),
         ]  # fmt: skip
-
-
-def test_state_on_the_host_is_streamed_by_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "is_host", lambda device: False)
-    monkeypatch.setattr(offload, "BUCKET", 50)
-    module = model()
-    stepper = FlatStepper(module, adamw(), policy=BLOCKS, strategy="optim", offload=True)
-    stepped(stepper, module, range(3))
-    assert same(weights(stepper, module), list(whole(BLOCKS, 3)[0].values))
 
 
 def test_no_share_ends_inside_a_block_and_only_parameters_with_blocks_are_padded() -> None:

@@ -56,7 +56,7 @@ def different(strategy: Strategy, context: Context, odd: int, mesh: Any = None) 
 
 
 @pytest.mark.parametrize("context", ["microbatch", "no_sync and sync", "none"])
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim_grads"])
 def test_another_number_of_microbatches_is_an_error_on_every_rank(strategy: Strategy, context: Context) -> None:
     for odd in (0, 1):
         for rank, (message, goes_on) in enumerate(run(2, different, strategy, context, odd, timeout=20)):
@@ -65,7 +65,7 @@ def test_another_number_of_microbatches_is_an_error_on_every_rank(strategy: Stra
             assert goes_on
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim_grads"])
 def test_so_it_is_on_a_mesh_of_two_dimensions(strategy: Strategy) -> None:
     for rank, (message, goes_on) in enumerate(
         run(4, on_a_mesh, different, 2, 2, strategy, "microbatch", 3, timeout=20)
@@ -91,15 +91,14 @@ def test_another_last_is_an_error_on_every_rank() -> None:
 
 
 def where_it_is_right(strategy: Strategy) -> bool:
-    """Where gradients are not sharded, sums are made in the last microbatch alone; and so they are where they are deferred."""
+    """Where gradients are not sharded, sums are made in the last microbatch alone."""
     model = network()
-    defers = strategy == "optim_grads"
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block], defer_reduction=defers)
+    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block])
     cycle(stepper, 1 + dist.get_rank(), "microbatch")
     cycle(stepper, 2 - dist.get_rank(), "microbatch")
     return True
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_where_nothing_is_sent_in_between_any_number_will_do(strategy: Strategy) -> None:
     assert run(2, where_it_is_right, strategy, timeout=20) == [True, True]

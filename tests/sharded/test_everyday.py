@@ -21,13 +21,10 @@ import everybit as eb
 from everybit_torch import AdamW, MixedPrecision, TorchOptimizer
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
-from tests.support.programs import Block, data, network, on_a_mesh, weights_of
+from everybit_torch.sharded.strategies import Strategy
+from tests.support.programs import FLAT, Block, data, network, on_a_mesh, on_buffers, weights_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
-
-SHARDED: Strategy = "optim_grads_params"
-
 
 # -- two models, one of which stands still ------------------------------------------------------------------------------------------------
 
@@ -72,7 +69,7 @@ def adversaries(strategy: Strategy | None, switching: bool) -> Weights:
 
 
 @pytest.mark.parametrize("switching", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_two_steppers_take_turns(strategy: Strategy, switching: bool) -> None:
     """``judge.requires_grad_(False)`` while the generator is trained, or not; then its own gradients of that pass are forgotten."""
     expected = adversaries(None, switching)
@@ -96,7 +93,7 @@ def frozen_for_a_while(strategy: Strategy, freeze: bool) -> tuple[Weights, list[
     return weights_of(stepper), untouched
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_parameters_that_are_frozen_for_a_while_stand_still(strategy: Strategy) -> None:
     """Neither moved nor decayed nor counted, as torch's optimizers treat a parameter without a gradient."""
     model = network()
@@ -134,13 +131,13 @@ def penalized(strategy: Strategy, context: str) -> Weights:
             within: Any = stepper.microbatch(last=number == 1)
             if context == "sync":
                 within = stepper.sync() if number else stepper.no_sync()
-            with within, stepper.full_parameters() if context == "gathered" else contextlib.nullcontext():
+            with within:
                 penalty(model, x).backward()  # type: ignore[no-untyped-call]
         stepper.step()
     return weights_of(stepper)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_a_gradient_penalty(strategy: Strategy) -> None:
     model = network()
     for step in range(2):
@@ -152,7 +149,7 @@ def test_a_gradient_penalty(strategy: Strategy) -> None:
             for p in model.parameters():
                 if p.grad is not None:
                     p.sub_(0.01 * p.grad)
-    for context in ("microbatch", "sync", "gathered"):
+    for context in ("microbatch", "sync"):
         for weights in run(2, penalized, strategy, context):
             for name, p in model.named_parameters():
                 # Gradients below 32, sums over some 64 products and 4 losses in other orders, times 0.01, twice.
@@ -175,7 +172,7 @@ def against_an_adversary(strategy: Strategy) -> Weights:
 
 def test_gradients_of_the_input_are_no_backward_pass() -> None:
     expected = run(2, against_an_adversary, "no_shard")[0]
-    for strategy in ("optim", "optim_grads", SHARDED):
+    for strategy in ("optim", "optim_grads"):
         for weights in run(2, against_an_adversary, strategy):
             assert equal(weights, expected), strategy
 
@@ -203,9 +200,9 @@ class Reentrant(nn.Module):
         return out
 
 
-def reentrant(strategy: Strategy, recompute: bool, together: bool, reshard: bool) -> Weights:
+def reentrant(strategy: Strategy, recompute: bool, together: bool) -> Weights:
     model = Reentrant(together)
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block], reshard_after_forward=reshard)
+    stepper = FlatStepper(model, eb.adamw(1e-2), strategy=strategy, units=[Block])
     for step in range(2):
         for number in range(2):
             with stepper.microbatch(last=number == 1):
@@ -215,28 +212,25 @@ def reentrant(strategy: Strategy, recompute: bool, together: bool, reshard: bool
     return weights_of(stepper)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_reentrant_checkpoints_around_units(strategy: Strategy) -> None:
-    for reshard in (True, False) if strategy == SHARDED else (True,):
-        expected = run(2, reentrant, strategy, False, False, reshard)[0]
-        for together in (False, True):
-            for weights in run(2, reentrant, strategy, True, together, reshard):
-                assert equal(weights, expected)
+    expected = run(2, reentrant, strategy, False, False)[0]
+    for together in (False, True):
+        for weights in run(2, reentrant, strategy, True, together):
+            assert equal(weights, expected)
 
 
 # -- infinities and norms of all ranks ----------------------------------------------------------------------------------------------------
 
 
 def plainly_scaled(
-    strategy: Strategy, plain: bool, unscale: bool, tiny: bool, mesh: Any = None, outer: OuterStrategy = "no_shard"
+    strategy: Strategy, plain: bool, unscale: bool, tiny: bool, mesh: Any = None
 ) -> tuple[Weights, list[float]]:
     """torch's own GradScaler; ``plain`` False: without any, and without the step that it leaves out."""
     model: nn.Module = nn.Linear(3, 1, bias=False) if tiny else network()
     if tiny:
         nn.init.ones_(model.weight)  # type: ignore[arg-type]
-    stepper = FlatStepper(
-        model, eb.sgd(1e-2), strategy=strategy, units=[Block] if not tiny else None, mesh=mesh, outer=outer
-    )
+    stepper = FlatStepper(model, eb.sgd(1e-2), strategy=strategy, units=[Block] if not tiny else None, mesh=mesh)
     optimizer, scaler = stepper.as_optimizer(), torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
     scales = []
     for step in range(4):
@@ -260,7 +254,7 @@ def plainly_scaled(
     return weights_of(stepper), scales
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_torchs_grad_scaler_skips_on_all_ranks_or_on_none(strategy: Strategy) -> None:
     for tiny, size in ((False, 2), (True, 4)):  # the tiny model has no element for one of four ranks
         expected = run(size, plainly_scaled, strategy, False, False, tiny)[0][0]
@@ -271,15 +265,14 @@ def test_torchs_grad_scaler_skips_on_all_ranks_or_on_none(strategy: Strategy) ->
 
 
 def test_torchs_grad_scaler_on_a_mesh() -> None:
-    expected = run(4, on_a_mesh, meshed, 2, 2, False, "no_shard")[0][0]
-    for outer in ("no_shard", "optim"):
-        for weights, scales in run(4, on_a_mesh, meshed, 2, 2, True, outer, timeout=20):
-            assert scales == [256.0, 256.0, 128.0, 128.0]
-            assert equal(weights, expected)
+    expected = run(4, on_a_mesh, meshed, 2, 2, False)[0][0]
+    for weights, scales in run(4, on_a_mesh, meshed, 2, 2, True, timeout=20):
+        assert scales == [256.0, 256.0, 128.0, 128.0]
+        assert equal(weights, expected)
 
 
-def meshed(plain: bool, outer: OuterStrategy, mesh: Any) -> tuple[Weights, list[float]]:
-    return plainly_scaled(SHARDED, plain, False, True, mesh, outer)
+def meshed(plain: bool, mesh: Any) -> tuple[Weights, list[float]]:
+    return plainly_scaled("optim_grads", plain, False, True, mesh)
 
 
 def clipped(strategy: Strategy, order: float, foreach: bool | None, tiny: bool) -> tuple[float, float, list[float]]:
@@ -300,7 +293,7 @@ def clipped(strategy: Strategy, order: float, foreach: bool | None, tiny: bool) 
 
 
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_clip_grad_norm_measures_all_ranks(strategy: Strategy, order: float) -> None:
     """It saw each rank's own parts, and scaled each rank's otherwise."""
     for tiny, size in ((False, 2), (True, 3)):
@@ -377,11 +370,11 @@ def test_parts_of_gradients_are_tensors_like_others() -> None:
 ABSENT = {
     "full_state_dict": "save_sharded",
     "torch_state_dict": "save_sharded",
-    "export_fp32": r"export_safetensors\(path, main=True\)",
-    "eval_params": r"full_parameters\(\)",
+    "export_fp32": "save_sharded",
+    "eval_params": r"stepper\.loaded\(\)",
     "load_full_state_dict": "load_sharded",
     "load_torch_state_dict": "load_sharded",
-    "import_fp32": r"full_parameters\(\)",
+    "import_fp32": r"stepper\.loaded\(\)",
 }
 
 
@@ -443,7 +436,7 @@ def left_early(strategy: Strategy, early: bool) -> tuple[list[str], Weights]:
     wires = []
 
     def note() -> None:
-        wires.append(str(stepper.gradients[0].wire.dtype))
+        wires.append(str(on_buffers(stepper).gradients[0].wire.dtype))
 
     x = data(0, dist.get_rank(), 0, torch.float32)
     context = stepper.grad_comm("bfloat16")
@@ -458,7 +451,7 @@ def left_early(strategy: Strategy, early: bool) -> tuple[list[str], Weights]:
     return wires, weights_of(stepper)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_gradients_travel_as_was_said_when_they_came(strategy: Strategy) -> None:
     """Where a step sums, leaving ``grad_comm`` before it made the context do nothing."""
     (within, expected), _ = run(2, left_early, strategy, False)
@@ -500,7 +493,7 @@ def many(path: Path) -> tuple[int, int]:
     counts = []
     for number in range(25):
         model = network()
-        stepper = FlatStepper(model, eb.sgd(0.1), strategy=SHARDED, units=[Block])
+        stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads", units=[Block])
         with stepper.microbatch(last=True):
             model(data(0, 0, 0, torch.float32)).sum().backward()
         stepper.step()
@@ -523,7 +516,7 @@ def many_that_nobody_has(keep: bool) -> tuple[int, int, list[Weights]]:
     weights: list[Weights] = []
     for number in range(16):
         model = network()
-        stepper = FlatStepper(model, eb.sgd(0.1), strategy=SHARDED, units=[Block])
+        stepper = FlatStepper(model, eb.sgd(0.1), strategy="optim_grads", units=[Block])
         with stepper.microbatch(last=True):
             model(data(number, 0, 0, torch.float32)).square().mean().backward()
         stepper.step()

@@ -10,6 +10,7 @@ import everybit as eb
 from everybit_torch import AdamW, freeze, unfreeze
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
+from tests.support.exact_models import whole_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
@@ -27,8 +28,7 @@ class Model(nn.Module):
 
 
 def weights(stepper: FlatStepper, model: Model) -> Weights:
-    with stepper.full_parameters():
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: whole_of(p).clone() for name, p in model.named_parameters()}
 
 
 def frozen_for_a_while(strategy: Strategy) -> list[Weights]:

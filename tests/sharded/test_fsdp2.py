@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.dtensors import local
+from everybit_torch.fsdp2.exact_reduce_scatter import ExactReduceScatter
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
-from everybit_torch.sharded.exact_reduce_scatter import ExactReduceScatter
 from everybit_torch.sharded.stepper import FlatStepper
+from tests.support.exact_models import whole_of
 from tests.support.programs import Block, Network, data, network
 from tests.support.ranks import run
 from tests.support.weights import Weights
@@ -272,8 +273,7 @@ def carried_over(path: Path, name: str, strategy: Any) -> tuple[Weights, Weights
     optimizer = AdamW(other.parameters(), lr=1e-2, policy=policy)
     load_sharded_into(other, optimizer, path)
     train(other, optimizer, range(2, 4), dtype)
-    with stepper.full_parameters():
-        kept = {key: p.detach().clone() for key, p in model.named_parameters()}
+    kept = {key: whole_of(p).clone() for key, p in model.named_parameters()}
     return kept, whole(other)
 
 
@@ -310,8 +310,7 @@ def saved_by_fsdp2(path: Path, name: str) -> tuple[Weights, Weights]:
         with stepper.microbatch(last=True):
             other(data(step, 0, 0, dtype)).float().square().mean().backward()
         stepper.step()
-    with stepper.full_parameters():
-        got = {key: p.detach().clone() for key, p in other.named_parameters()}
+    got = {key: whole_of(p).clone() for key, p in other.named_parameters()}
     return whole(model), got
 
 

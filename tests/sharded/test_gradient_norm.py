@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import everybit as eb
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES, Strategy
-from tests.support.programs import Block, data, network
+from everybit_torch.sharded.strategies import Strategy
+from tests.support.exact_models import whole_of
+from tests.support.programs import FLAT, Block, data, network
 from tests.support.ranks import run
 
 ADAMW = eb.adamw(1e-2)
@@ -68,7 +69,7 @@ def elements_read(strategy: Strategy, nan: NanCheck, low: bool) -> list[tuple[st
 
 
 @pytest.mark.parametrize("nan", ["off", "step"])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_gradients_are_read_once_for_the_report_the_clip_and_the_check(strategy: Strategy, nan: NanCheck) -> None:
     """A clip at another place than the first finds the norm of something else."""
     for low in (False, True):
@@ -87,18 +88,16 @@ def clipped(strategy: Strategy) -> list[tuple[float, float]]:
     model = network(torch.float64)
     stepper = FlatStepper(model, eb.chain(CLIP, eb.scale_by_learning_rate(1.0)), strategy=strategy, units=[Block])
     for step in range(3):
-        with stepper.full_parameters():
-            before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+        before = torch.cat([whole_of(p).reshape(-1).clone() for p in model.parameters()])
         with stepper.microbatch(last=True):
             model(100 * data(step, dist.get_rank(), 0, torch.float64)).square().mean().backward()
         norm = float(stepper.step().grad_norm)
-        with stepper.full_parameters():
-            after = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        after = torch.cat([whole_of(p).reshape(-1) for p in model.parameters()])
         found.append((float((after - before).norm()), norm))
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_a_clip_scales_by_the_norm_over_all_ranks(strategy: Strategy) -> None:
     first, second = run(2, clipped, strategy)
     assert first == second
@@ -172,7 +171,7 @@ def handed_out(strategy: Strategy, change: str) -> tuple[float, float]:
 @pytest.mark.parametrize("change", ["nothing", "in place", "past autograd", "numpy", "kept", "clipped", "loss scale"])
 def test_the_norm_is_that_of_the_gradients_as_they_are_stepped(change: str) -> None:
     """Whoever has had them in hand may have written to them, which not even autograd has to know of."""
-    for strategy in STRATEGIES:
+    for strategy in FLAT:
         for norm, whole in run(2, handed_out, strategy, change):
             expected = {"nothing": whole, "clipped": 1.0}.get(change, 2 * whole)
             # float32 gradients are rounded once when they are scaled.

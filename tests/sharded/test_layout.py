@@ -163,16 +163,6 @@ def test_parts_that_do_not_fit_the_multiples_are_cut_together_or_not_at_all() ->
     assert shares(6, 4) == [0]  # which do not divide six
 
 
-def test_parts_of_the_outer_dimension_have_lengths_of_their_own() -> None:
-    specs = [ParameterSpec((f"p{n}",), (n + 1,), torch.float32, whole=True) for n in range(6)]
-    (group,) = build(specs, shards=4).groups
-    assert group.sizes(4) == group.lengths
-    assert group.sizes(2) in ((), (sum(group.lengths[:2]), sum(group.lengths[2:])))
-    for rank in range(2):
-        assert group.sizes_within(rank, 2, 2) in ((), group.lengths[2 * rank : 2 * rank + 2])
-        assert group.shard(rank, 2) == (group.shard(2 * rank, 4)[0], group.shard(2 * rank + 1, 4)[1])
-
-
 def test_padding_is_small_where_whole_rows_would_multiply_memory() -> None:
     """100x97, 211x100 and 7x13x11: padding each to the least common multiple of its rows takes 292,678,100 elements on two ranks."""
     specs = [
@@ -188,8 +178,6 @@ def test_bad_layouts_are_refused_by_name() -> None:
         build([spec], shards=0)
     with pytest.raises(ValueError, match="shares: got 2; accepted is a number by which shards, 3, can be divided"):
         build([spec], shards=3, shares=2)
-    with pytest.raises(ValueError, match=r"most_elements: got 0\.5; accepted is a finite number, at least 1"):
-        build([spec], most=0.5)
     with pytest.raises(ValueError, match="specs: w named twice"):
         build([spec, ParameterSpec(("v", "w"), (2,), torch.float32)])
     with pytest.raises(ValueError, match="w: in unit 1; there are units 0 to 0"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import FlatStepper, create
+from tests.support.exact_models import whole_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
@@ -82,8 +83,7 @@ def in_shards(cases: Sequence[tuple[eb.OptimizerName, eb.PolicyName]]) -> list[W
                 # One rank has all of the gradient, so that no sum rounds.
                 model(x if dist.get_rank() == 0 else torch.zeros_like(x)).backward()
             stepper.step()
-        with stepper.full_parameters() as full:
-            found.append({path: p.detach().clone() for path, p in full.named_parameters()})
+        found.append({path: whole_of(p).clone() for path, p in stepper.model.named_parameters()})
         stepper.close()
     return found
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
 from everybit_torch import AdamW, FlatStepper, OuterOptimizer
+from tests.support import exact_models
 from tests.support.ranks import RankFailedError, run
 from tests.support.weights import Weights, equal
 
@@ -118,20 +118,20 @@ def test_optimizers_of_torch_are_taken() -> None:
 
 def sharded(shards: int) -> Weights:
     """Two replicas, each a stepper over ranks of its own, which have the same data: their means are exact."""
-    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicas", "shards"))
-    replica = mesh["replicas"].get_local_rank()
+    mesh = exact_models.mesh_of((2, shards))
+    replicas, inner = (mesh[name] for name in mesh.mesh_dim_names or ())
+    replica = replicas.get_local_rank()
     model = network(torch.float32)
     stepper = FlatStepper(
-        model, eb.adamw(0.02), policy="FP32", mesh=mesh["shards"], strategy="optim_grads_params", units=[nn.Linear]
+        model, eb.adamw(0.02), policy="FP32", mesh=inner, strategy="optim_grads_params", units=[nn.Linear]
     )
-    outer = OuterOptimizer(stepper, every=EVERY, group=mesh["replicas"].get_group())
+    outer = OuterOptimizer(stepper, every=EVERY, group=replicas.get_group())
     for step in range(STEPS):
         with stepper.microbatch(last=True):
             loss(model(inputs(replica, step, torch.float32))).backward()  # type: ignore[no-untyped-call]
         stepper.step()
         outer.step()
-    with stepper.full_parameters():
-        found = weights_of(model)
+    found = exact_models.weights_of(model)
     stepper.close()
     return found
 

@@ -7,8 +7,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,13 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import everybit as eb
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES, Strategy
-from tests.support.programs import Block, Network, data, network, weights_of
+from everybit_torch.sharded.strategies import Strategy
+from tests.support.programs import FLAT, Block, Network, data, network, weights_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
-
-SHARED_OUT: Strategy = "optim_grads_params"
-
 
 # -- reductions that some parameters have and others have not --------------------------------------------------------------------------
 
@@ -60,7 +55,7 @@ def partially(strategy: Strategy, name: str) -> Weights:
 
 
 @pytest.mark.parametrize("name", PARTIAL)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", SHARED_OUT])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_reductions_go_over_the_parameters_that_they_are_for(strategy: Strategy, name: str) -> None:
     """Against the core's own step over the whole tree, where masks are masks."""
     model = network()
@@ -83,97 +78,6 @@ def test_reductions_go_over_the_parameters_that_they_are_for(strategy: Strategy,
 
 
 # -- units that are out of the ordinary ------------------------------------------------------------------------------------------------
-
-
-class Auxiliary(nn.Module):
-    """Keeps a second result as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.extra = self.b(x).square().mean()
-        out: Tensor = self.a(x)
-        return out
-
-
-@dataclass
-class Boxed:
-    value: Tensor
-
-
-class Boxing(nn.Module):
-    """Returns what no pytree is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        return Boxed(self.a(x))
-
-
-class Partly(nn.Module):
-    """A frozen weight, one that is used detached as well, and a trained one: as adapters have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.low, self.again = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
-        self.base.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.low(x) + self.again(x) @ self.again.weight.detach()
-        return out
-
-
-class Pair(nn.Module):
-    """Two units of a kind between two layers."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.entry, self.one, self.two, self.exit = nn.Linear(3, 5), kind(), kind(), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.two(self.one(self.entry(x)))
-        x = x.value if isinstance(x, Boxed) else x
-        out: Tensor = self.exit(x)
-        if isinstance(self.two, Auxiliary):
-            out = out.detach() + self.two.extra
-        return out
-
-
-def pair(kind: type[nn.Module], strategy: Strategy, reshard: bool = True) -> Weights:
-    torch.manual_seed(0)
-    model = Pair(kind)
-    stepper = FlatStepper(model, SGD, strategy=strategy, units=[kind], reshard_after_forward=reshard)
-    for step in range(2):
-        with stepper.microbatch(last=True):
-            model(data(step, dist.get_rank(), 0, torch.float32)).square().mean().backward()
-        stepper.step()
-    return weights_of(stepper)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_frozen_and_detached_weights_are_there_as_long_as_they_are_needed(reshard: bool) -> None:
-    expected = run(2, pair, Partly, "optim_grads")[0]
-    assert equal(run(2, pair, Partly, SHARED_OUT, reshard)[0], expected)
-
-
-def refused(kind: type[nn.Module]) -> str:
-    try:
-        pair(kind, SHARED_OUT)
-    except (TypeError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
-
-
-def test_results_that_a_unit_hides_are_refused_by_name() -> None:
-    """Its weights could otherwise be read while they are on their way."""
-    for message in run(2, refused, Boxing):
-        assert "one: returned a Boxed, in which no tensor is found" in message
-    for message in run(2, refused, Auxiliary):
-        assert message.startswith("two: the backward pass needed weights of this unit")
 
 
 class Skipping(Network):
@@ -209,8 +113,7 @@ def passes(case: str, strategy: Strategy, compile: bool = False) -> Weights:
                 loss.backward()
         elif case == "forward inside":
             with stepper.microbatch(last=True):
-                with stepper.full_parameters():
-                    loss = model(x).square().mean()
+                loss = model(x).square().mean()
                 loss.backward()
         elif case == "create graph":
             with stepper.microbatch(last=True):
@@ -250,7 +153,7 @@ def test_every_strategy_agrees(case: str) -> None:
         assert equal(expected, ordinary)
     elif case != "compiled":
         assert not equal(expected, ordinary)
-    for strategy in ("optim", "optim_grads", SHARED_OUT):
+    for strategy in ("optim", "optim_grads"):
         assert equal(run(2, passes, case, strategy)[0], expected), strategy
 
 
@@ -297,7 +200,7 @@ def test_gradients_that_are_there_already_are_refused() -> None:
         FlatStepper(model, SGD)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_a_model_is_given_back_and_stepped_by_another(strategy: Strategy) -> None:
     model = network()
     first = FlatStepper(model, SGD, strategy=strategy, units=[Block])
@@ -312,11 +215,10 @@ def test_a_model_is_given_back_and_stepped_by_another(strategy: Strategy) -> Non
 
 def test_a_stepper_cannot_be_copied_and_a_model_can() -> None:
     model = network()
-    stepper = FlatStepper(model, SGD, strategy=SHARED_OUT, units=[Block])
+    stepper = FlatStepper(model, SGD, strategy="optim_grads", units=[Block])
     with pytest.raises(TypeError, match="FlatStepper: cannot be copied or pickled"):
         copy.deepcopy(stepper)
-    with stepper.full_parameters():
-        average, sent = copy.deepcopy(model), pickle.dumps(model)
+    average, sent = copy.deepcopy(model), pickle.dumps(model)
     x = data(0, 0, 0, torch.float32)
     for other in (average, pickle.loads(sent)):
         assert torch.equal(other(x), network()(x))
@@ -328,50 +230,6 @@ def test_a_stepper_that_nobody_has_is_gone() -> None:
     model(data(0, 0, 0, torch.float32)).sum().backward()
     gc.collect()
     assert reference() is None
-
-
-WRITES: dict[str, Callable[[nn.Parameter], object]] = {
-    "fill_": lambda p: p.fill_(0.5),
-    "data.zero_": lambda p: p.data.zero_(),
-    "data.fill_": lambda p: p.data.fill_(3.0),
-    "detached": lambda p: p.detach().zero_(),
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("name", ["scale", "entry.weight", "blocks.1.inner.weight"])
-def test_a_weight_cannot_be_written_to_while_it_is_not_there(name: str, write: str) -> None:
-    model = network()
-    stepper = FlatStepper(model, SGD, strategy=SHARED_OUT, units=[Block])
-    written: nn.Parameter = model.get_parameter(name)
-    with torch.no_grad():
-        WRITES[write](written)
-    assert all(bool(p.isnan().all()) for p in model.parameters() if p is not written)
-    with pytest.raises(RuntimeError, match=rf"{name}: was written to while its values were sharded"):
-        model(data(0, 0, 0, torch.float32))
-    assert not stepper.closed
-    stepper.zero_grad()
-    with stepper.full_parameters(), torch.no_grad():
-        written.data.fill_(0.25)
-    assert bool(written.isnan().all())
-    with stepper.full_parameters():
-        assert bool((written == 0.25).all())
-
-
-def test_a_unit_that_is_not_called_as_a_module_is_told_of() -> None:
-    class Functional(Network):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.entry(x)
-            out: Tensor = self.exit(torch.nn.functional.linear(x, self.get_parameter("blocks.0.inner.weight"))[:, :5])
-            return out
-
-    model = Functional()
-    stepper = FlatStepper(model, SGD, strategy=SHARED_OUT, units=[Block])
-    with pytest.raises(
-        RuntimeError, match=r"blocks\.0\.inner\.weight: was used out of the forward pass of blocks\.0, while"
-    ):
-        model(data(0, 0, 0, torch.float32))
-    stepper.zero_grad()
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 import everybit as eb
 from everybit_torch import TorchOptimizer
-from everybit_torch.sharded import arguments, offload
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES
+from tests.support.exact_models import whole_of
+from tests.support.programs import FLAT
 from tests.support.ranks import run
 from tests.support.transforms import EXAMPLES
 from tests.support.weights import Weights, equal
@@ -100,8 +99,7 @@ def a_step(model: nn.Module, stepper: FlatStepper, step: int, dtype: torch.dtype
 
 
 def weights_of(stepper: FlatStepper) -> Weights:
-    with stepper.full_parameters() as model:
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: whole_of(p).clone() for name, p in stepper.model.named_parameters()}
 
 
 def stepped(name: str, policy: str, **arguments: Any) -> Weights:
@@ -125,10 +123,8 @@ def stepped(name: str, policy: str, **arguments: Any) -> Weights:
 def every_way(names: list[str], policy: str) -> dict[tuple[str, str], Weights]:
     found: dict[tuple[str, str], Weights] = {}
     for name in names:
-        for strategy in STRATEGIES:
+        for strategy in FLAT:
             found[name, strategy] = stepped(name, policy, strategy=strategy)
-        with patch.object(arguments, "is_host", lambda device: False), patch.object(offload, "BUCKET", 5):
-            found[name, "offload"] = stepped(name, policy, strategy="optim", offload=True)
         found[name, "fsdp2"] = by_fsdp2(name, policy)
     return found
 

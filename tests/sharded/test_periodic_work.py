@@ -17,7 +17,9 @@ import everybit as eb
 from everybit_torch import TorchOptimizer
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES, Strategy
+from everybit_torch.sharded.strategies import Strategy
+from tests.support.exact_models import whole_of
+from tests.support.programs import FLAT
 from tests.support.ranks import run
 from tests.support.readbacks import Readbacks
 from tests.support.transforms import WORK, counted, counted_and_clipped, old_norm
@@ -67,8 +69,7 @@ def a_step(model: Model, stepper: FlatStepper, step: int, absent: tuple[int, ...
 
 
 def weights_of(stepper: FlatStepper) -> list[list[float]]:
-    with stepper.full_parameters() as model:
-        return [p.tolist() for p in model.parameters()]
+    return [whole_of(p).tolist() for p in stepper.model.parameters()]
 
 
 def made(transform: eb.Transform[Any], strategy: Strategy, **options: Any) -> tuple[Model, FlatStepper]:
@@ -82,7 +83,7 @@ def made(transform: eb.Transform[Any], strategy: Strategy, **options: Any) -> tu
 def worked(folder: str) -> dict[tuple[str, str], list[int]]:
     """At which steps work was done, by strategy and transform; after a resume at step 6 too. After the first step nothing is read."""
     found: dict[tuple[str, str], list[int]] = {}
-    for strategy in STRATEGIES:
+    for strategy in FLAT:
         for transform in (counted, counted_and_clipped):
             model, stepper = made(transform(0.1), strategy)
             readbacks, waited = Readbacks(refuse=False), [0]
@@ -124,7 +125,7 @@ def test_work_is_done_at_the_steps_at_which_it_is_due_and_after_a_resume(size: i
     for found in run(size, worked, str(tmp_path)):
         assert found == {
             (strategy, f"{name}{resumed}"): [step for step in DUE if not resumed or step > 5]
-            for strategy in STRATEGIES
+            for strategy in FLAT
             for name in ("counted", "counted_and_clipped")
             for resumed in ("", ", resumed")
         }
@@ -204,7 +205,7 @@ def test_reductions_in_the_work_go_over_all_gradients_though_ranks_have_differen
     size: int, compile: bool
 ) -> None:
     """A parameter that is missing lies on one rank only, so that the other cannot know that counts differ."""
-    strategies: tuple[Strategy, ...] = ("optim",) if compile else STRATEGIES
+    strategies: tuple[Strategy, ...] = ("optim",) if compile else FLAT
     for found in run(size, with_reductions_in_the_work, strategies, compile):
         assert len(found) == 2 * len(strategies)
         for name, weights in found.items():
@@ -217,7 +218,7 @@ def test_reductions_in_the_work_go_over_all_gradients_though_ranks_have_differen
 def when_alone() -> dict[str, list[int]]:
     """The steps at which work with a reduction in it is done where no other rank takes part in it."""
     found: dict[str, list[int]] = {}
-    for strategy in STRATEGIES:
+    for strategy in FLAT:
         model, stepper = made(old_norm(0.1), strategy)
         done = []
         for step in range(1, STEPS + 1):
@@ -232,9 +233,9 @@ def when_alone() -> dict[str, list[int]]:
 
 def test_work_with_reductions_is_done_at_every_step_where_other_ranks_take_part_and_else_when_it_is_due() -> None:
     every = list(range(1, STEPS + 1))
-    assert run(1, when_alone) == [dict.fromkeys(STRATEGIES, DUE)]
+    assert run(1, when_alone) == [dict.fromkeys(FLAT, DUE)]
     # Ranks that hold copies reduce nothing over each other.
-    assert run(2, when_alone) == [dict.fromkeys(STRATEGIES, every) | {"no_shard": DUE}] * 2
+    assert run(2, when_alone) == [dict.fromkeys(FLAT, every) | {"no_shard": DUE}] * 2
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------------------------------------

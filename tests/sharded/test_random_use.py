@@ -16,6 +16,7 @@ from everybit.protocol import ALONE, Context, Cut
 from everybit_torch import TorchOptimizer
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
+from tests.support.programs import on_buffers
 
 EXPERTS, FIRING = 64, 8
 
@@ -100,7 +101,7 @@ def test_after_steps_in_which_the_others_fired_all_is_one_part_again() -> None:
         train(stepper, model, firing, len(calls))
         calls.append(counting.calls[0])
     assert calls == [4, 5, 3, 3]
-    assert [len(one) for one in stepper.as_optimizer().runs()] == [3]
+    assert [len(one) for one in on_buffers(stepper).as_optimizer().runs()] == [3]
 
 
 POLICIES: dict[str, tuple[eb.Policy | None, torch.dtype]] = {

@@ -24,12 +24,11 @@ import everybit as eb
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES, Strategy
-from tests.support.programs import Block, data, network, weights_of
+from everybit_torch.sharded.strategies import Strategy
+from tests.support.programs import FLAT, Block, data, network, weights_of
 from tests.support.ranks import run
 
 CONTEXTS = ["microbatch", "no_sync", "neither"]
-SHARDED: Strategy = "optim_grads_params"
 
 
 class BoomError(Exception):
@@ -158,8 +157,7 @@ def agree(one: tuple[list[Tensor], dict[str, Tensor]], other: tuple[list[Tensor]
 
 # Each strategy, and each context with the strategies of which it changes most.
 SAMPLED = [
-    ("no_shard", "microbatch"), ("optim", "no_sync"), ("optim_grads", "neither"), ("optim_grads_params", "microbatch"),
-    ("optim_grads_params", "no_sync"),
+    ("no_shard", "microbatch"), ("optim", "no_sync"), ("optim_grads", "neither"), ("optim_grads", "microbatch"),
 ]  # fmt: skip
 
 
@@ -167,13 +165,13 @@ SAMPLED = [
     ("strategy", "context"),
     [
         pytest.param(strategy, context, marks=() if (strategy, context) in SAMPLED else pytest.mark.exhaustive)
-        for strategy in STRATEGIES
+        for strategy in FLAT
         for context in CONTEXTS
     ],
 )
 def test_an_error_at_any_point_leaves_nothing_behind(tmp_path: Path, strategy: Strategy, context: str) -> None:
     """Raised at the entry of functions, on all ranks; each case takes another twelfth of them."""
-    part = STRATEGIES.index(strategy) + len(STRATEGIES) * CONTEXTS.index(context)
+    part = FLAT.index(strategy) + len(FLAT) * CONTEXTS.index(context)
     for tried, late, wrong in run(2, raising_everywhere, tmp_path, strategy, context, part, 12, timeout=20):
         assert tried > 15
         assert 0 < late < tried / 2
@@ -234,7 +232,7 @@ def failing_apart(strategy: Strategy) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_ranks_may_fail_in_different_places_of_a_microbatch(strategy: Strategy) -> None:
     for wrong in run(3, failing_apart, strategy, timeout=20):
         assert not wrong
@@ -274,16 +272,16 @@ def dropped(strategy: Strategy, size: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_a_sum_that_an_error_left_under_way_is_waited_for(strategy: Strategy) -> None:
     for size in (1_000, 200_000):
         assert run(2, dropped, strategy, size) == [0, 0]
 
 
-def unqueued(strategy: Strategy, keep: bool) -> list[str]:
+def unqueued(strategy: Strategy) -> list[str]:
     """Where an error came right after a collective had been started, before anybody had it to wait for."""
     model = network()
-    stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block], keep_gradients=keep)
+    stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block])
     with watched() as made:
         expected = gradients(model, stepper, "microbatch")
     wrong, started = [], sum(name == "_Work.__init__" for name, _ in made)
@@ -297,13 +295,12 @@ def unqueued(strategy: Strategy, keep: bool) -> list[str]:
     return [*wrong, f"{started} calls"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_a_collective_that_nobody_has_to_wait_for_is_waited_for(strategy: Strategy) -> None:
     """Its memory was freed while it was under way, which ended the process."""
-    for keep in (True, False):
-        for found in run(2, unqueued, strategy, keep, timeout=20):
-            assert len(found) == 1, found
-            assert int(found[0].split()[0]) >= 3
+    for found in run(2, unqueued, strategy, timeout=20):
+        assert len(found) == 1, found
+        assert int(found[0].split()[0]) >= 3
 
 
 # -- what cannot be undone ----------------------------------------------------------------------------------------------------------------
@@ -340,7 +337,7 @@ def half_stepped(path: Path, strategy: Strategy) -> tuple[list[str], bool]:
     return refused, agree((gradients(model, stepper, "microbatch"), weights_of(stepper)), expected)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_weights_that_were_stepped_in_part_are_used_no_more(tmp_path: Path, strategy: Strategy) -> None:
     for refused, good in run(2, half_stepped, tmp_path, strategy):
         assert refused == ["microbatch", "no_sync", "backward", "step", "finish_gradients", "save_sharded"]
@@ -367,7 +364,7 @@ def on_one_rank_only(strategy: Strategy, nan: NanCheck) -> str:
 
 
 @pytest.mark.parametrize("nan", ["off", "param"])
-@pytest.mark.parametrize("strategy", ["optim_grads", SHARDED])
+@pytest.mark.parametrize("strategy", ["optim_grads"])
 def test_sums_that_only_some_ranks_forgot_are_told_of(strategy: Strategy, nan: NanCheck) -> None:
     """Every pass is summed over the ranks there, and a rank that forgets its part of the sums has forgotten everybody's."""
     for message in run(2, on_one_rank_only, strategy, nan):
@@ -393,7 +390,7 @@ def going_on(strategy: Strategy) -> list[str]:
     return [*said, str(stepper.step().skipped)]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_nobody_goes_on_from_half_a_backward_pass(strategy: Strategy) -> None:
     for first, second, skipped in run(2, going_on, strategy, timeout=20):
         assert first.startswith("ZeroDivisionError")

@@ -18,7 +18,8 @@ from everybit_torch.collectives.reduction import CHUNK, Wire, accumulate, all_re
 from everybit_torch.sharded.plan import plan
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES
-from tests.support.programs import integer_gradients, on_a_mesh
+from tests.support.exact_models import whole_of
+from tests.support.programs import integer_gradients, on_a_mesh, on_buffers
 from tests.support.ranks import run
 
 WIRES = [
@@ -135,8 +136,7 @@ def mean_gradients(comm: Any, reduce: Any, mesh: Any) -> list[tuple[Any, list[Te
         with stepper.microbatch(last=True):
             model(weights_of_rank(dist.get_rank(), getattr(torch, comm))).backward()
         stepper.step()
-        with stepper.full_parameters():
-            found.append(((strategy, outer), [-p.detach().clone() for p in model.parameters()]))
+        found.append(((strategy, outer), [-whole_of(p).clone() for p in model.parameters()]))
     return found
 
 
@@ -218,7 +218,7 @@ def overflowing() -> Tensor:
     model.number = 40000
     with stepper.microbatch(last=True):
         model(torch.zeros(())).backward()
-    return stepper.gradients[0].own.clone()
+    return on_buffers(stepper).gradients[0].own.clone()
 
 
 # -- one process ---------------------------------------------------------------------------------------------------------------------

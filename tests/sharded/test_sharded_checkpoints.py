@@ -347,24 +347,6 @@ def test_what_a_checkpoint_has_and_nobody_reads_is_refused(tmp_path: Path) -> No
         assert "model.blocks.1" in messages[3]
 
 
-def inside(path: Path) -> list[str]:
-    messages = []
-    _, stepper, _ = make("optim_grads_params", "FP32")
-    save_sharded(stepper, path)
-    with stepper.full_parameters():
-        for function in (save_sharded, load_sharded):
-            try:
-                function(stepper, path)
-            except RuntimeError as error:
-                messages.append(str(error))
-    return messages
-
-
-def test_inside_full_parameters_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
-    for messages in run(2, inside, tmp_path):
-        assert [message.split(":")[0] for message in messages] == ["save_sharded", "load_sharded"]
-
-
 def by_label(path: Path, turned: bool) -> dict[str, float]:
     model = network()
     rates = {"hot": eb.sgd(1.0), "cold": eb.sgd(1e-5)}

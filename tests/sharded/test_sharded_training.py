@@ -16,7 +16,7 @@ import everybit as eb
 from everybit_torch import AdamW, Lion, TorchOptimizer
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
-from tests.support.programs import Block, Network, data, network, on_a_mesh, train, weights_of
+from tests.support.programs import FLAT, Block, Network, data, network, on_a_mesh, on_buffers, train, weights_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
@@ -31,10 +31,10 @@ class Exact(nn.Module):
         super().__init__()
         self.entry = nn.Parameter(torch.linspace(-1, 1, 13))
         self.blocks = nn.ModuleList([ExactBlock((3, 5)), ExactBlock((2, 2, 3)), ExactBlock((17,))])
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        total = (self.entry * x[:13]).sum() + self.scale * x[0]
+        total = (self.entry * x[:13]).sum() + self.scale.sum() * x[0]
         for block in self.blocks:
             total = block(total, x)
         return total
@@ -299,14 +299,13 @@ def odd_training(strategy: Strategy, low: bool) -> tuple[Weights, list[tuple[str
             # Only the second rank uses the block, and in the first step nobody does.
             mse_loss(model(x, also=step > 0 and rank == 1).float(), target).backward()  # type: ignore[no-untyped-call]
         untouched.append(stepper.step().untouched)
-    with stepper.full_parameters():
-        tied = model.logits.weight is model.embedding.weight
+    tied = model.logits.weight is model.embedding.weight
     assert tied
     return weights_of(stepper), untouched, [str(p.dtype) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_tied_frozen_unused_empty_and_mixed(strategy: Strategy, low: bool) -> None:
     model = odd_model(low)
     kahan = dataclasses.replace(eb.policies.KAHAN_BF16, grads=eb.Grads(main="float32"))
@@ -354,7 +353,7 @@ def skewed(strategy: Strategy) -> Weights:
     return weights_of(stepper)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_a_rank_without_a_backward_pass(strategy: Strategy) -> None:
     model = network()
     for number, times in ((0, 2), (1, 1)):
@@ -372,26 +371,21 @@ def poisoned(strategy: Strategy) -> tuple[Weights, float]:
     stepper = FlatStepper(model, CLIPPED, strategy=strategy, units=[Block])
     norm = 0.0
     for step in range(2):
-        for weights in stepper.weights:
+        for weights in on_buffers(stepper).weights:
             end = weights.group.numel
-            if weights.sharding.params:
-                low, high = weights.group.shard(weights.inner.rank, weights.inner.size)
-                if high > end:
-                    weights.shard[max(end - low, 0) :] = torch.nan
-            else:
-                weights.whole[end:] = torch.nan
-        for buffer in stepper.gradients:
+            weights.whole[end:] = torch.nan
+        for buffer in on_buffers(stepper).gradients:
             if not buffer.sharding.grads:
                 buffer.main[buffer.group.numel :] = torch.nan
         with stepper.microbatch(last=True):
             model(data(step, dist.get_rank(), 0, torch.float32)).square().mean().backward()
-        for shard in stepper.buffers.shards:
+        for shard in on_buffers(stepper).buffers.shards:
             shard.gradients.own[shard.without_padding.numel() :] = torch.nan
         norm = float(stepper.step().grad_norm)
     return weights_of(stepper), norm
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_what_is_in_the_padding_never_leaks(strategy: Strategy) -> None:
     for weights, norm in run(4, poisoned, strategy):
         assert all(bool(torch.isfinite(value).all()) for value in weights.values())
@@ -424,32 +418,6 @@ def test_a_rank_without_elements(strategy: Strategy) -> None:
 # -- memory that comes and goes --------------------------------------------------------------------------------------------------------
 
 
-def outside() -> tuple[bool, bool, int]:
-    model = network()
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy="optim_grads_params", units=[Block])
-    between = all(bool(p.isnan().all()) for p in model.parameters())
-    with torch.no_grad():
-        first = model(data(0, 0, 0, torch.float32))
-    whole = network()
-    with stepper.full_parameters():
-        model.entry.weight.data.mul_(2)
-    with torch.no_grad():
-        whole.entry.weight.mul_(2)
-        same = bool(torch.equal(model(data(0, 0, 0, torch.float32)), whole(data(0, 0, 0, torch.float32))))
-    with stepper.full_parameters(), torch.no_grad():
-        inside = model(data(0, 0, 0, torch.float32))
-    same = same and bool(torch.equal(inside, whole(data(0, 0, 0, torch.float32))))
-    held = sum(w.whole.untyped_storage().nbytes() for w in stepper.weights)
-    return between and bool(torch.isfinite(first).all()), same, held
-
-
-def test_weights_that_are_shared_out_are_nan_between_passes_and_whole_when_asked_for() -> None:
-    for seen, written, held in run(2, outside):
-        assert seen
-        assert written
-        assert held == 0
-
-
 class Recomputed(Network):
     """Keeps no activations of its blocks."""
 
@@ -475,46 +443,6 @@ def recomputing(strategy: Strategy, inside: bool) -> Weights:
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 def test_activation_checkpointing_around_units(strategy: Strategy) -> None:
     assert equal(run(2, recomputing, strategy, True)[0], run(2, recomputing, strategy, False)[0])
-
-
-def keeping(reshard: bool) -> tuple[Weights, dict[str, int]]:
-    model = network()
-    stepper = FlatStepper(
-        model, eb.adamw(1e-2), strategy="optim_grads_params", units=[Block], reshard_after_forward=reshard
-    )
-    for step in range(2):
-        with stepper.microbatch(last=True):
-            model(data(step, dist.get_rank(), 0, torch.float32)).square().mean().backward()
-        stepper.step()
-    assert stepper._gathering is not None
-    sent = dict(stepper._gathering.communicator.sent)
-    return weights_of(stepper), sent
-
-
-def lazily(strategy: Strategy, keep: bool) -> Weights:
-    model = network(torch.bfloat16)
-    policy = dataclasses.replace(eb.policies.LEAN_BF16, grads=eb.Grads(main="float32", comm="bfloat16"))
-    stepper = FlatStepper(model, CLIPPED, policy=policy, strategy=strategy, units=[Block], keep_gradients=keep)
-    for step in range(3):
-        for number in range(2):
-            with stepper.microbatch(last=number == 1):
-                # The last block has no gradient in the second step, and is stepped apart from then on.
-                x = model.blocks[0](model.entry(data(step, dist.get_rank(), number, torch.bfloat16)))
-                x = x if step == 1 else model.blocks[1](x)
-                model.exit(x).float().square().mean().backward()
-        stepper.step()
-    return weights_of(stepper)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_gradients_whose_memory_is_not_kept_are_the_same(strategy: Strategy) -> None:
-    assert equal(run(2, lazily, strategy, False)[0], run(2, lazily, strategy, True)[0])
-
-
-def test_keeping_weights_after_the_forward_pass_gathers_them_once() -> None:
-    kept, given_back = run(2, keeping, False)[0], run(2, keeping, True)[0]
-    assert equal(kept[0], given_back[0])
-    assert kept[1]["all_gather"] < given_back[1]["all_gather"]
 
 
 # -- frameworks ------------------------------------------------------------------------------------------------------------------------

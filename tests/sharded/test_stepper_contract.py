@@ -17,7 +17,8 @@ from everybit_torch import MixedPrecision, plan
 from everybit_torch.sharded.reports import NanCheck, NonFinite
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
-from tests.support.programs import Addend, Block, Network, data, network, on_a_mesh, weights_of
+from tests.support.exact_models import whole_of
+from tests.support.programs import FLAT, Addend, Block, Network, data, network, on_a_mesh, on_buffers, weights_of
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
@@ -56,7 +57,7 @@ def nonfinite(strategy: Strategy, nan: NanCheck, mesh: Any = None) -> tuple[bool
     return report.skipped, report.nonfinite, kept, moved
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 @pytest.mark.parametrize("nan", ["step", "param"])
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(strategy: Strategy, nan: NanCheck) -> None:
     for skipped, found, kept, moved in run(3, nonfinite, strategy, nan):
@@ -80,7 +81,7 @@ def test_an_overflow_of_the_sum_is_told_from_one_of_the_gradient() -> None:
     model.number = 1
     with stepper.microbatch(last=True):
         model(torch.zeros(())).backward()
-    stepper.gradients[0].main[0] = torch.inf  # as a sum over ranks might
+    on_buffers(stepper).gradients[0].main[0] = torch.inf  # as a sum over ranks might
     report = stepper.step()
     assert report.skipped
     assert report.nonfinite == (NonFinite("parts.0", 0, 1, "reduction"),)
@@ -161,7 +162,7 @@ def small(**arguments: Any) -> tuple[Addend, FlatStepper]:
     return model, FlatStepper(model, eb.sgd(0.1), **arguments)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_what_would_count_a_gradient_twice_is_an_error(strategy: Strategy) -> None:
     model, stepper = small(strategy=strategy)
     with stepper.microbatch(last=True):
@@ -179,7 +180,7 @@ def test_what_would_count_a_gradient_twice_is_an_error(strategy: Strategy) -> No
     assert not stepper.step().skipped
     stepper.finish_gradients()
     with pytest.raises(RuntimeError, match="were summed over the ranks already"):
-        stepper.gradients[0].reduce(1.0)
+        on_buffers(stepper).gradients[0].reduce(1.0)
 
 
 def test_contexts_do_not_nest_and_steps_come_after_them() -> None:
@@ -230,11 +231,11 @@ def changing(strategy: Strategy) -> tuple[list[str], str]:
     for dtype in (None, "float16", "bfloat16"):
         with stepper.grad_comm(dtype):
             once()
-            seen.append(str(stepper.gradients[0].wire.dtype))
+            seen.append(str(on_buffers(stepper).gradients[0].wire.dtype))
             stepper.step()
-    seen.append(str(stepper.gradients[0].wire.dtype))
+    seen.append(str(on_buffers(stepper).gradients[0].wire.dtype))
     stepper.set_grad_comm("float16", reduce="fp32")
-    seen.append(f"{stepper.gradients[0].wire.dtype} {stepper.gradients[0].wire.exact}")
+    seen.append(f"{on_buffers(stepper).gradients[0].wire.dtype} {on_buffers(stepper).gradients[0].wire.exact}")
     once()
     try:
         stepper.set_grad_comm("bfloat16")
@@ -243,7 +244,7 @@ def changing(strategy: Strategy) -> tuple[list[str], str]:
     return seen, ""
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 def test_the_wires_dtype_changes_between_steps_only(strategy: Strategy) -> None:
     """In the seed the guard was the wrong way round, and its test went through both ways."""
     for seen, refused in run(2, changing, strategy):
@@ -275,7 +276,7 @@ TABLE: list[tuple[tuple[Any, Any, Any], dict[torch.dtype, tuple[Any, Any, Any]]]
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FLAT)
 @pytest.mark.parametrize("row", range(len(TABLE)))
 def test_the_three_dtypes_mean_what_the_table_says(row: int, strategy: Strategy) -> None:
     (main_params, main_grads, grad_comm), expected = TABLE[row]
@@ -292,8 +293,8 @@ def test_the_three_dtypes_mean_what_the_table_says(row: int, strategy: Strategy)
         before = weights_of(stepper)
         stepper.step()
         assert not equal(before, weights_of(stepper))
-        assert {buffer.main.dtype for buffer in stepper.gradients} == {gradients}
-        assert {buffer.wire.dtype for buffer in stepper.gradients} == {wire}
+        assert {buffer.main.dtype for buffer in on_buffers(stepper).gradients} == {gradients}
+        assert {buffer.wire.dtype for buffer in on_buffers(stepper).gradients} == {wire}
         state = [entries for entries in stepper.as_optimizer().state.values() if entries]
         assert all(
             ("param.main" in entries) == (main is not None) for entries in state
@@ -439,7 +440,8 @@ def test_metrics_are_those_of_all_ranks() -> None:
 def measured() -> tuple[float, float]:
     model = network(torch.bfloat16)
     policy = dataclasses.replace(eb.policies.PURE_BF16, grads=eb.Grads(main="float32"))
-    stepper = FlatStepper(model, eb.sgd(1e-4), policy=policy, strategy="optim", units=[Block], metrics=True)
+    stepper = FlatStepper(model, eb.sgd(1e-4), policy=policy, strategy="optim", units=[Block])
+    stepper.as_optimizer().metrics_enabled = True
     with stepper.microbatch(last=True):
         model(data(0, 0, 0, torch.bfloat16)).float().square().mean().backward()
     stepper.step()
@@ -450,9 +452,8 @@ def measured() -> tuple[float, float]:
 def broadcast() -> Weights:
     model = network(seed=dist.get_rank())
     model.register_buffer("seen", torch.full((2,), float(dist.get_rank())))
-    stepper = FlatStepper(model, eb.adamw(1e-2), strategy="optim_grads_params", units=[Block])
-    with stepper.full_parameters():
-        return {name: x.clone() for name, x in model.state_dict().items()}
+    FlatStepper(model, eb.adamw(1e-2), strategy="optim_grads_params", units=[Block])
+    return {name: whole_of(x).clone() for name, x in model.state_dict().items()}
 
 
 def test_all_ranks_begin_as_the_first() -> None:

@@ -6,23 +6,20 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
 from everybit_torch import TorchOptimizer
-from everybit_torch.sharded import arguments
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
-from everybit_torch.sharded.construction.sources import FromInitializers
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.strategies import STRATEGIES, OuterStrategy, Strategy
+from everybit_torch.sharded.strategies import Strategy
 from tests.sharded.test_per_tensor import Layer, Model, inputs
+from tests.support.exact_models import whole_of
+from tests.support.programs import FLAT
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
@@ -85,14 +82,13 @@ def train(model: Model, stepper: FlatStepper, steps: range) -> Weights:
         with stepper.microbatch(last=True):
             model(inputs(step, dist.get_rank(), model.scale.dtype)).backward()
         stepper.step()
-    with stepper.full_parameters():
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: whole_of(p).clone() for name, p in model.named_parameters()}
 
 
 def every_strategy(policy: str) -> dict[tuple[str, str], Weights]:
     found: dict[tuple[str, str], Weights] = {}
     for name in TRANSFORMS:
-        for strategy in STRATEGIES:
+        for strategy in FLAT:
             model = new_model(policy)
             stepper = new_stepper(model, name, policy, strategy=strategy)
             found[name, strategy] = train(model, stepper, range(STEPS))
@@ -116,19 +112,6 @@ def test_shards_give_the_bits_of_the_whole_model(size: int, policy: str) -> None
             assert equal(weights, expected[name]), (name, strategy)
 
 
-def in_two_dimensions(outer: OuterStrategy) -> Weights:
-    model, mesh = new_model("LEAN_BF16"), init_device_mesh("cpu", (2, 2))
-    stepper = new_stepper(model, "clipped", "LEAN_BF16", strategy="optim_grads_params", mesh=mesh, outer=outer)
-    return train(model, stepper, range(STEPS))
-
-
-@pytest.mark.parametrize("outer", ["optim", pytest.param("no_shard", marks=pytest.mark.exhaustive)])
-def test_in_two_dimensions(outer: OuterStrategy) -> None:
-    expected = one_process("clipped", "LEAN_BF16", 4)
-    for found in run(4, in_two_dimensions, outer):
-        assert equal(found, expected)
-
-
 def saved(place: str, strategy: Strategy, name: str) -> tuple[Weights, Weights]:
     """The weights at a save, and three steps after it, in which this number of ranks has the same gradients each."""
     model = new_model("LEAN_BF16")
@@ -143,23 +126,21 @@ def alike(model: Model, stepper: FlatStepper) -> Weights:
         with stepper.microbatch(last=True):
             model(inputs(step, 0, model.scale.dtype)).backward()
         stepper.step()
-    with stepper.full_parameters():
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {name: whole_of(p).clone() for name, p in model.named_parameters()}
 
 
 def loaded(place: str, strategy: Strategy, name: str) -> tuple[Weights, Weights]:
     model = new_model("LEAN_BF16")
     stepper = new_stepper(model, name, "LEAN_BF16", strategy=strategy)
     load_sharded(stepper, place)
-    with stepper.full_parameters():
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = {name: whole_of(p).clone() for name, p in model.named_parameters()}
     return before, alike(model, stepper)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "soap"])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_another_strategy(name: str, tmp_path: Path) -> None:
-    (before, after), *_ = run(2, saved, str(tmp_path), "optim_grads_params", name)
-    for size, strategy in ((1, "optim"), (3, "optim_grads_params")):
+    (before, after), *_ = run(2, saved, str(tmp_path), "optim_grads", name)
+    for size, strategy in ((1, "optim"), (3, "optim_grads")):
         for found in run(size, loaded, str(tmp_path), strategy, name):
             assert equal(found[0], before)
             assert equal(found[1], after), (size, strategy)
@@ -207,8 +188,7 @@ def untouched() -> tuple[Weights, list[str]]:
             x = inputs(step, 0, torch.float32)
             (model(x) if step % 2 else sum(layer(x) for layer in list(model.layers)[:2])).backward()
         names = list(stepper.step().untouched)
-    with stepper.full_parameters():
-        return {name: p.detach().clone() for name, p in model.named_parameters()}, names
+    return {name: whole_of(p).clone() for name, p in model.named_parameters()}, names
 
 
 def test_tensors_without_a_gradient_are_left_as_they_are() -> None:
@@ -222,47 +202,3 @@ def test_tensors_without_a_gradient_are_left_as_they_are() -> None:
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     for found, _ in run(2, untouched):
         assert equal(found, expected)
-
-
-def made_from_meta(place: str) -> tuple[Weights, dict[str, Tensor]]:
-    """Initialized part by part, and trained; and what a file of main weights holds."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False)).bfloat16()
-    stepper = FlatStepper(
-        model, eb.torch_adafactor(1e-2), policy=eb.policies.MIXED_BF16, strategy="optim_grads_params", values=FromInitializers(seed=3),
-        device="cpu", seed=5,
-    )  # fmt: skip
-    for step in range(STEPS):
-        with stepper.microbatch(last=True):
-            model(torch.full((2, 7), 1.0 + step, dtype=torch.bfloat16)).square().sum().backward()
-        stepper.step()
-    stepper.export_safetensors(place, main=True)
-    with stepper.full_parameters():
-        return {name: p.detach().clone() for name, p in model.named_parameters()}, load_file(place)
-
-
-def test_from_the_meta_device_and_main_weights_to_a_file(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(7, 5, dtype=torch.bfloat16), nn.Linear(5, 3, bias=False, dtype=torch.bfloat16))
-    optimizer = TorchOptimizer(
-        model.named_parameters(), eb.torch_adafactor, lr=1e-2, policy=eb.policies.MIXED_BF16, seed=5
-    )
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(torch.full((2, 7), 1.0 + step, dtype=torch.bfloat16)).square().sum().backward()
-        optimizer.step()
-    expected = {name: p.detach() for name, p in model.named_parameters()}
-    main = dict(zip(expected, optimizer.export_fp32()[0], strict=True))
-    for found, file in run(2, made_from_meta, str(tmp_path / "main.safetensors")):
-        assert equal(found, expected)
-        assert equal(file, main)
-
-
-def test_offload_is_refused_by_name() -> None:
-    with (
-        patch.object(arguments, "is_host", lambda device: False),
-        pytest.raises(
-            ValueError, match=r"^offload: got Offload.state=True.*Adafactor.*whole tensors.*Accepted are False"
-        ),
-    ):
-        FlatStepper(Two(), eb.torch_adafactor(1e-2), strategy="optim", offload=True)

@@ -186,6 +186,7 @@ class Page:
         first: A page whose blocks are run before, as its own text says.
         diffs: Whether differences are programs.
         launcher: Does what ``torchrun`` does with some arguments, in a folder.
+        group: Whether the reader is in a script that ``torchrun`` started: there is a process group, of one rank.
     """
 
     setup: Mapping[int, str] = field(default_factory=dict)
@@ -195,6 +196,7 @@ class Page:
     first: str | None = None
     diffs: bool = False
     launcher: Callable[[Sequence[str], Path], None] = launch_in_pool
+    group: bool = False
 
 
 def run_page(page: str, how: Page, folder: Path, *, slow: bool = False) -> dict[str, Any]:
@@ -210,6 +212,8 @@ def run_page(page: str, how: Page, folder: Path, *, slow: bool = False) -> dict[
     module.__file__ = page
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(folder))
+    if how.group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -227,6 +231,8 @@ def run_page(page: str, how: Page, folder: Path, *, slow: bool = False) -> dict[
     finally:
         sys.path.remove(str(folder))
         _forget_modules_of(str(folder))
+        if dist.is_initialized():  # a block may have made it
+            dist.destroy_process_group()
     return vars(module)
 
 

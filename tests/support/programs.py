@@ -9,11 +9,22 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import everybit as eb
+from everybit_torch.dtensors import local
+from everybit_torch.sharded.buffer_stepper import BufferStepper
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
+from tests.support import exact_models
+
+FLAT: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")
+"""The strategies under which every rank has all weights."""
+
+
+def on_buffers(stepper: FlatStepper) -> BufferStepper:
+    """What is inside of a stepper on flat buffers."""
+    assert isinstance(stepper.engine, BufferStepper)
+    return stepper.engine
 
 
 class Block(nn.Module):
@@ -50,7 +61,7 @@ class Network(nn.Module):
         self.entry = nn.Linear(3, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.exit = nn.Linear(width, 2, bias=False)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -112,9 +123,8 @@ def train(
 
 
 def weights_of(stepper: FlatStepper) -> dict[str, Tensor]:
-    """Copies of all weights."""
-    with stepper.full_parameters() as model:
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    """Copies of all weights, whole. Collective, where they are sharded."""
+    return exact_models.weights_of(stepper.model)
 
 
 class Addend(nn.Module):
@@ -137,7 +147,7 @@ class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Parameter(torch.zeros(7))
-        self.addends = nn.ModuleList([Addend((3, 5), ()), Addend((2,), (1, 1, 3)), Addend((11,))])
+        self.addends = nn.ModuleList([Addend((3, 5), (1,)), Addend((2,), (1, 1, 3)), Addend((11,))])
 
     def forward(self, number: int) -> Tensor:
         x = (self.own * number).sum()
@@ -174,7 +184,6 @@ def integer_gradients(
                 units=[Addend],
                 mesh=mesh,
                 outer=outer,
-                synchronize=False,
             )
             for count, pattern, cycle in itertools.product(microbatches, patterns, range(2)):
                 for number in range(count):
@@ -188,14 +197,13 @@ def integer_gradients(
                         model(1 + rank + 5 * number + cycle).backward()
                 stepper.finish_gradients()
                 expected = sum(1 + r + 5 * number + cycle for r in range(size) for number in range(count))
-                for shard in stepper.buffers.shards:
-                    for s, parameter in zip(shard.slices, shard.parameters, strict=True):
-                        got = shard.gradients.own[s.offset : s.offset + parameter.numel()]
-                        name = s.placement.spec.name
+                for group in stepper.as_optimizer().param_groups:
+                    for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                        got = local(parameter.grad)
                         position = int(name.rsplit(".", 1)[1]) if "parts" in name else 0
                         total = expected + position * size * count
                         right = torch.tensor(float(total)) / torch.tensor(float(size))
-                        if not torch.equal(got, right.to(got.dtype).expand_as(got)):
+                        if not torch.equal(torch.as_tensor(got), right.to(got.dtype).expand_as(got)):
                             wrong.append((strategy, outer, size, count, one, pattern, name, got.tolist(), float(right)))
                 stepper.zero_grad()
             stepper.close()
@@ -204,4 +212,4 @@ def integer_gradients(
 
 def on_a_mesh(program: Any, outer: int, inner: int, *arguments: Any) -> Any:
     """``program`` with a two-dimensional mesh as its last argument."""
-    return program(*arguments, init_device_mesh("cpu", (outer, inner)))
+    return program(*arguments, exact_models.mesh_of((outer, inner)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +14,8 @@ from torch import Tensor
 import everybit as eb
 from everybit_torch import stepping
 from everybit_torch.engine import Engine
-from everybit_torch.gradients import Gathered
 from everybit_torch.groups import Group
-from everybit_torch.stepping import StateCopies
-from everybit_torch.units import Unit, map_state
+from everybit_torch.units import Unit
 from tests.support.block_formats import Int8Blocks
 from tests.support.transforms import lamb
 
@@ -42,12 +40,11 @@ def model(policy: eb.Policy) -> dict[str, Tensor]:
 def engine_of(
     values: dict[str, Tensor],
     policy: eb.Policy,
-    copies: StateCopies | None = None,
     factory: Callable[[float], eb.Transform[Any]] = clipped,
 ) -> tuple[Engine, dict[str, Tensor]]:
     """``a`` and ``b`` lie in one buffer, and ``c`` is a tensor of its own."""
     dtype = values["a"].dtype
-    engine = Engine(alone, copies=copies)
+    engine = Engine(alone)
     group = Group(
         0, factory, {dtype: policy}, names={"lr": ("learning_rate",)}, owner="engine", seed=3, unsafe="refuse",
         compile=False,
@@ -82,37 +79,8 @@ def train(engine: Engine, members: dict[str, Tensor], steps: range) -> None:
         engine.step(engine.prepare())
 
 
-class Elsewhere:
-    """State in memory of its own, which is brought a few elements at a time."""
-
-    def __init__(self) -> None:
-        self.waited = 0
-
-    def allocate(self, like: Tensor, numel: int) -> Tensor:
-        return like.new_empty(numel)
-
-    def fetch(self, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def stepping(self, unit: Unit, grad: Gathered) -> tuple[Gathered, Iterator[tuple[slice, Unit]]]:
-        return grad, self.pieces(unit)
-
-    def pieces(self, unit: Unit) -> Iterator[tuple[slice, Unit]]:
-        if not unit.flat:
-            yield slice(None), unit
-            return
-        for where, piece in unit.pieces(4):
-            home, piece.state = piece.state, map_state(piece.state, torch.clone, lambda x: x)
-            yield where, piece
-            for old, new in zip(eb.tree.leaves(home), eb.tree.leaves(piece.state), strict=True):
-                old.copy_(new)
-
-    def synchronize(self) -> None:
-        self.waited += 1
-
-
 @pytest.mark.parametrize("factory", [clipped, lamb])
-@pytest.mark.parametrize("how", ["at once", "in pieces", "from elsewhere"])
+@pytest.mark.parametrize("how", ["at once", "in pieces"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_segments_of_memory_get_the_bits_of_the_tree(
     name: str, how: str, factory: Callable[[float], eb.Transform[Any]], monkeypatch: pytest.MonkeyPatch
@@ -122,8 +90,7 @@ def test_segments_of_memory_get_the_bits_of_the_tree(
     values = model(policy)
     if how == "in pieces":
         monkeypatch.setattr(stepping, "PIECE", 5)
-    copies = Elsewhere() if how == "from elsewhere" else None
-    engine, members = engine_of(values, policy, copies, factory)
+    engine, members = engine_of(values, policy, factory)
     train(engine, members, range(3))
     optimizer = eb.with_policy(factory(1e-2), policy, seed=3)
     state = optimizer.init(values)
@@ -131,7 +98,6 @@ def test_segments_of_memory_get_the_bits_of_the_tree(
         grads = {key: grad.to(values[key].dtype) for key, grad in gradients(step).items()}
         values, state = optimizer.step(values, grads, state)
     assert all(torch.equal(members[key], values[key]) for key in values)
-    assert copies is None or copies.waited == 3
 
 
 def test_a_member_without_a_gradient_is_skipped_with_its_count() -> None:

@@ -16,14 +16,11 @@ from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.models import build
 from everybit_torch.cli.optimizers import Chosen, named_optimizer
 from everybit_torch.cli.output import Output
-from everybit_torch.sharded.construction.sources import FromInitializers, FromSafetensors, Values
-from everybit_torch.sharded.model_layout import AnyPrecision
-from everybit_torch.sharded.offload import Offload
+from everybit_torch.sharded.labelling import AnyPrecision
 from everybit_torch.sharded.plan import Plan, plan
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 
 DTYPES: dict[str, FloatDType] = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_VALUES: dict[str, type[Values] | None] = {"files": FromSafetensors, "initializers": FromInitializers, "model": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +51,6 @@ class Setup(Output):
 
     device: Literal["cuda", "cpu"] = "cuda"
     """Device of the training run; a step on a CPU works on smaller pieces at a time."""
-
-    values: Literal["files", "initializers", "model"] = "files"
-    """Source of the first weights: files and initializers fill each rank's part of a model on the meta device; model: each rank has the
-    whole model first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +97,24 @@ def subject(options: Setup) -> Subject:
 
 def planned(
     options: Setup, subject: Subject, name: str, policy: AnyPrecision, strategy: Strategy, *, ranks: int | tuple[int, int],
-    outer: OuterStrategy = "no_shard", reshard_after_forward: bool = True, reshard_after_backward: bool = True,
-    defer_reduction: bool = False, offload: Offload | None = None,
+    outer: OuterStrategy = "no_shard",
 ) -> Plan:  # fmt: skip
     """Plan one policy under one strategy; of ranks with different numbers of whole tensors the one with the most elements.
 
     Raises:
-        OptionError: The policy, or the source of values, does not go with the model.
+        OptionError: The policy does not go with the model.
     """
 
     def of_rank(rank: int) -> Plan:
         return plan(
             subject.model, subject.optimizer.transform(), policy=policy, strategy=strategy, outer=outer, ranks=ranks,
-            units=subject.units, microbatches=options.microbatches, reshard_after_forward=reshard_after_forward,
-            reshard_after_backward=reshard_after_backward, defer_reduction=defer_reduction, device=options.device,
-            values=_VALUES[options.values], offload=offload or Offload(state=False), rank=rank,
+            units=subject.units, microbatches=options.microbatches, device=options.device, rank=rank,
         )  # fmt: skip
 
     try:
         first = of_rank(0)
         return of_rank(first.whole_tensors.fullest) if first.whole_tensors and first.whole_tensors.fullest else first
     except (TypeError, ValueError) as error:
-        if str(error).startswith("values: "):
-            said = ValueError(str(error).removeprefix("values: "))
-            raise OptionError.saying(said, f"--values {options.values}") from None
         raise OptionError.saying(error, f"--policies: {name} does not go with the model") from None
 
 

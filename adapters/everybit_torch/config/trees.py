@@ -24,7 +24,6 @@ from everybit_torch.stepping import Compile
 
 if TYPE_CHECKING:
     from everybit_torch.collectives.meshes import Mesh
-    from everybit_torch.sharded.construction.sources import Values
     from everybit_torch.sharded.stepper import FlatStepper
 
 
@@ -106,16 +105,9 @@ class StepperConfig:
             are gathered and reduced together.
         divisor: What the sum of gradients is divided by; by default the number of ranks.
         nan: Whether a step with gradients that are not finite is skipped (``"step"``), and the parameters named (``"param"``).
-        reshard_after_forward: Free a unit's gathered weights after its forward pass, with ``optim_grads_params``.
         compile: Compile the step.
-        metrics: Measure every step.
         seed: Of stochastic rounding; the same on every rank.
         unsafe: What is done with a policy under which a slot of the state would stop moving.
-        synchronize: Begin with the first rank's parameters on every rank.
-        offload: Keep the optimizer's state in the host's memory.
-        keep_gradients: Keep the memory of main gradients from one step to the next.
-        defer_reduction: Sum sharded gradients over the ranks in the last backward pass of a cycle only.
-        overlap_param_gather: Return from a step before all of its weights are gathered.
         ignored: Names of parameters and of modules that are left alone.
 
     Raises:
@@ -130,16 +122,9 @@ class StepperConfig:
     units: Sequence[str] = ()
     divisor: float | None = None
     nan: NanCheck = "off"
-    reshard_after_forward: bool = True
     compile: bool = False
-    metrics: bool = False
     seed: int = 0
     unsafe: Unsafe = "refuse"
-    synchronize: bool = True
-    offload: bool = False
-    keep_gradients: bool = True
-    defer_reduction: bool = False
-    overlap_param_gather: bool = False
     ignored: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -147,23 +132,12 @@ class StepperConfig:
         for name in ("no_decay", "units", "ignored"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
-    def build(
-        self,
-        model: nn.Module,
-        *,
-        mesh: Mesh = None,
-        model_parallel: Mesh = None,
-        values: Values | None = None,
-        device: torch.device | str | None = None,
-    ) -> FlatStepper:
+    def build(self, model: nn.Module, *, mesh: Mesh = None) -> FlatStepper:
         """Return the stepper of a model; every rank calls it.
 
         Args:
             model: As :class:`everybit_torch.FlatStepper` takes it.
             mesh: The ranks; None: all of them, or this process alone.
-            model_parallel: The ranks that hold other parameters of the same model.
-            values: Where the values of a model on the meta device come from.
-            device: Where a model on the meta device is to be.
 
         Raises:
             ValueError: A pattern that matches no name, a unit that the model does not have, or what the stepper refuses.
@@ -177,10 +151,8 @@ class StepperConfig:
         return FlatStepper(
             model, transform, policy=_policy(self.policy), mesh=mesh, strategy=self.strategy, outer=self.outer,
             units=_units(self.units, model) or None, labels=DecayLabels(tuple(self.no_decay)) if self.no_decay else None,
-            divisor=self.divisor, nan=self.nan, reshard_after_forward=self.reshard_after_forward, compile=self.compile,
-            metrics=self.metrics, seed=self.seed, unsafe=self.unsafe, synchronize=self.synchronize, offload=self.offload,
-            keep_gradients=self.keep_gradients, defer_reduction=self.defer_reduction, ignored=self.ignored or None,
-            overlap_param_gather=self.overlap_param_gather, model_parallel=model_parallel, values=values, device=device,
+            divisor=self.divisor, nan=self.nan, ignored=self.ignored or None, compile=self.compile, seed=self.seed,
+            unsafe=self.unsafe,
         )  # fmt: skip
 
 

@@ -37,13 +37,11 @@ from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.expected import as_count
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.sharded import saved_hyperparameters
-from everybit_torch.sharded.agreement import from_first, numbers_of, on_all, same_kind
+from everybit_torch.sharded.agreement import from_first, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, read_piece
 from everybit_torch.sharded.inventory import Inventory
 from everybit_torch.sharded.pending_save import PendingSave
 from everybit_torch.sharded.save_folders import (
-    folder_of_part,
-    has_checkpoint,
     latest_checkpoint,
     make_folder,
     next_number,
@@ -51,19 +49,9 @@ from everybit_torch.sharded.save_folders import (
     read_inventory_of,
     remove_old,
     remove_unless_named,
-    require_part,
 )
 from everybit_torch.sharded.saved_fit import require_same, require_ties
-from everybit_torch.sharded.saved_parts import (
-    Flat,
-    by_parameter,
-    expected_names,
-    kept_entries,
-    labels_of,
-    model_parts,
-    state_parts,
-    take_over_model,
-)
+from everybit_torch.sharded.saved_parts import Flat
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
 
@@ -71,7 +59,7 @@ __all__ = ["latest_checkpoint", "load_sharded", "load_sharded_into", "save_shard
 
 
 def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
-    """Return this rank's part of weights and state by name, as ``dcp.save`` takes it. No collective is needed for it.
+    """Return this rank's part of weights and state by name, as ``dcp.save`` takes it.
 
     Args:
         stepper: Before its first step, too.
@@ -81,21 +69,21 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
     """
     copied: Callable[[Tensor], Tensor] = torch.clone if clone else (lambda x: x)
+    parts = stepper.engine.saved_parts()
     found = {
         key: value.holding(copied(value.local)) if isinstance(value, ShardTensor) else copied(value)
-        for key, value in (model_parts(stepper) | state_parts(stepper)).items()
+        for key, value in (parts.model() | parts.state()).items()
     }
-    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), labels_of(stepper))
+    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), parts.labels)
 
 
 def _staged(stepper: FlatStepper) -> tuple[Flat, Any]:
     """This rank's part of weights and state, on its way to the staging memory; and what to wait for before it is read."""
-
-    def is_shown(name: str, part: Tensor) -> bool:
-        return name.startswith("model.") and not (stepper.sharding.params and isinstance(part, ShardTensor))
-
-    found, copied = stepper.staging.copy(model_parts(stepper) | state_parts(stepper), is_shown)
-    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), labels_of(stepper)), copied
+    parts = stepper.engine.saved_parts()
+    found, copied = stepper.staging.copy(
+        parts.model() | parts.state(), is_shown=lambda name, _: name.startswith("model.")
+    )
+    return found | saved_hyperparameters.tensors(stepper.as_optimizer(), parts.labels), copied
 
 
 @in_plain_mode
@@ -125,11 +113,9 @@ def save_sharded(
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"keep: got {keep!r}; accepted is 0 or more.")
-    _require_outside(stepper, "save_sharded")
-    stepper.completeness.require("save_sharded")
-    stepper.require_equal_passes("save_sharded")
-    directory = folder_of_part(path, stepper.beside.part)
-    group, everyone = _group(stepper, "saving"), _everyone(stepper, "saving")
+    stepper.engine.completeness.require("save_sharded")
+    stepper.engine.require_equal_passes("save_sharded")
+    directory, group = Path(path), _group(stepper, "saving")
 
     def begin() -> tuple[Flat, Any]:
         _raise_pending(stepper)
@@ -140,8 +126,7 @@ def save_sharded(
     def write() -> Path:
         if copied is not None:
             copied.synchronize()  # the copies may be on their way
-        number = max(numbers_of(from_first(lambda: next_number(directory), group), everyone))
-        name = from_first(lambda: make_folder(directory, number), group)
+        name = from_first(lambda: make_folder(directory, next_number(directory)), group)
         place = directory / name
 
         def write_part() -> None:
@@ -149,10 +134,8 @@ def save_sharded(
                 save(state, storage_writer=CheckedWriter(place), process_group=group, no_dist=group is None)
 
         try:
-            # All parts of a model are written before one of them counts as whole, and count before those before are removed.
-            on_all(write_part, everyone)
+            write_part()
             from_first(lambda: point_to(directory, name), group)
-            numbers_of(number, everyone)
         except BaseException:
             if _is_first(group):
                 remove_unless_named(place)
@@ -175,9 +158,6 @@ def save_sharded(
 def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperparameters: bool = True) -> None:
     """Continue from a checkpoint, whatever number of ranks and strategy wrote it. Every rank has to call it.
 
-    The number of tensor-parallel ranks may be another, too: a checkpoint holds whole tensors, of which each rank reads its part. The number
-    of other model-parallel parts (stages of a pipeline, experts) is the same.
-
     It loads weights, residuals, state, counts of steps, and the hyperparameters of each parameter. Everything is read and verified by its
     checksums before anything is changed, on any rank; this needs memory for one more copy of this rank's part on the host.
 
@@ -194,24 +174,24 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         ValueError: It is damaged, or of another model, transform or policy; the message names the file, or what differs. In all cases
             nothing is changed on any rank.
     """
-    stepper.completeness.require_open("load_sharded")
-    _require_outside(stepper, "load_sharded")
+    stepper.engine.completeness.require_open("load_sharded")
     _warn_of_pending(stepper)
-    place, whole = _latest(stepper, path)
-    group = _group(stepper, "loading", whole=whole)
+    group = _group(stepper, "loading")
+    place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: read_inventory_of(place, is_judged=_is_first(group)), group)
-    optimizer = stepper.as_optimizer()
-    labels = labels_of(stepper)
-    own = on_all(lambda: model_parts(stepper, whole=whole) | state_parts(stepper, whole=whole), group)
+    optimizer, parts = stepper.as_optimizer(), on_all(stepper.engine.saved_parts, group)
+    own = on_all(lambda: parts.model() | parts.state(), group)
+    kept = parts.kept()
     found = found.renamed(
         {
             f"optimizer.state.{name}.{old}": f"optimizer.state.{name}.{new}"
-            for name, kept in kept_entries(stepper).items()
-            for old, new in former_names(kept).items()
+            for name, entries in kept.items()
+            for old, new in former_names(entries).items()
         }
     )
-    require_same(own, found, expected_names(stepper, own), group)
-    tables: Flat = on_all(lambda: saved_hyperparameters.empty(found, labels), group) if hyperparameters else {}
+    expected = parts.names() | {f"optimizer.state.{name}.{entry.name}" for name, some in kept.items() for entry in some}
+    require_same(own, found, expected, group)
+    tables: Flat = on_all(lambda: saved_hyperparameters.empty(found, parts.labels), group) if hyperparameters else {}
     aside = on_all(lambda: {key: _room_for(value) for key, value in own.items()}, group)
     with torch.no_grad():
         _load(aside | tables, found, group)
@@ -219,16 +199,15 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
         def judge() -> list[dict[str, Any]]:
             require_ties(own, aside, place)
             try:
-                return saved_hyperparameters.restored(optimizer, tables, labels) if tables else []
+                return saved_hyperparameters.restored(optimizer, tables, parts.labels) if tables else []
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
 
         settings = on_all(judge, group)
         _verify_rest(found, aside | tables, group)
         # All ranks have everything, and nothing is refused from here on.
-        stepper.before_writing()
-        take_over_model(stepper, own, aside)
-        optimizer.engine.load(by_parameter(optimizer, aside))
+        stepper.staging.order()
+        parts.take_over(own, aside)
         for param_group, values in zip(optimizer.param_groups, settings, strict=False):
             saved_hyperparameters.take(param_group, values)
         stepper.loaded()
@@ -294,7 +273,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
         on_all(judge, group)
         _verify_rest(found, aside, group)
         # All ranks have everything; nothing is refused from here on but a transform that steps what is apart in the model.
-        on_all(lambda: optimizer.places.number_elements(model), group)
+        on_all(lambda: optimizer.places.number_elements(model.parameters()), group)
         set_model_state_dict(model, {name: aside.get(f"model.{name}", value) for name, value in weights.items()})
         optimizer.engine.load(given)
     _warn_if_unverified(found, group)
@@ -349,7 +328,7 @@ def _room_for(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype)
 
 
-def _group(stepper: FlatStepper, purpose: str, *, whole: bool = True) -> dist.ProcessGroup | None:
+def _group(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
     """The ranks that save and load together, with an order of collectives of their own: a save may go on while others train.
 
     gloo: it sends Python objects.
@@ -357,66 +336,12 @@ def _group(stepper: FlatStepper, purpose: str, *, whole: bool = True) -> dist.Pr
     Args:
         stepper: One of theirs.
         purpose: Each has a group.
-        whole: With the tensor-parallel ranks. False: each of these for itself.
     """
     if stepper.inner.group is None:
         return None
-    with_others = whole and stepper.beside.cuts_tensors
-    key = f"{purpose}, whole tensors" if with_others else purpose
-    if key not in stepper.groups:
-        ranks = stepper.beside.ranks_of_tensors(stepper.all_ranks) if with_others else stepper.all_ranks
-        stepper.groups[key] = groups.take(ranks, "gloo", stepper.inner.timeout)
-    return stepper.groups[key]
-
-
-def _everyone(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
-    """Return the group of all ranks that hold parts of the model, where some are not in the group of :func:`_group`."""
-    if stepper.beside.part is None:
-        return None
-    return _all_parts(stepper, purpose)
-
-
-def _all_parts(stepper: FlatStepper, purpose: str) -> dist.ProcessGroup | None:
-    if stepper.beside.is_alone:
-        return None
-    key = f"{purpose}, all parts"
-    if key not in stepper.groups:
-        ranks = stepper.beside.ranks_of_model(stepper.all_ranks)
-        stepper.groups[key] = groups.take(ranks, "gloo", stepper.inner.timeout)
-    return stepper.groups[key]
-
-
-def _latest(stepper: FlatStepper, path: str | os.PathLike[str]) -> tuple[Path, bool]:
-    """The last whole checkpoint of this rank's part of the model, of those that all parts have; and whether it holds whole tensors.
-
-    Before it did, each tensor-parallel rank wrote its parts of tensors as a part of the model.
-    """
-    group, part = _group(stepper, "loading"), stepper.beside.part
-    former = folder_of_part(path, stepper.beside.former_part)
-    if part is None:
-
-        def only() -> tuple[str, bool]:
-            if stepper.beside.cuts_tensors and not has_checkpoint(Path(path)) and former.is_dir():
-                return "", False
-            return str(latest_checkpoint(path)), True
-
-        name, whole = from_first(only, group)
-        return (Path(name), True) if whole else (_latest_of_all(stepper, former, whole=False), False)
-    directory = folder_of_part(path, part)
-    if stepper.beside.cuts_tensors and from_first(lambda: not directory.is_dir() and former.is_dir(), group):
-        return _latest_of_all(stepper, former, whole=False), False
-    return _latest_of_all(stepper, directory, whole=True), True
-
-
-def _latest_of_all(stepper: FlatStepper, directory: Path, *, whole: bool) -> Path:
-    def latest() -> str:
-        require_part(directory)
-        return latest_checkpoint(directory).name
-
-    everyone = _all_parts(stepper, "loading")
-    name = on_all(lambda: from_first(latest, _group(stepper, "loading", whole=whole)), everyone)
-    # A save that was interrupted may count as whole in some parts; the one before is there in all of them.
-    return directory / f"{min(numbers_of(int(name), everyone)):06d}"
+    if purpose not in stepper.groups:
+        stepper.groups[purpose] = groups.take(stepper.ranks, "gloo", stepper.inner.timeout)
+    return stepper.groups[purpose]
 
 
 def _raise_pending(stepper: FlatStepper) -> None:
@@ -441,14 +366,6 @@ def _warn_of_pending(stepper: FlatStepper) -> None:
 def _unseen(stepper: FlatStepper) -> BaseException | None:
     pending, stepper.saving = stepper.saving, None
     return None if pending is None else pending.unseen()
-
-
-def _require_outside(stepper: FlatStepper, name: str) -> None:
-    if stepper.in_full_parameters:
-        raise RuntimeError(
-            f"{name}: inside full_parameters(), where weights may have been written to that are not kept yet; accepted is after it."
-        )
-    stepper.wait_for_weights()
 
 
 def _is_first(group: dist.ProcessGroup | None) -> bool:

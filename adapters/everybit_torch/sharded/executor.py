@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -15,7 +14,6 @@ from everybit_torch.collectives.communicator import Communicator, Pending
 from everybit_torch.collectives.reduction import Reduction
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.scheduling.events import Event, Kind
-from everybit_torch.sharded.unit_weights import each
 from everybit_torch.sharded.weights import WeightBuffer
 
 
@@ -49,8 +47,6 @@ class Executor:
         self.observer: Callable[[Event], None] | None = None
         self._handlers: dict[Kind, Callable[[Event], None]] = {
             "open bucket": lambda event: self._gradients[event.number].open_bucket(),
-            "open unreduced": lambda event: self._gradients[event.number].open_unreduced(),
-            "open main": lambda event: self._gradients[event.number].open_main(),
             "copy": self._accumulate,
             "add": self._accumulate,
             "zero": lambda event: self._gradients[event.number].zero(event.place),
@@ -60,7 +56,6 @@ class Executor:
             "finalize": lambda event: self._gradients[event.number].finalize(self._divisor),
             "clear": lambda event: self._gradients[event.number].clear(),
             "finish": self._finish,
-            "poll": self._poll,
             "drain": self._drain,
             "spread": self._spread,
             "settle": self._settle,
@@ -79,15 +74,6 @@ class Executor:
         """Have other events carried out, too."""
         self._handlers.update(handlers)
 
-    @contextmanager
-    def handling(self, kind: Kind, handler: Callable[[Event], None]) -> Iterator[None]:
-        """Have events of a kind carried out inside; what carries them out is forgotten then."""
-        self._handlers[kind] = handler
-        try:
-            yield
-        finally:
-            del self._handlers[kind]
-
     def run(self, events: Iterable[Event], gradient: Tensor | None = None) -> None:
         """Carry out events; ``gradient`` is what arrives in them."""
         self._arriving = gradient
@@ -99,10 +85,6 @@ class Executor:
                         self.observer(event)
         finally:
             self._arriving = None
-
-    def run_all(self, events: Iterable[Event]) -> None:
-        """Carry out all events, and raise what the first that failed raised."""
-        each([partial(self.run, [event]) for event in events])
 
     def drop(self) -> None:
         """Forget what is under way, which has been waited for."""
@@ -122,10 +104,6 @@ class Executor:
     def _finish(self, _event: Event) -> None:
         """Wait for what is under way, and put the sums into the main gradients."""
         while self._under_way:
-            self._finish_first()
-
-    def _poll(self, _event: Event) -> None:
-        while self._under_way and self._under_way[0].is_done():
             self._finish_first()
 
     def _finish_first(self) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Literal
 
 from everybit.base import FloatDType
+from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.model_buffers import ModelBuffers
-from everybit_torch.sharded.shard_optimizer import LabelledTransform
 
 
 class GradientWires:

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from operator import add
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,69 +43,6 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The rectangle of a tensor's elements that tensor parallelism has given this rank, which are consecutive in this rank's memory.
-
-    Attributes:
-        whole: The shape of the tensor.
-        offsets: Of the rectangle's first corner in it, by dimension.
-        sizes: Of the rectangle, by dimension.
-        counted: Whether this rank is the one that counts and saves it, of those that hold the same.
-        cuts: Along which dimensions the tensor is cut, and for how many ranks each time, in order.
-    """
-
-    whole: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    counted: bool = True
-    cuts: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of the rectangle."""
-        return math.prod(self.sizes)
-
-    @property
-    def largest(self) -> int:
-        """The number of elements of the largest part that a rank has."""
-        sizes = list(self.whole)
-        for dimension, ranks in self.cuts:
-            sizes[dimension] = -(-sizes[dimension] // ranks)
-        return math.prod(sizes)
-
-    @property
-    def first(self) -> int | None:
-        """The position in the tensor of the first element, if the elements are consecutive there; else None."""
-        if not self.numel:
-            return 0
-        # Consecutive: below the first dimension of which it has more than one index, it has all of every dimension.
-        several = next((d for d, size in enumerate(self.sizes) if size > 1), len(self.sizes))
-        if self.sizes[several + 1 :] != self.whole[several + 1 :]:
-            return None
-        return sum(offset * math.prod(self.whole[d + 1 :]) for d, offset in enumerate(self.offsets))
-
-    def boxes(self, low: int, high: int) -> list[Box]:
-        """Elements ``low`` to ``high`` of the rectangle, counted in its memory's order, as rectangles of the tensor."""
-        return [
-            Box(tuple(map(add, box.offsets, self.offsets)), box.sizes, box.start)
-            for box in boxes(self.sizes, low, high)
-        ]
-
-    def blocks(self, block: int) -> Part:
-        """The part of a 1-d tensor that has one number for each block of so many elements.
-
-        Raises:
-            ValueError: The elements are not consecutive in the tensor, or begin inside a block.
-        """
-        if self.first is None or self.first % block:
-            raise ValueError(
-                f"elements {self.offsets} and on of {self.whole}: accepted are parts of whole blocks of {block}."
-            )
-        whole, own = (-(-numel // block) for numel in (math.prod(self.whole), self.numel))
-        return Part((whole,), (self.first // block,), (own,), self.counted)
-
-
-@dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """A parameter, as a layout describes it.
 
@@ -117,13 +53,10 @@ class ParameterSpec:
         requires_grad: Whether it is trained.
         unit: Number of the unit that it is gathered and reduced with.
         label: Parameters of different labels have optimizers or policies of their own.
-        index: Global index of its first element, counted through all parameters of its dtype in the model's order, those of the parts
-            of the model before this one first. Stochastic rounding draws bits by it, which is why they do not depend on units or on the
-            number of ranks.
+        index: Global index of its first element, counted through all parameters of its dtype in the model's order. Stochastic rounding
+            draws bits by it, which is why they do not depend on units or on the number of ranks.
         block: The least number of elements at whose multiples, counted from the first, it may be cut, because its state has one number
             for so many.
-        part: The part of a larger tensor that it is, of which ``shape`` is then; None in a model without tensor parallelism.
-        counted: Whether this rank counts its elements in what goes over the whole model; else another one with the same elements does.
         whole: Whether it lies in one rank's share as a whole, because its optimizer must see whole tensors.
         atoms: Of such a one, into how many equal parts it may be cut all the same.
         cost: What a step on it costs, next to others; 0: its number of elements.
@@ -138,8 +71,6 @@ class ParameterSpec:
     label: str = ""
     index: int = 0
     block: int = 1
-    part: Part | None = None
-    counted: bool = True
     whole: bool = False
     atoms: int = 1
     cost: float = 0.0
@@ -187,16 +118,6 @@ class ParameterSpec:
     def numel(self) -> int:
         """The number of elements of the tensor."""
         return math.prod(self.shape)
-
-    @property
-    def whole_numel(self) -> int:
-        """The number of elements on all tensor-parallel ranks together, copies counted once."""
-        return math.prod(self.whole_shape)
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape on all tensor-parallel ranks together."""
-        return self.shape if self.part is None else self.part.whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,11 +186,6 @@ class Group:
         found = tuple(sum(self.lengths[n : n + several]) for n in range(0, len(self.lengths), several))
         return found if len(set(found)) > 1 else ()
 
-    def sizes_within(self, rank: int, ranks: int, shards: int) -> tuple[int, ...]:
-        """The lengths of the parts of so many shards of the range of ``rank`` of ``ranks``, where they differ; else empty."""
-        found = self.lengths[rank * shards : (rank + 1) * shards] if len(self.lengths) == ranks * shards else ()
-        return found if len(set(found)) > 1 else ()
-
     @property
     def gaps(self) -> Iterator[tuple[int, int]]:
         """The ranges of the buffer that are no parameter's."""
@@ -313,19 +229,6 @@ class Layout:
         """Elements of all parameters, without padding."""
         return sum(group.numel for group in self.groups)
 
-    def numbered(self, number: Callable[[ParameterSpec], int]) -> Layout:
-        """The same layout with other indices of the parameters' first elements."""
-        groups = [
-            replace(
-                group,
-                placements=tuple(
-                    replace(place, spec=replace(place.spec, index=number(place.spec))) for place in group.placements
-                ),
-            )
-            for group in self.groups
-        ]
-        return replace(self, groups=tuple(groups))
-
     @property
     def padding(self) -> int:
         """Elements that are no parameter's."""
@@ -338,8 +241,6 @@ def build(
     shards: int = 1,
     units: Sequence[str] = ("",),
     shares: int | None = None,
-    within: int = 1,
-    most: float = MOST,
 ) -> Layout:
     """Lay out parameters.
 
@@ -349,19 +250,14 @@ def build(
         units: Names of the units that ``specs`` refer to.
         shares: Number of ranks that step parts of their own, by which ``shards`` can be divided: a whole tensor lies in one of so many
             parts. None: all of them.
-        within: So many shares, one after the other, are parts of what one rank has gradients and weights of.
-        most: How many elements of whole tensors a share may have at the most, in shares of which all have equally many; or as many as the
-            largest tensor.
 
     Raises:
-        ValueError: ``most`` below 1, ``shards`` below 1 or no multiple of ``shares``, a unit that there is not, or a name that comes twice.
+        ValueError: ``shards`` below 1 or no multiple of ``shares``, a unit that there is not, or a name that comes twice.
     """
     if shards < 1:
         raise ValueError(f"shards: got {shards}; accepted is 1 or more.")
     if shares is not None and (shares < 1 or shards % shares):
         raise ValueError(f"shares: got {shares}; accepted is a number by which shards, {shards}, can be divided.")
-    if isinstance(most, bool) or not 1 <= most < math.inf:
-        raise ValueError(f"most_elements: got {most!r}; accepted is a finite number, at least 1.")
     seen: set[str] = set()
     for spec in specs:
         if twice := seen.intersection(spec.names):
@@ -383,9 +279,9 @@ def build(
         for key in keys
         if any(spec.whole for spec in members[key])
     }
-    loads = Loads.of(count, list(shared.values()), most)
+    loads = Loads.of(count, list(shared.values()), MOST)
     packed = [key for key in keys if key in shared and not key.apart]
-    places = dict(zip(packed, pack([shared[key] for key in packed], loads, within), strict=True))
+    places = dict(zip(packed, pack([shared[key] for key in packed], loads), strict=True))
     groups = []
     for key in keys:
         own = members[key]

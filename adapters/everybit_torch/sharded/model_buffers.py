@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,12 +11,11 @@ from everybit.base import dtype_name, torch_dtype
 from everybit.policies import resolve
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import FusedSum, Wire
-from everybit_torch.dtensors import local
 from everybit_torch.memory_pool import MemoryPool, keeps_memory
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
+from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.layout import Group, Layout
-from everybit_torch.sharded.offload import HostCopies
-from everybit_torch.sharded.shard_optimizer import LabelledTransform, Shard
+from everybit_torch.sharded.shard_optimizer import Shard
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.sharded.weights import WeightBuffer
 
@@ -26,24 +25,19 @@ class ModelBuffers:
 
     Args:
         layout: Of the model.
-        parameters: The model's, by name. They become pieces of the buffers.
+        parameters: The model's, by name. Those that are trained become pieces of the buffers.
         labelled: How each label's are stored.
         sharding: What is sharded.
         inner: The ranks that buffers are sharded over.
         outer: The ranks that hold copies of the same shards.
         device: Where everything lies.
-        fill: Has the buffers of weights take the model's values, before anything else is allocated.
-        keep_gradients: Keep the memory of main gradients from one cycle to the next.
-        copies: Of what lies on the host.
         fused: Adds up what an exact wire has received.
 
     Attributes:
-        layout: As given.
         pool: Lends memory to buffers of units.
-        parameters: As given.
-        weights: By the number of the group in the layout. Without frozen groups, unless parameters are sharded.
-        gradients: By the number of the group; of those that are trained.
-        shards: This rank's, of the groups that are trained.
+        weights: By the number of the group in the layout; of those that are trained.
+        gradients: Likewise.
+        shards: This rank's.
     """
 
     def __init__(
@@ -55,50 +49,28 @@ class ModelBuffers:
         inner: Communicator,
         outer: Communicator,
         device: torch.device,
-        fill: Callable[[ModelBuffers], None],
         *,
-        keep_gradients: bool,
-        copies: HostCopies,
         fused: FusedSum | None = None,
     ) -> None:
-        self._copies = copies
-        self.sharding, self.inner, self.outer, self.device = sharding, inner, outer, device
+        self.inner, self.outer, self._sharding = inner, outer, sharding
         self.weights: dict[int, WeightBuffer] = {}
         self.gradients: dict[int, GradientBuffer] = {}
         self.shards: list[Shard] = []
         self.pool = MemoryPool(keeps=keeps_memory(device))
-        self.layout, self.parameters = layout, dict(parameters)
-        fill(self)
-        for number, weights in self.weights.items():
-            group = weights.group
+        for number, group in enumerate(layout.groups):
             if group.requires_grad:
+                members = [parameters[place.spec.name] for place in group.placements]
+                weights = self.weights[number] = WeightBuffer(group, members, sharding, inner, device)
                 main, wires = self._stored(group, labelled)
                 gradients = self.gradients[number] = GradientBuffer(
-                    group, sharding, inner, outer, main, *wires, device, pool=self.pool, fused=fused, keep=keep_gradients,
-                    copies=copies if copies.offload.gradients else None,
-                )  # fmt: skip
-                counted = group.placements[0].spec.counted
-                self.shards.append(Shard.of(weights, gradients, *self.own_range(group), counted=counted))
-
-    def lay_out(self, number: int) -> None:
-        """Allocate what is kept of the weights of one of the layout's groups."""
-        group = self.layout.groups[number]
-        members = [self.parameters[place.spec.name] for place in group.placements]
-        self.weights[number] = WeightBuffer(
-            group, members, self.sharding, self.inner, self.outer, self.device, self.pool,
-            self._copies if self._copies.offload.weights else None,
-        )  # fmt: skip
-
-    def own_range(self, group: Group) -> tuple[int, int]:
-        """The part of a group's buffer that this rank steps."""
-        return self.sharding.own_range(group, self.inner.rank, self.inner.size, self.outer.rank, self.outer.size)
+                    group, sharding, inner, outer, main, *wires, device, pool=self.pool, fused=fused
+                )
+                self.shards.append(Shard.of(weights, gradients))
 
     @property
     def sharing(self) -> tuple[Communicator, ...]:
         """The communicators over which the parts of one gradient lie; copies are counted once."""
-        if not self.sharding.state:
-            return ()
-        return (self.inner, self.outer) if self.sharding.outer == "optim" else (self.inner,)
+        return (self.inner,) if self._sharding.state else ()
 
     def send_as(self, labelled: Mapping[str, LabelledTransform]) -> None:
         """Send gradients as these policies say; what they are accumulated in stays."""
@@ -129,7 +101,7 @@ def synchronize_values(
     named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in ids]
     for name, tensor in [*named, *model.named_buffers()]:
         for communicator in communicators:
-            values = local(tensor).detach()
+            values = tensor.detach()
             whole = values if values.is_contiguous() else values.contiguous()
             communicator.broadcast(whole, name)
             if whole is not values:

@@ -15,6 +15,7 @@ from everybit_torch.dtensors import is_counted, local, mesh_of
 from everybit_torch.optimizer import TorchOptimizer
 from everybit_torch.places import parameters_of
 from everybit_torch.sharded.agreement import Everyone
+from everybit_torch.sharded.buffer_stepper import BufferStepper
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.units import Unit
@@ -47,8 +48,7 @@ def nonfinite_state(optimizer: TorchOptimizer | FlatStepper) -> tuple[NonFiniteS
     With ``nan="step"`` a ``FlatStepper`` skips steps that would store such numbers. The host waits for the device once.
 
     Args:
-        optimizer: An optimizer of everybit_torch, or a stepper, of which every rank has to call this. Ranks of ``model_parallel`` have
-            other parameters, and report those.
+        optimizer: An optimizer of everybit_torch, or a stepper, of which every rank has to call this.
 
     Returns:
         One entry for each tensor that holds such numbers, parameter by parameter; the same on all ranks that shard them.
@@ -68,13 +68,15 @@ def nonfinite_state(optimizer: TorchOptimizer | FlatStepper) -> tuple[NonFiniteS
         [('weight', 'param', 1), ('weight', 'momentum', 1), ('weight', 'variance', 1)]
     """
     if isinstance(optimizer, FlatStepper):
-        optimizer.completeness.require("nonfinite_state")
-        communicators: Sequence[Communicator] = optimizer.buffers.sharing
-        found = list(_of_stepper(optimizer))
-    elif isinstance(optimizer, TorchOptimizer):
-        mesh = mesh_of(list(parameters_of(optimizer.param_groups)))
+        optimizer.engine.completeness.require("nonfinite_state")
+    given = optimizer.as_optimizer() if isinstance(optimizer, FlatStepper) else optimizer
+    if isinstance(optimizer, FlatStepper) and isinstance(optimizer.engine, BufferStepper):
+        communicators: Sequence[Communicator] = optimizer.engine.buffers.sharing
+        found = list(_of_buffers(optimizer.engine))
+    elif isinstance(given, TorchOptimizer):
+        mesh = mesh_of(list(parameters_of(given.param_groups)))
         communicators = () if mesh is None else [Communicator(mesh.get_group(d)) for d in range(mesh.ndim)]
-        found = list(_of_optimizer(optimizer))
+        found = list(_of_optimizer(given))
     else:
         raise TypeError(
             f"nonfinite_state: got {type(optimizer).__name__}; accepted are TorchOptimizer, its subclasses, and FlatStepper."
@@ -98,7 +100,7 @@ Found = Iterator[tuple[str, str, Tensor]]
 """Names of a parameter and of an entry, and how many of this rank's elements are not finite, on the device."""
 
 
-def _of_stepper(stepper: FlatStepper) -> Found:
+def _of_buffers(stepper: BufferStepper) -> Found:
     for unit in stepper.as_optimizer().engine.units:
         for number, member in enumerate(unit.members):
             yield member.name, WEIGHTS, count_nonfinite(member.parameter.detach())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,20 +13,15 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.dtensors import local
 from everybit_torch.sharded.comparisons import Comparer
 from everybit_torch.sharded.executor import Executor
-from everybit_torch.sharded.gathering import Gathering
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
-from everybit_torch.sharded.layout import Layout
 from everybit_torch.sharded.module_hooks import ModuleHook
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.scheduling.events import Event
 from everybit_torch.sharded.scheduling.gradients import Phase
 from everybit_torch.sharded.scheduling.schedule import Schedule
-from everybit_torch.sharded.strategies import Sharding
-from everybit_torch.sharded.tensor_parallel import local_gradient
 from everybit_torch.sharded.weights import MOVED
 from everybit_torch.torch_internals import autograd
 
@@ -37,12 +32,10 @@ class Passes:
     A hook on every parameter tells the schedule that its gradient has arrived, and has the events carried out that follow.
 
     Args:
-        layout: Of the model.
         parameters: All of the model's, by name, in the layout's order.
         gradients: The buffers of those that are trained, by the number of their group.
         schedule: What follows a hook.
         executor: Carries it out.
-        sharding: What is sharded.
         nan: Whether gradients are looked at when they arrive.
         communicators: The inner and the outer ranks.
         device: Of the model.
@@ -61,18 +54,16 @@ class Passes:
 
     def __init__(
         self,
-        layout: Layout,
         parameters: Mapping[str, nn.Parameter],
         gradients: Mapping[int, GradientBuffer],
         schedule: Schedule,
         executor: Executor,
-        sharding: Sharding,
         nan: NanCheck,
         communicators: tuple[Communicator, Communicator],
         device: torch.device,
         require_ready: Callable[[str], None],
     ) -> None:
-        self._layout, self._gradients = layout, dict(gradients)
+        self._gradients = dict(gradients)
         self._schedule, self._executor = schedule, executor
         self._nan, self._communicators = nan, communicators
         self.require_ready = require_ready
@@ -83,16 +74,12 @@ class Passes:
         self._frozen = [(name, p) for name, p in parameters.items() if name not in trained]
         self._members = [[parameters[place.spec.name] for place in group.placements] for group in groups]
         self._homes = [
-            (name, x, x.data_ptr())
-            for name, x in ((name, local(p)) for name, p in parameters.items())
-            if name in trained and not sharding.params
+            (name, parameter, parameter.data_ptr()) for name, parameter in parameters.items() if name in trained
         ]
-        self._gathering: Gathering | None = None
         self.touched = [False] * len(self._names)
         self.nonfinite = torch.zeros(len(self._names), dtype=torch.int64, device=device)
         self.in_context = self.in_pass = self.failed = False
         self.reduced = self.total = 0
-        self._others: tuple[Communicator, ...] = ()
         self._comparer = Comparer(*communicators)
         executor.on(self._comparer.handlers)
         self._owes_pass = self._finishing = False
@@ -100,12 +87,7 @@ class Passes:
     @property
     def interrupted(self) -> bool:
         """Whether an error was not recovered from, or a pass goes on."""
-        return self.failed or self.in_pass or self.in_forward
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward pass of the model goes on, or has failed, as far as hooks tell: where parameters are sharded."""
-        return self._gathering is not None and self._gathering.scheduled.in_forward
+        return self.failed or self.in_pass
 
     # -- gradients arrive ------------------------------------------------------------------------------------------------------------
 
@@ -123,20 +105,8 @@ class Passes:
                 number = numbers[placement.spec.name]
                 arrive = self._arrival(group, place, number)
                 handles.append(self._parameters[number].register_post_accumulate_grad_hook(arrive))  # type: ignore[no-untyped-call]
-        if self._schedule.weights is None:
-            hook = ModuleHook(self, "after_forward", model, 0, compiled=False)
-            handles.append(model.register_forward_hook(hook))
-        return handles
-
-    def attach(self, gathering: Gathering, comparer: Comparer, communicators: Sequence[Communicator]) -> None:
-        """Weights are gathered for these passes.
-
-        Args:
-            gathering: Gathers them.
-            comparer: Compares what ranks begin.
-            communicators: What is sent over.
-        """
-        self._gathering, self._comparer, self._others = gathering, comparer, tuple(communicators)
+        hook = ModuleHook(self, "after_forward", model, 0, compiled=False)
+        return [*handles, model.register_forward_hook(hook)]
 
     def _arrival(self, group: int, place: int, number: int) -> Callable[[Tensor], None]:
         # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
@@ -149,7 +119,7 @@ class Passes:
                 assert gradient is not None
                 passes.begin()
                 with torch.no_grad():  # backward(create_graph=True) runs hooks with gradients enabled
-                    passes._take(local_gradient(parameter, gradient.detach()), group, place, number)
+                    passes._take(gradient.detach(), group, place, number)
 
         return arrive
 
@@ -157,37 +127,10 @@ class Passes:
         """A parameter's gradient has arrived."""
         if gradient.layout is not torch.strided:
             raise TypeError(f"{self._names[number]}: got a {gradient.layout} gradient; accepted are dense gradients.")
-        if self._gathering is not None:
-            unit = self._layout.groups[group].unit
-            self._require_weights(unit, number)
-            if self._schedule.gradients.was_sent(group):
-                raise RuntimeError(
-                    f"{self._names[number]}: its gradient came after the backward pass had left its unit,"
-                    f" {self._layout.units[unit] or 'the model'}, whose gradients have been sent. Accepted are the other strategies."
-                )
         if self._nan == "param":
             self.nonfinite[number] += count_nonfinite(gradient)
         self.touched[number] = True
         self._executor.run(self._schedule.arrive(group, place), gradient)
-
-    def _require_weights(self, unit: int, number: int) -> None:
-        """Refuse a gradient that was computed while the weights may not have been there.
-
-        Raises:
-            RuntimeError: The message names the parameter.
-        """
-        assert self._gathering is not None
-        scheduled = self._gathering.scheduled
-        if unit > 0 and unit not in scheduled.entered and not scheduled.keeps_all:
-            raise RuntimeError(
-                f"{self._names[number]}: its gradient came before that of what its unit, {self._layout.units[unit]}, returned, so the"
-                " unit's weights may not have been there. Accepted are units that return every tensor that the loss depends on."
-            )
-        if unit == 0 and not self._gathering.units[0].shown:
-            raise RuntimeError(
-                f"{self._names[number]}: was used out of the forward pass of the model, while its weights were sharded and NaN. Accepted is"
-                " to use it in that forward method, or the whole pass inside `with stepper.full_parameters():`."
-            )
 
     def after_forward(self, _number: int, _arguments: Any, outputs: Any) -> None:
         """Have a pass begin when the backward pass comes to what the model returned, and not in the inner pass of a checkpoint."""
@@ -221,12 +164,10 @@ class Passes:
                 )
         self.require_in_place()
         self.in_pass = True
-        if self._gathering is None:
-            self._executor.begin_here()
+        self._executor.begin_here()
         expected = [sum(parameter.requires_grad for parameter in members) for members in self._members]
         accumulates = any(map(_accumulates, self._parameters))
-        creates_graph = torch.is_grad_enabled()  # hooks are run so where autograd records the pass
-        self._executor.run(self._schedule.begin_pass(expected, accumulates=accumulates, creates_graph=creates_graph))
+        self._executor.run(self._schedule.begin_pass(expected, accumulates=accumulates))
         autograd.at_the_end_of_the_pass(self._end_autograd)
 
     def require_in_place(self) -> None:
@@ -252,8 +193,6 @@ class Passes:
 
     def _end_pass(self) -> None:
         self._executor.run(self._schedule.end_pass())
-        if self._gathering is not None:
-            self._gathering.end_backward()
         self.in_pass = False
         self.total += 1
         self.reduced += self._schedule.reduces
@@ -280,34 +219,12 @@ class Passes:
         self.in_context, self._schedule.last = True, last
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             # zero_grad() goes on from here, and needs to know whether other ranks still wait for this one's pass.
             self.failed, self._owes_pass = True, self.total == passes
             self.in_context = False
-            self._explain(error)
             raise
         self.in_context, self._schedule.last = False, None
-
-    def _explain(self, error: BaseException) -> None:
-        """Say of an error of autograd's what it is about, if weights that were given back were needed.
-
-        Raises:
-            RuntimeError: They were.
-        """
-        # The second is what a graph raises whose saved weights were freed: WeightBuffer.release counts that as a write.
-        if self._gathering is None or not any(
-            text in str(error) for text in ("storage of size 0", "inplace operation")
-        ):
-            return
-        units = list(enumerate(self._gathering.units))
-        first, *others = [
-            str(unit) for n, unit in reversed(units) if n and n not in self._gathering.scheduled.entered
-        ] or ["the model"]
-        raise RuntimeError(
-            f"{first}: the backward pass needed weights of this unit{f' (or of {others[0]}, ...)' if others else ''} before it came to what"
-            " the unit had returned. Accepted are units that return every tensor that the loss depends on, and hide none (in an attribute,"
-            " a list, or an object that is no pytree), and programs that do not write in place to what a backward pass needs."
-        ) from error
 
     def empty_pass(self) -> None:
         """Take part in what other ranks' passes do, where a loss reached no parameter."""
@@ -348,32 +265,23 @@ class Passes:
 
     def recover(self) -> None:
         """After an error: take part to the end in what other ranks may be doing, wait for all that is under way, and forget it."""
-        gathering = self._gathering
         self._executor.begin_here()
         with suppress(Exception):  # a rank may be gone; what comes next says so
             if not self._comparer.apart:
                 self._take_part_to_the_end()
-        for communicator in (*self._communicators, *self._others):
+        for communicator in self._communicators:
             communicator.drain()
         self._executor.drop()
         self._schedule.begin_reductions()
-        if gathering is not None:
-            gathering.recover()
-            gathering.scheduled.begin_cycle()
         self.in_pass = self._owes_pass = self._finishing = False
         if not self.in_context:
             self._schedule.last = None
 
     def _take_part_to_the_end(self) -> None:
-        gathering = self._gathering
-        owes, reduces = self._owes_pass or self.in_pass, self._schedule.reduces
-        if gathering is not None and (owes or gathering.scheduled.unfinished):
-            in_backward, others_go_on = gathering.begin_to_recover()
-            owes, reduces = in_backward or owes, reduces and others_go_on
-        if owes and (reduces or gathering is not None):
+        if (self._owes_pass or self.in_pass) and self._schedule.reduces:
             if not self.in_pass:
                 self._schedule.begin_reductions()
-            self._executor.run(self._schedule.take_part(reduces=reduces))
+            self._executor.run(self._schedule.take_part(reduces=True))
         elif self._finishing:
             self._executor.run([Event("drain")])
             self.finish_gradients()

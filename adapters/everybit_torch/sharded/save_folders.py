@@ -33,8 +33,6 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
     pointer = directory / LATEST
     if not pointer.is_file():
         what = "has no whole checkpoint" if directory.is_dir() else "does not exist"
-        if parts := sorted(one.name for one in directory.glob("part-*-of-*")):
-            what = f"holds a model in parts ({', '.join(parts)}), each of which has checkpoints of its own"
         raise FileNotFoundError(f"{directory}: {what}; accepted is a directory that save_sharded wrote to.")
     words = pointer.read_bytes().decode("utf-8", "replace").split()
     # The first versions wrote the name alone.
@@ -47,36 +45,6 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
     if not (place / dcp_metadata.FILE).is_file():
         raise FileNotFoundError(f"{place}: is what {pointer} names, and is gone or not whole.")
     return place
-
-
-def has_checkpoint(directory: Path) -> bool:
-    """Whether a directory is one of checkpoints, or a checkpoint itself."""
-    return (directory / LATEST).is_file() or (directory / dcp_metadata.FILE).is_file()
-
-
-def folder_of_part(path: str | os.PathLike[str], part: tuple[int, int] | None) -> Path:
-    """The directory of the checkpoints of one part of a model.
-
-    Args:
-        path: Of all of it.
-        part: The number of the part, from 0, and how many there are; None for a model that is not in parts.
-    """
-    return Path(path) if part is None else Path(path) / f"part-{part[0] + 1}-of-{part[1]}"
-
-
-def require_part(place: Path) -> None:
-    """Refuse a directory that has other parts of a model than this one.
-
-    Raises:
-        FileNotFoundError: It has; or another directory of checkpoints.
-    """
-    beside = [one.name for one in place.parent.glob("part-*-of-*")] if place.parent.is_dir() else []
-    if not place.is_dir() and (beside or (place.parent / LATEST).exists()):
-        there = ", ".join(sorted(beside)) or "a model in one part"
-        raise FileNotFoundError(
-            f"{place}: does not exist; {place.parent} holds {there}. Accepted is a checkpoint of as many parts (stages of a pipeline, or"
-            " experts); the numbers of data-parallel and of tensor-parallel ranks may be others."
-        )
 
 
 def read_inventory_of(place: Path, *, is_judged: bool = True) -> Inventory:

@@ -14,15 +14,15 @@ without a word. (The first versions did not write who is of which label.)
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
 
+from everybit_torch.engine import Engine
 from everybit_torch.sharded.hyperparameters import RESERVED
 from everybit_torch.sharded.inventory import Inventory
-from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 
 HYPERPARAMETERS, OPTIONS, GROUPS = "hyperparameters.", "options.", "groups."
 
@@ -34,6 +34,24 @@ _MOST = 64
 Values = tuple[float, ...]
 
 
+class Labelled(Protocol):
+    """An optimizer with a param group for each label.
+
+    Attributes:
+        engine: That steps them.
+        param_groups: As ``torch.optim``'s.
+        fields: By label, the hyperparameters in its param group, and the fields of its transform that they stand for.
+    """
+
+    engine: Engine
+    param_groups: list[dict[str, Any]]
+    fields: dict[str, dict[str, tuple[str, ...]]]
+
+    def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a label's transform, from its param group."""
+        ...
+
+
 class _Saved(NamedTuple):
     """The values that a checkpoint has for one label."""
 
@@ -41,7 +59,7 @@ class _Saved(NamedTuple):
     options: dict[str, Values]
 
 
-def tensors(optimizer: ShardOptimizer, labels: Mapping[str, str]) -> dict[str, Tensor]:
+def tensors(optimizer: Labelled, labels: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the hyperparameters as the tensors that are saved.
 
     Args:
@@ -97,9 +115,7 @@ def empty(found: Inventory, labels: Mapping[str, str]) -> dict[str, Tensor]:
     return into
 
 
-def restored(
-    optimizer: ShardOptimizer, loaded: Mapping[str, Tensor], labels: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def restored(optimizer: Labelled, loaded: Mapping[str, Tensor], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return for each param group the values to put into it.
 
     Args:
@@ -160,7 +176,7 @@ def _of_group(
     masks = {one: loaded[f"{GROUPS}{one}"].tolist() for one in there if f"{GROUPS}{one}" in loaded}
     if label in there:
         for number in members:
-            # What tensor parallelism replicates has a label of its own, which a run without it has not.
+            # Former versions had further labels for what tensor parallelism had replicated.
             of = next((one for one, mask in masks.items() if mask[number] == 1 and one not in here), None)
             if of is not None and not _same(there[of], there[label]):
                 raise ValueError(

@@ -2,173 +2,161 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import everybit as eb
 from everybit.stepping import entries
 from everybit.stepping.entries import Entry
-from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.sharded.buffer_stepper import BufferStepper
 from everybit_torch.sharded.layout import ParameterSpec, Slice
 from everybit_torch.sharded.saved_fit import elements
-from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.shard_tensor import ShardTensor
-from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.sharded.tensor_parallel import part_of
 
 Flat = dict[str, Tensor]
 
 
-def model_parts(stepper: FlatStepper, *, whole: bool = True) -> Flat:
-    """This rank's parts of the model, by name in a checkpoint.
+class SavedParts(Protocol):
+    """What a rank has of a stepper's model and optimizer."""
 
-    Args:
-        stepper: Of the model.
-        whole: As parts of whole tensors. False: of what tensor parallelism has given this rank, as if that were the model.
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The label of each parameter that is trained, by name."""
+        ...
+
+    def model(self) -> Flat:
+        """This rank's parts of the model, by name in a checkpoint."""
+        ...
+
+    def state(self) -> Flat:
+        """This rank's parts of the optimizer's state, by name in a checkpoint."""
+        ...
+
+    def kept(self) -> Mapping[str, list[Entry]]:
+        """The entries of each parameter that is trained, by the parameter's name, over all ranks."""
+        ...
+
+    def names(self) -> set[str]:
+        """The names of the model's tensors in a checkpoint, over all ranks."""
+        ...
+
+    def take_over(self, own: Flat, loaded: Flat) -> None:
+        """Copy what was loaded to where the stepper has it: ``own`` are model and state, and ``loaded`` the same with other values."""
+        ...
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's ``state_dict()``.
+
+    Raises:
+        TypeError: It has something that a checkpoint cannot hold.
     """
-    found: Flat = {}
-    laid_out: set[str] = set()
-    for weights in stepper.buffers.weights.values():
-        low, high = stepper.buffers.own_range(weights.group)
-        laid_out.update(name for placement in weights.group.placements for name in placement.spec.names)
-        for s in weights.group.slices(low, high):
-            spec = s.placement.spec
-            shape, part = (spec.whole_shape, spec.part) if whole else (spec.shape, None)
-            held = ShardTensor(weights.own[s.offset : s.offset + s.high - s.low], shape, s.low, part)
-            found |= {f"model.{name}": held for name in spec.names}
-        for placement in weights.group.placements:
-            shape = placement.spec.whole_shape if whole else placement.spec.shape
-            if not math.prod(shape):
-                empty = torch.empty(shape, dtype=placement.spec.dtype)
-                found |= {f"model.{name}": empty for name in placement.spec.names}
-    for name, tensor in stepper.own_state_dict().items():
+    found = model.state_dict()
+    for name, tensor in found.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"{name}: the model's state has a {type(tensor).__name__} here (get_extra_state?), and checkpoints hold tensors only. Save"
                 " it beside them."
             )
-        if name not in laid_out:
-            own = local(tensor).detach()
-            if whole and is_dtensor(tensor):
-                own = ShardTensor(own.reshape(-1), tensor.shape, 0, part_of(tensor))
-            found[f"model.{name}"] = own
-    return found
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def take_over_model(stepper: FlatStepper, own: Flat, loaded: Flat) -> None:
-    """Copy what was loaded to where a stepper's model has it.
+class BufferParts:
+    """The parts of a stepper on flat buffers: this rank's shards of them, and all of what is in none."""
 
-    Args:
-        stepper: Of the model.
-        own: What :func:`model_parts` returned, with more or without.
-        loaded: The same with other values.
-    """
-    for key, value in own.items():
-        if key.startswith("model."):
-            elements(value).copy_(elements(loaded[key]))
-    in_buffers = {
-        name for one in stepper.buffers.weights.values() for place in one.group.placements for name in place.spec.names
-    }
-    for name, tensor in stepper.own_state_dict().items():
-        # Of one that is not contiguous the elements above were a copy.
-        if is_dtensor(tensor) and name not in in_buffers and not local(tensor).is_contiguous():
-            here = local(tensor).detach()
-            here.copy_(elements(loaded[f"model.{name}"]).view(here.shape))
+    def __init__(self, stepper: BufferStepper) -> None:
+        self._stepper, self._optimizer = stepper, stepper.as_optimizer()
+        groups = stepper.layout.groups
+        self._specs = [(group, place.spec) for group in groups for place in group.placements if group.requires_grad]
+        self.labels = {spec.name: group.label for group, spec in self._specs}
 
+    def model(self) -> Flat:
+        """What this rank steps of the weights, and what is in no buffer."""
+        found: Flat = {}
+        laid_out: set[str] = set()
+        for weights in self._stepper.buffers.weights.values():
+            laid_out.update(name for place in weights.group.placements for name in place.spec.names)
+            for s in weights.group.slices(*weights.own_range):
+                spec = s.placement.spec
+                held = ShardTensor(weights.own[s.offset : s.offset + s.high - s.low], spec.shape, s.low)
+                found |= {f"model.{name}": held for name in spec.names}
+            for place in weights.group.placements:
+                if not place.spec.numel:
+                    empty = torch.empty(place.spec.shape, dtype=place.spec.dtype)
+                    found |= {f"model.{name}": empty for name in place.spec.names}
+        for name, tensor in model_tensors(self._stepper.model).items():
+            if name not in laid_out:
+                found[f"model.{name}"] = tensor
+        return found
 
-def state_parts(stepper: FlatStepper, *, whole: bool = True) -> Flat:
-    """This rank's parts of the optimizer's state, by name in a checkpoint; ``whole`` as :func:`model_parts`'s."""
-    found: Flat = {}
-    slices = _slices(stepper)
-    for unit in stepper.as_optimizer().engine.units:
-        for member in unit.members:
-            s = slices[id(member.parameter)]
-            spec = s.placement.spec
-            shape, part = (spec.whole_shape, spec.part) if whole else (spec.shape, None)
-            for entry, value in unit.entries(member):
-                key = f"optimizer.state.{spec.name}.{entry.name}"
-                if entry.role == "shared":
-                    found[key] = value
-                elif entry.cut == "tensor":
-                    # Of a whole tensor, which is here: its factors have shapes of their own. One without elements needs no file.
-                    if value.numel():
-                        found[key] = ShardTensor(value.reshape(-1), value.shape, 0)
-                else:
-                    low, _ = entry.range(s.low, s.high)
-                    block = 1 if entry.part is None else entry.part.block
-                    own = part if part is None or block == 1 else part.blocks(block)
-                    found[key] = ShardTensor(value.reshape(-1), entry.shape(shape, value.shape), low, own)
-    return found
+    def state(self) -> Flat:
+        """This rank's elements of each entry; whole factors of tensors that are whole here."""
+        found: Flat = {}
+        slices = self._slices()
+        for unit in self._optimizer.engine.units:
+            for member in unit.members:
+                s = slices[id(member.parameter)]
+                spec = s.placement.spec
+                for entry, value in unit.entries(member):
+                    key = f"optimizer.state.{spec.name}.{entry.name}"
+                    if entry.role == "shared":
+                        found[key] = value
+                    elif entry.cut == "tensor":
+                        # Of a whole tensor, which is here: its factors have shapes of their own. One without elements needs no file.
+                        if value.numel():
+                            found[key] = ShardTensor(value.reshape(-1), value.shape, 0)
+                    else:
+                        low, _ = entry.range(s.low, s.high)
+                        found[key] = ShardTensor(value.reshape(-1), entry.shape(spec.shape, value.shape), low)
+        return found
 
-
-def _slices(stepper: FlatStepper) -> dict[int, Slice]:
-    """Map the ids of the optimizer's parameters to the slices of the model's parameters that they are."""
-    return {
-        id(parameter): s
-        for shard in stepper.buffers.shards
-        for s, parameter in zip(shard.slices, shard.parameters, strict=True)
-    }
-
-
-def labels_of(stepper: FlatStepper) -> dict[str, str]:
-    """The label of each parameter that is trained, by name."""
-    return {
-        placement.spec.name: group.label
-        for group in stepper.layout.groups
-        if group.requires_grad
-        for placement in group.placements
-    }
-
-
-def by_parameter(optimizer: ShardOptimizer, aside: Flat) -> dict[int, dict[str, Tensor]]:
-    """This rank's elements of the entries of each parameter, by its id."""
-    return {
-        id(member.parameter): {
-            entry.name: value
-            if entry.cut == "tensor" and not value.numel()
-            else elements(aside[f"optimizer.state.{member.name}.{entry.name}"]).view(value.shape)
-            for entry, value in unit.entries(member)
+    def kept(self) -> dict[str, list[Entry]]:
+        """As their optimizers keep them; whole tensors may keep what depends on their shapes."""
+        groups = zip(self._optimizer.param_groups, self._optimizer.engine.groups, strict=True)
+        stored = {values["label"]: group.optimizers for values, group in groups}
+        by_label: dict[str, list[Entry]] = {}
+        for unit in self._optimizer.engine.units:
+            by_label.setdefault(self._optimizer.param_groups[unit.group]["label"], unit.kept_entries())
+        return {
+            spec.name: _entries_of(spec, stored[group.label][group.dtype])
+            if spec.whole
+            else by_label.get(group.label, [])
+            for group, spec in self._specs
+            if spec.numel
         }
-        for unit in optimizer.engine.units
-        for member in unit.members
-    }
 
+    def names(self) -> set[str]:
+        """Of the parameters that lie in buffers."""
+        return {f"model.{name}" for _, spec in self._specs for name in spec.names}
 
-def expected_names(stepper: FlatStepper, into: Mapping[str, Tensor]) -> set[str]:
-    """Return the names in a checkpoint of this model, transform and policy, over all ranks."""
-    kept = kept_entries(stepper)
-    names = {key for key in into if key.startswith("model.")}
-    for group in stepper.layout.groups:
-        for placement in group.placements:
-            names |= {f"model.{name}" for name in placement.spec.names}
-            name = placement.spec.name
-            names |= {f"optimizer.state.{name}.{entry.name}" for entry in kept.get(name, [])}
-    return names
+    def take_over(self, own: Flat, loaded: Flat) -> None:
+        """Copy into the buffers, and to the state."""
+        for key, value in own.items():
+            if key.startswith("model."):
+                elements(value).copy_(elements(loaded[key]))
+        self._optimizer.engine.load(
+            {
+                id(member.parameter): {
+                    entry.name: value
+                    if entry.cut == "tensor" and not value.numel()
+                    else elements(loaded[f"optimizer.state.{member.name}.{entry.name}"]).view(value.shape)
+                    for entry, value in unit.entries(member)
+                }
+                for unit in self._optimizer.engine.units
+                for member in unit.members
+            }
+        )
 
-
-def kept_entries(stepper: FlatStepper) -> dict[str, list[Entry]]:
-    """Return the entries of each parameter that is trained, by the parameter's name, over all ranks."""
-    optimizer = stepper.as_optimizer()
-    by_label: dict[str, list[Entry]] = {}
-    stored = {
-        group["label"]: one.optimizers
-        for group, one in zip(optimizer.param_groups, optimizer.engine.groups, strict=True)
-    }
-    for unit in optimizer.engine.units:
-        label = optimizer.param_groups[unit.group]["label"]
-        by_label.setdefault(label, unit.kept_entries())
-    return {
-        placement.spec.name: _entries_of(placement.spec, stored[group.label][group.dtype])
-        if placement.spec.whole
-        else by_label.get(group.label, [])
-        for group in stepper.layout.groups
-        for placement in group.placements
-        if group.requires_grad and placement.spec.whole_numel
-    }
+    def _slices(self) -> dict[int, Slice]:
+        """Map the ids of the optimizer's parameters to the slices of the model's parameters that they are."""
+        return {
+            id(parameter): s
+            for shard in self._stepper.buffers.shards
+            for s, parameter in zip(shard.slices, shard.parameters, strict=True)
+        }
 
 
 def _entries_of(spec: ParameterSpec, optimizer: eb.Optimizer[Any]) -> list[Entry]:

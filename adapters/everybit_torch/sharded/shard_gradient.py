@@ -26,16 +26,13 @@ class AllGradients:
         axis: Sums and maxima over the ranks that have the other parts.
         has_nonfinite: Whether one of this rank's parts has an element that is not finite: 0-d, on the device.
         device: Where numbers are sent from.
-        before_use: Called before somebody does something with a part.
 
     Attributes:
         handed_out: Whether somebody ever did something with one of the parts.
     """
 
-    def __init__(
-        self, axis: eb.Axis, has_nonfinite: Callable[[], Tensor], device: torch.device, before_use: Callable[[], None]
-    ) -> None:
-        self._axis, self._has_nonfinite, self._device, self._before_use = axis, has_nonfinite, device, before_use
+    def __init__(self, axis: eb.Axis, has_nonfinite: Callable[[], Tensor], device: torch.device) -> None:
+        self._axis, self._has_nonfinite, self._device = axis, has_nonfinite, device
         self._nonfinite: bool | None = None
         # Who has called a function of torch on a part may have written to it, and may have kept its memory for later cycles (`.data`,
         # `numpy()`), of which autograd sees nothing.
@@ -44,7 +41,6 @@ class AllGradients:
     def hand_out(self) -> None:
         """Somebody does something with a part."""
         self.handed_out = True
-        self._before_use()
 
     def forget(self) -> None:
         """They are other gradients from here on."""
@@ -69,18 +65,13 @@ class ShardGradient(Tensor):
     """This rank's part of one parameter's gradient: 1-d, and a plain tensor but for what is said above."""
 
     _all: AllGradients
-    _counted: bool
 
     @staticmethod
-    def of(part: Tensor, all_gradients: AllGradients, *, counted: bool = True) -> ShardGradient:
-        """A part of the main gradients, as it is in memory; not ``counted`` in norms, where another rank counts the same elements."""
+    def of(part: Tensor, all_gradients: AllGradients) -> ShardGradient:
+        """A part of the main gradients, as it is in memory."""
         gradient = part.as_subclass(ShardGradient)
-        gradient._all, gradient._counted = all_gradients, counted
+        gradient._all = all_gradients
         return gradient
-
-    def _norm(self, own: Tensor, order: float) -> PartialNorm:
-        # Copies have one maximum, and it does not matter who counts it.
-        return PartialNorm.of(own if self._counted or math.isinf(order) else torch.zeros_like(own), self._all, order)
 
     @classmethod
     def __torch_function__(
@@ -108,9 +99,9 @@ class ShardGradient(Tensor):
             order = float((keywords or {}).get("ord", arguments[1] if len(arguments) > 1 else 2.0))
             if function is foreach_norm:
                 norms = zip(arguments[0], result, strict=True)
-                return [g._norm(x, order) if isinstance(g, ShardGradient) else x for g, x in norms]
+                return [PartialNorm.of(x, g._all, order) if isinstance(g, ShardGradient) else x for g, x in norms]
             if isinstance(arguments[0], ShardGradient) and len(arguments) < 3 and set(keywords or {}) <= {"ord"}:
-                return arguments[0]._norm(result, order)
+                return PartialNorm.of(result, arguments[0]._all, order)
         return result
 
 

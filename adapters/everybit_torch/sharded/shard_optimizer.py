@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.policies import Policy, block_of
+from everybit.policies import block_of
 from everybit.stepping import Metrics, Unsafe
 from everybit_torch.arguments import as_python
 from everybit_torch.collectives.communicator import GroupAxis
@@ -24,10 +24,9 @@ from everybit_torch.hyperparameter_names import spread
 from everybit_torch.members import ParameterTable
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
+from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.layout import Slice
-from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.nonfinite import has_nonfinite
-from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
 from everybit_torch.torch_internals import optimizers as torch_optimizers
@@ -37,16 +36,16 @@ if TYPE_CHECKING:
     from everybit_torch.sharded.reports import StepReport
 
 
-SAVING = "accepted is save_sharded(stepper, path), or, for weights alone, model.state_dict() inside `with stepper.full_parameters():`."
+SAVING = "accepted is save_sharded(stepper, path), or, for weights alone, model.state_dict()."
 LOADING = "accepted is load_sharded(stepper, path), or loading before the stepper is made."
-WEIGHTS = "accepted is to read or write the model's weights inside `with stepper.full_parameters():`."
+WEIGHTS = "accepted is to read or write the model's weights, and then stepper.loaded()."
 
 
 INSTEAD = {
     "state_dict": SAVING,
     "full_state_dict": SAVING,
     "torch_state_dict": SAVING,
-    "export_fp32": "accepted is stepper.export_safetensors(path, main=True).",
+    "export_fp32": SAVING,
     "eval_params": WEIGHTS,
     "load_state_dict": LOADING,
     "load_full_state_dict": LOADING,
@@ -62,26 +61,6 @@ def _refusal(name: str) -> RuntimeError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledTransform:
-    """The transform and policy that the parameters of one label are stepped with.
-
-    Attributes:
-        source: Whose reductions go over the same parameters: two labels may be two cases of one transform.
-        transform: With nothing left to choose.
-        policy: How their weights and state are stored.
-    """
-
-    source: str
-    transform: eb.Transform[Any]
-    policy: Policy
-
-    @property
-    def draws_bits(self) -> bool:
-        """Whether a step needs the elements' indices in the model."""
-        return eb.Optimizer(self.transform, self.policy).draws_bits
-
-
 @dataclass(slots=True)
 class Shard:
     """This rank's shard of one group, which it steps.
@@ -91,24 +70,19 @@ class Shard:
         gradients: Of the group.
         slices: The parts of parameters that lie in it, in order.
         parameters: A 1-d parameter for each, over the memory of the weights; its gradient lies in the main gradient.
-        counted: Whether this rank counts them in what goes over the whole model; else another one with the same elements does.
     """
 
     weights: WeightBuffer
     gradients: GradientBuffer
     slices: list[Slice]
     parameters: list[nn.Parameter]
-    counted: bool = True
 
     @classmethod
-    def of(
-        cls, weights: WeightBuffer, gradients: GradientBuffer, low: int, high: int, *, counted: bool = True
-    ) -> Shard:
-        """Return the shard of elements ``low`` to ``high`` of the group's buffer."""
-        slices = list(weights.group.slices(low, high))
-        own = weights.own
+    def of(cls, weights: WeightBuffer, gradients: GradientBuffer) -> Shard:
+        """Return what this rank steps of a group's buffers."""
+        slices, own = list(weights.group.slices(*weights.own_range)), weights.own
         parameters = [nn.Parameter(own[s.offset : s.offset + s.high - s.low]) for s in slices]
-        return cls(weights, gradients, slices, parameters, counted)
+        return cls(weights, gradients, slices, parameters)
 
     @property
     def without_padding(self) -> Tensor:
@@ -156,34 +130,23 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         labelled: Mapping[str, LabelledTransform],
         shards: Sequence[Shard],
         axis: GroupAxis,
-        beside: ModelParallel,
         step: Callable[[], StepReport],
         clear: Callable[[], None],
         *,
         compile: bool,
-        metrics: bool,
         seed: int,
         unsafe: Unsafe,
-        copies: HostCopies,
     ) -> None:
-        self.metrics_enabled = metrics
+        self.metrics_enabled = False
         self.shards = list(shards)
         self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
         """By label, the names of the hyperparameters in its param group, and the fields of the transform that they stand for."""
-        self._copies = copies if copies.offload.state else None
         self._device = shards[0].gradients.device if shards else torch.device("cpu")
-        self._beside = beside
-        uncounted = {id(p) for shard in shards if not shard.counted for p in shard.parameters}
         # Data-parallel ranks that hold copies do not reduce.
-        over = Over(axis, lambda parameter: id(parameter) not in uncounted)
-        self.engine = Engine(lambda _: over, copies=self._copies)
+        over = Over(axis, lambda _: True)
+        self.engine = Engine(lambda _: over)
         self._step_all, self._clear = step, clear
-        self._all_gradients = AllGradients(
-            axis,
-            lambda: has_nonfinite(self.shards),
-            self._device,
-            copies.synchronize if copies.offload.gradients else lambda: None,
-        )
+        self._all_gradients = AllGradients(axis, lambda: has_nonfinite(self.shards), self._device)
         self._parts: dict[int, tuple[Tensor, list[ShardGradient]]] = {}  # by shard: its main gradient, and parts of it
         self._placeholders: list[tuple[nn.Parameter, torch.dtype]] = []
         names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
@@ -272,12 +235,10 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.engine.add(Unit.of(number, optimizer, tensor, named, state, flat=shape is None, gradients=gradients))
 
     def _parameter_table(self) -> ParameterTable:
-        """Number all parameters that are trained, wherever they lie, those of other stages too."""
+        """Number all parameters that are trained, wherever they lie."""
         specs = [place.spec for shard in self.shards for place in shard.weights.group.placements]
-        before, sizes = self._beside.numbers_before([spec.whole_numel for spec in specs])
-        self.others = sizes[:before], sizes[before + len(specs) :]
-        """The sizes of the parameters of the parts of the model before this rank's, and of those after it."""
-        number_of = {spec: number for number, spec in enumerate(specs, start=before)}
+        sizes = [spec.numel for spec in specs]
+        number_of = {spec: number for number, spec in enumerate(specs)}
         numbers = {
             id(p): number_of[s.placement.spec]
             for shard in self.shards
@@ -351,11 +312,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
             if known is None or known[0] is not shard.gradients.main:
                 own = shard.gradients.own
                 parts = [own[s.offset : s.offset + s.high - s.low] for s in shard.slices]
-                counted = shard.counted
-                known = (
-                    shard.gradients.main,
-                    [ShardGradient.of(part, self._all_gradients, counted=counted) for part in parts],
-                )
+                known = (shard.gradients.main, [ShardGradient.of(part, self._all_gradients) for part in parts])
                 self._parts[number] = known
             for s, parameter, gradient in zip(shard.slices, shard.parameters, known[1], strict=True):
                 parameter.grad = gradient if of(s) else None
@@ -401,29 +358,7 @@ class ShardOptimizer(torch_optimizers.Optimizer):
         self.engine.follow_parameters(lambda: [p for group in self.param_groups for p in group["params"]])
         prepared = self.engine.prepare(known)
 
-        def step() -> None:
-            try:
-                self.engine.step(prepared, metrics=self.metrics_enabled)
-            except BaseException:
-                if self._copies is not None:
-                    self._copies.synchronize()  # what is loaded next is written to the memory that they read and write
-                raise
-
-        return step
-
-    def pieces(self, unit: Unit, elements: int) -> Iterator[tuple[slice, Unit]]:
-        """Cut a unit into pieces of about so many elements, with their state where the unit is; see :meth:`Unit.pieces`."""
-        return unit.pieces(elements) if self._copies is None else self._copies.pieces(unit)
-
-    def pieces_of(self, shard: Shard, elements: int) -> Iterator[tuple[eb.Optimizer[Any], slice, Unit]]:
-        """The pieces of a shard: what steps each, which of the elements that this rank steps it has, and :meth:`pieces`' piece."""
-        starts = {id(parameter): s.offset for s, parameter in zip(shard.slices, shard.parameters, strict=True)}
-        for unit in self.engine.units:
-            if not unit.members or (start := starts.get(id(unit.members[0].parameter))) is None:
-                continue
-            stored = self.engine.optimizer_of(unit)
-            for where, piece in self.pieces(unit, elements):
-                yield stored, slice(start + where.start, start + where.stop), piece
+        return lambda: self.engine.step(prepared, metrics=self.metrics_enabled)
 
     # -- what one sees --------------------------------------------------------------------------------------------------------------
 

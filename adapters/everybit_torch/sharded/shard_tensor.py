@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from everybit_torch.sharded.layout import Box, Part, boxes
+from everybit_torch.sharded.layout import Box, boxes
 from everybit_torch.torch_internals.tensors import wrapper
 
 # Who saves or loads one has imported these; they take longer than torch.distributed, and a stepper need not wait for them.
@@ -21,40 +21,32 @@ if TYPE_CHECKING:
 class ShardTensor(torch.Tensor):
     """Elements ``low`` to ``high`` of a tensor, which has the shape and dtype of the whole.
 
-    Of a tensor of which tensor parallelism has given this rank a part they are counted through that part, in this rank's memory.
-
     ``torch.distributed.checkpoint`` saves and loads it, in any other cut too: nothing is sent for that, what the cut is follows from the
     layout. It cannot be computed with.
     """
 
     _local: Tensor
     _low: int
-    _part: Part | None
     _boxes: list[Box]
 
     @staticmethod
-    def __new__(
-        cls: type[ShardTensor], local: Tensor, shape: Sequence[int], low: int, part: Part | None = None
-    ) -> ShardTensor:
-        """Wrap ``local``, 1-d, the elements from ``low`` on of a tensor of this ``shape``, or of a ``part`` of it.
+    def __new__(cls: type[ShardTensor], local: Tensor, shape: Sequence[int], low: int) -> ShardTensor:
+        """Wrap ``local``, 1-d, the elements from ``low`` on of a tensor of this ``shape``.
 
         Loading writes into ``local``.
         """
         whole: ShardTensor = wrapper(cls, shape, dtype=local.dtype, device=local.device)
-        whole._local, whole._low, whole._part = local, low, part
-        high = low + local.numel()
-        whole._boxes = boxes(shape, low, high) if part is None else part.boxes(low, high)
+        whole._local, whole._low = local, low
+        whole._boxes = boxes(shape, low, low + local.numel())
         return whole
 
     def holding(self, local: Tensor) -> ShardTensor:
         """The same elements of the tensor, with these values."""
-        return ShardTensor(local, self.shape, self._low, self._part)
+        return ShardTensor(local, self.shape, self._low)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        cut = self._part is not None and self._part.sizes != self._part.whole
-        of = f" of its part {self._part.sizes} at {self._part.offsets}" if self._part is not None and cut else ""
         high = self._low + self._local.numel()
-        return f"ShardTensor({tuple(self.shape)}, {self.dtype}, elements {self._low} to {high}{of})"
+        return f"ShardTensor({tuple(self.shape)}, {self.dtype}, elements {self._low} to {high})"
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -79,23 +71,16 @@ class ShardTensor(torch.Tensor):
 
     @property
     def low(self) -> int:
-        """The first of them, counted through the whole, or through this rank's part of it."""
+        """The first of them, counted through the whole."""
         return self._low
-
-    @property
-    def part(self) -> Part | None:
-        """The part of the tensor that tensor parallelism has given this rank; None: there is no tensor parallelism."""
-        return self._part
 
     # -- torch.distributed.checkpoint's protocol -----------------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """One item for each box; none of a part that another rank saves, which holds the same."""
+        """One item for each box."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        if self._part is not None and not self._part.counted:
-            return []
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offsets)),

@@ -9,21 +9,20 @@ from torch import Tensor
 
 from everybit.base import barriers
 from everybit_torch.collectives.reduction import CHUNK
-from everybit_torch.sharded.offload import FromHost
 from everybit_torch.torch_internals.tensors import version
 
 # Elements that are widened at a time on an accelerator: 32 MiB of scratch, and few kernels to launch.
 DEVICE_PIECE = 1 << 22
 
 
-def sums_of_squares(gradients: Sequence[Tensor | FromHost], device: torch.device) -> list[Tensor]:
+def sums_of_squares(gradients: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The sum of the squares of all elements, of each tensor: float64, 0-d, on ``device``.
 
     Squares are taken and added up in float64: those of float32 numbers always fit there, so that no result has to be looked at and
     computed again, and a sum is finite exactly if they all are. What is widened at a time is what :func:`scratch_bytes` says.
 
     Args:
-        gradients: 1-d, of any floating dtypes, on ``device``, or brought there part by part.
+        gradients: 1-d, of any floating dtypes, on ``device``.
         device: Where they are.
     """
     size = _piece_size(device)
@@ -33,7 +32,7 @@ def sums_of_squares(gradients: Sequence[Tensor | FromHost], device: torch.device
     return [_of_one(gradient, scratch, size) for gradient in gradients]
 
 
-def _of_one(gradient: Tensor | FromHost, scratch: Tensor, size: int) -> Tensor:
+def _of_one(gradient: Tensor, scratch: Tensor, size: int) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for low in range(0, gradient.numel(), size):
         part = gradient[low : low + size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from everybit_torch import streams
 from everybit_torch.ambient import in_plain_mode
-from everybit_torch.sharded.offload import HostCopies
 from everybit_torch.sharded.shard_tensor import ShardTensor
 
 
@@ -25,7 +25,8 @@ class StagingMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._copies = device, HostCopies()
+        self._device = device
+        self._stream: streams.Stream = None
         self._memory: dict[str, Tensor] = {}
         self._copied: Any = None
 
@@ -55,7 +56,7 @@ class StagingMemory:
         memory: dict[str, Tensor] = {}
         copies: dict[tuple[int, int, torch.dtype], Tensor] = {}
         found: dict[str, Tensor] = {}
-        self._copies.begin(self._device)
+        self._begin()
         for shown in (True, False):
             for name, part in parts.items():
                 if is_shown(name, part) is shown:
@@ -66,10 +67,11 @@ class StagingMemory:
                         self._start(copies[key], source)
                     copy = copies[key].view(source.shape)
                     found[name] = part.holding(copy) if isinstance(part, ShardTensor) else copy
-            if shown:
-                self._copies.end(self._device)
+            if shown and self._stream is not None:
+                streams.current(self._device).wait_stream(self._stream)
         self._memory = memory
-        self._copied = self._copies.mark(self._device)
+        with self._on_stream():
+            self._copied = None if self._stream is None else streams.mark(self._device)
         return {name: found[name] for name in parts}, self._copied
 
     def order(self) -> None:
@@ -80,10 +82,21 @@ class StagingMemory:
         known = self._memory.get(name)
         if known is not None and known.dtype is source.dtype and known.numel() == source.numel():
             return known
-        return self._copies.allocate(source, source.numel())
+        pinned = streams.has_streams(source.device)
+        return torch.empty(source.numel(), dtype=source.dtype, device="cpu", pin_memory=pinned)
 
     def _start(self, into: Tensor, source: Tensor) -> None:
-        with self._copies.on_stream():
+        with self._on_stream():
             into.view(source.shape).copy_(source, non_blocking=streams.has_streams(source.device))
-        if streams.has_streams(source.device):
-            self._copies.keep(source)
+        if self._stream is not None and streams.has_streams(source.device):
+            source.record_stream(self._stream)
+
+    def _begin(self) -> None:
+        """Order the next copies after the work that is queued on the device."""
+        if streams.has_streams(self._device):
+            if self._stream is None:
+                self._stream = streams.make(self._device)
+            self._stream.wait_stream(streams.current(self._device))
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else streams.working_on(self._stream)

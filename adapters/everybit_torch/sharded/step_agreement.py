@@ -18,7 +18,6 @@ from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.memory_pool import UNPOOLED
 from everybit_torch.sharded.gradient_norm import squares_of, tells_finite
-from everybit_torch.sharded.model_parallel import ModelParallel
 from everybit_torch.sharded.nonfinite import find_nonfinite, has_nonfinite
 from everybit_torch.sharded.pass_counts import PassCounts
 from everybit_torch.sharded.planning.traffic import AGREED
@@ -34,7 +33,6 @@ class StepAgreement:
         touched: For each parameter, whether any rank has a gradient.
         squares: The sum of the squares of the gradient: float64, 0-d, on the device.
         norm: Its root.
-        is_nan: Whether that is NaN; False on a rank that does not look.
         skipped: Whether nothing is to be stepped.
         nonfinite: Whose gradients are not finite, if that was to be found out.
     """
@@ -42,7 +40,6 @@ class StepAgreement:
     touched: list[bool]
     squares: Tensor
     norm: Tensor
-    is_nan: bool
     skipped: bool
     nonfinite: tuple[NonFinite, ...]
 
@@ -57,7 +54,6 @@ def agree(
     inner: Communicator,
     outer: Communicator,
     holding: Sequence[Communicator],
-    beside: ModelParallel,
     pass_counts: PassCounts | None,
     *,
     looks: bool,
@@ -78,7 +74,6 @@ def agree(
         inner: The inner ranks.
         outer: The outer ranks.
         holding: Which of the two hold different parts of one gradient; the others hold copies.
-        beside: The ranks that hold other parts of the model: the norm, and whether to step, are of all of it.
         pass_counts: Compares the numbers of passes, where each is summed over the ranks: now if all ranks read, else before the next
             step.
         looks: Whether this rank has to know who has gradients. Not if it has one of each parameter that is trained: then some rank has.
@@ -95,19 +90,13 @@ def agree(
     numbers = numbers.to(device, non_blocking=streams.copies_need_no_wait(device))
     # Of ranks that hold the same the first one counts.
     if all(one.rank == 0 for one in (inner, outer) if one not in holding):
-        numbers[count] = squares_of(
-            [shard.gradients for shard in shards if shard.counted], device, as_written=as_written
-        )
+        numbers[count] = squares_of([shard.gradients for shard in shards], device, as_written=as_written)
     # An element that is not finite shows in the sum of the squares, but for float64, whose squares may overflow.
     told = all(tells_finite(shard.gradients.main.dtype) for shard in shards)
     if nan == "step" and not told:
         numbers[count + 1] = has_nonfinite(shards)
     for communicator in (inner, outer):
         communicator.all_reduce(numbers, "what the gradients are like").wait()
-    if not beside.is_alone:
-        of_model = numbers[count : count + 2].clone()
-        beside.add_up(of_model)
-        numbers[count : count + 2] = of_model
     squares = numbers[count].clone()
     norm = barriers.sqrt(squares)
     if pass_counts is not None and nan == "off":
@@ -115,14 +104,10 @@ def agree(
     read = numbers.tolist() if looks or nan != "off" else None
     UNPOOLED.take_back(numbers)
     if read is None:
-        return StepAgreement(list(touched), squares, norm, is_nan=False, skipped=False, nonfinite=())
+        return StepAgreement(list(touched), squares, norm, skipped=False, nonfinite=())
     *flags, square, bad, _, _ = read
     if pass_counts is not None and nan != "off":
         pass_counts.require_equal(read[count + 2 :], passes)
     found = find_nonfinite(shards, names, nonfinite, inner, outer) if nan == "param" else ()
-    if nan == "param" and not beside.is_alone:
-        anywhere = torch.tensor([float(bool(found))], dtype=torch.float64, device=device)
-        beside.add_up(anywhere)
-        bad = float(anywhere)
     skipped = bad > 0 or bool(found) or (nan == "step" and told and not math.isfinite(square))
-    return StepAgreement([flag > 0 for flag in flags], squares, norm, math.isnan(square), skipped, found)
+    return StepAgreement([flag > 0 for flag in flags], squares, norm, skipped, found)

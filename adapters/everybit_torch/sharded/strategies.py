@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from everybit_torch.sharded.layout import Group
-
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 OuterStrategy = Literal["no_shard", "optim"]
 
@@ -47,24 +45,12 @@ class Sharding:
 
     @property
     def params(self) -> bool:
-        """Whether the model's own parameters are sharded, and gathered unit by unit."""
+        """Whether the model's own parameters are sharded, by FSDP2."""
         return self.strategy == "optim_grads_params"
 
-    def shares(self, inner: int, outer: int) -> int:
-        """Into how many parts of different ranks the main parameters are cut; other ranks have copies of them."""
-        return (inner if self.state else 1) * self.within(outer)
-
-    def within(self, outer: int) -> int:
-        """Into how many of these parts an inner rank's shard is cut."""
-        return outer if self.outer == "optim" else 1
-
-    def own_range(self, group: Group, inner_rank: int, inner: int, outer_rank: int, outer: int) -> tuple[int, int]:
-        """Return the range of a group's buffer that a rank steps."""
-        if not self.state:
-            return 0, group.padded
-        if self.outer == "optim":
-            return group.shard(inner_rank * outer + outer_rank, inner * outer)
-        return group.shard(inner_rank, inner)
+    def shares(self, inner: int) -> int:
+        """Into how many parts of different ranks flat buffers are cut; other ranks have copies of them."""
+        return inner if self.state else 1
 
 
 def sharding(strategy: Strategy | int, outer: OuterStrategy = "no_shard") -> Sharding:

@@ -27,9 +27,8 @@ from everybit_torch.cli.setup import (
     subject,
     unit_of,
 )
+from everybit_torch.sharded.labelling import AnyPrecision
 from everybit_torch.sharded.mixed_precision import MixedPrecision
-from everybit_torch.sharded.model_layout import AnyPrecision
-from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.plan import Plan
 from everybit_torch.sharded.strategies import Strategy
 
@@ -53,8 +52,6 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
             raise OptionError("--outer-strategy", "optim with --outer 1", accepted)
         if "optim_grads_params" not in options.strategies:
             raise OptionError("--outer-strategy", f"optim with --strategies {' '.join(options.strategies)}", accepted)
-    if options.offload != "nothing" and options.device == "cpu":
-        raise OptionError("--offload", f"{options.offload} with --device cpu", "nothing, or --device cuda")
     policies = _policies(options)
     chosen = subject(options)
     require_policies(chosen.optimizer, policies)
@@ -63,7 +60,7 @@ def run_plan(options: PlanOptions, console: Console, command: str) -> Results:
     rows = plan_all(policies, options.strategies, partial(_plan, options, chosen), console)
     title = _title(options, rows[0].plan, chosen)
     console.print(title, highlight=False)
-    show(_sheet(rows, host=options.offload != "nothing"), console)
+    show(_sheet(rows), console)
     for said in dict.fromkeys(str(row.plan.whole_tensors) for row in rows if row.plan.whole_tensors):
         console.print(f"{said}.", highlight=False)
     records = [{"policy": row.policy, "strategy": row.strategy, **_record(row.plan)} for row in rows]
@@ -112,14 +109,7 @@ def _plan(options: PlanOptions, chosen: Subject, name: str, policy: AnyPrecision
     return planned(
         options, chosen, name, policy, strategy, ranks=(options.outer, options.ranks),
         outer=options.outer_strategy if strategy == "optim_grads_params" else "no_shard",
-        reshard_after_forward=not options.keep_weights, reshard_after_backward=not options.keep_weights_after_backward,
-        defer_reduction=options.defer_reduction, offload=_offload(options, strategy),
     )  # fmt: skip
-
-
-def _offload(options: PlanOptions, strategy: Strategy) -> Offload:
-    everything = options.offload == "everything" and strategy == "optim_grads_params"
-    return Offload(state=options.offload != "nothing", weights=everything, gradients=everything)
 
 
 def _title(options: PlanOptions, first: Plan, chosen: Subject) -> str:
@@ -133,15 +123,15 @@ def _title(options: PlanOptions, first: Plan, chosen: Subject) -> str:
     )
 
 
-def _sheet(rows: list[Planned], *, host: bool) -> Sheet:
-    """Narrow enough for a terminal of 80 columns; with what lies in the ``host``'s memory."""
-    unit, size = unit_of(max(max(row.plan.peak_bytes, row.plan.wire_bytes, row.plan.host_bytes) for row in rows))
+def _sheet(rows: list[Planned]) -> Sheet:
+    """Narrow enough for a terminal of 80 columns."""
+    unit, size = unit_of(max(max(row.plan.peak_bytes, row.plan.wire_bytes) for row in rows))
     caption = (
         f"{unit} of one rank; main, rest: main weights or residuals; transient: the most on top at any moment; sent: in a step."
-        " Activations and buffers are not counted."
+        " Activations and buffers are not counted. (optim_grads_params: transient is an estimate.)"
     )
     heads = ("bytes/\nparam", "model", "main,\nrest", "grads", "state", "kept", "tran-\nsient", "sent")
-    sheet = Sheet(("", *heads, *(("host",) if host else ())), caption=caption)
+    sheet = Sheet(("", *heads), caption=caption)
     previous = ""
     for row in rows:
         if row.policy != previous:
@@ -153,8 +143,7 @@ def _sheet(rows: list[Planned], *, host: bool) -> Sheet:
         state = sum(nbytes for name, nbytes in found.items() if name not in known)
         sizes = (found.get("parameters", 0), beside, found.get("gradients", 0), state, row.plan.persistent_bytes)
         transient = max(row.plan.transient.values())
-        on_host = (row.plan.host_bytes,) if host else ()
-        cells = (in_units(size, nbytes) for nbytes in (*sizes, transient, row.plan.wire_bytes, *on_host))
+        cells = (in_units(size, nbytes) for nbytes in (*sizes, transient, row.plan.wire_bytes))
         sheet.rows.append((row.strategy, f"{row.plan.bytes_per_param:.2f}", *cells))
     return sheet
 
@@ -162,7 +151,7 @@ def _sheet(rows: list[Planned], *, host: bool) -> Sheet:
 def _record(found: Plan) -> dict[str, Any]:
     return {
         "parameters": found.parameters, "padding": found.padding, "bytes_per_param": found.bytes_per_param,
-        "persistent": dict(found.persistent), "host": dict(found.host), "transient": dict(found.transient), "wire": dict(found.wire),
+        "persistent": dict(found.persistent), "transient": dict(found.transient), "wire": dict(found.wire),
         "persistent_bytes": found.persistent_bytes, "peak_bytes": found.peak_bytes, "wire_bytes": found.wire_bytes,
         "whole_tensors": None if found.whole_tensors is None else asdict(found.whole_tensors),
     }  # fmt: skip

@@ -18,7 +18,7 @@ class PlanOptions(Setup):
     """Print, to the byte, the memory that each rank keeps, its peak, and what it sends, for a model under several policies and strategies.
 
     Nothing is allocated: the model is built on the meta device. Activations, buffers and the memory of the device's libraries are not
-    counted. Writes plan.json and plan.png to --out, if it is given.
+    counted, and under optim_grads_params peaks are estimates. Writes plan.json and plan.png to --out, if it is given.
     """
 
     outer: int = 1
@@ -45,19 +45,6 @@ class PlanOptions(Setup):
 
     reduce: Literal["native", "fp32"] | None = None
     """How 16-bit gradients are summed; fp32: at the receiver, exactly. Default: as each policy says."""
-
-    keep_weights: bool = False
-    """With optim_grads_params: keep weights after the forward pass instead of gathering them twice."""
-
-    keep_weights_after_backward: bool = False
-    """With optim_grads_params: keep weights after a backward pass, for the forward pass of the next microbatch."""
-
-    defer_reduction: bool = False
-    """With sharded gradients: sum them over the ranks in the last backward pass of a step, and keep whole gradients until then."""
-
-    offload: Literal["nothing", "state", "everything"] = "nothing"
-    """What is kept in the host's memory: state (the optimizer's state and main weights), or everything (weights and main gradients too;
-    with optim_grads_params only)."""
 
     out: Path | None = None
     """Folder for plan.json and plan.png; created if it does not exist."""

@@ -62,14 +62,13 @@ class WholeTensors:
         )
 
 
-def distribution(layout: Layout, shares: int, share: int, rank_of: tuple[int, int]) -> WholeTensors | None:
+def distribution(layout: Layout, shares: int, share: int) -> WholeTensors | None:
     """Return how the whole tensors of a layout are distributed; None: there are none.
 
     Args:
         layout: Of the model.
         shares: How many ranks step different parameters.
         share: That of the planned rank.
-        rank_of: Numbers of inner and outer ranks that share them.
     """
     costs, elements = [0.0] * shares, [0] * shares
     tensors = parts = 0
@@ -82,16 +81,11 @@ def distribution(layout: Layout, shares: int, share: int, rank_of: tuple[int, in
             elements[one] += numel
     if not tensors:
         return None
-    inner, outer = rank_of
-
-    def rank(share: int) -> int:
-        return (share % outer) * inner + share // outer
-
     fullest = max(range(shares), key=lambda one: (elements[one], costs[one], -one))
-    without = sorted(rank(one) for one in range(shares) if not elements[one])
+    without = [one for one in range(shares) if not elements[one]]
     return WholeTensors(
         tensors, parts, shares, tuple(without), costs[share], sum(costs) / shares, max(costs), elements[share],
-        sum(elements) / shares, elements[fullest], rank(fullest),
+        sum(elements) / shares, elements[fullest], fullest,
     )  # fmt: skip
 
 

@@ -14,10 +14,11 @@ from everybit.base import dtype_name, torch_dtype
 from everybit.policies import Resolved, resolve
 from everybit.stepping import nbytes, state_bytes
 from everybit_torch.collectives.reduction import Wire, chunk_size
+from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.layout import Group, ParameterSpec
 from everybit_torch.sharded.planning.report import Ranks
 from everybit_torch.sharded.planning.runs import Shape, indices, state_of
-from everybit_torch.sharded.shard_optimizer import LabelledTransform, contiguous_runs
+from everybit_torch.sharded.shard_optimizer import contiguous_runs
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.sharded.strategies import Sharding
 from everybit_torch.units import laid_out, numbered_by_block
@@ -72,7 +73,7 @@ class GroupPlan:
             ValueError: The policy cannot store it; the message says why.
         """
         fused = compile and device.type not in ("cpu", "meta")
-        low, high = kind.own_range(group, ranks.inner_rank, ranks.inner, ranks.outer_rank, ranks.outer)
+        low, high = group.shard(ranks.inner_rank, ranks.inner) if kind.state else (0, group.padded)
         if not group.requires_grad:
             nothing = Wire(group.dtype, exact=False)
             return cls(group, kind, ranks, low, high, None, group.dtype, nothing, nothing, device, fused)
@@ -116,11 +117,6 @@ class GroupPlan:
         return self.group.padded * self.wire.dtype.itemsize
 
     @property
-    def unreduced(self) -> int:
-        """Bytes of the sum of passes that are not reduced, where main gradients are sharded."""
-        return self.group.padded * self.main.itemsize
-
-    @property
     def received(self) -> int:
         """Bytes that an exact wire receives beside them."""
         return self.ranks.inner * self.part * self.wire.dtype.itemsize if self.wire.exact else 0
@@ -128,20 +124,12 @@ class GroupPlan:
     @property
     def counts(self) -> bool:
         """Whether this rank finds the sum of the squares of what it steps; of ranks that hold copies the first one does."""
-        inner = self.counted and (self.kind.state or self.ranks.inner_rank == 0)
-        return inner and (self.kind.outer == "optim" or self.ranks.outer_rank == 0)
-
-    @property
-    def counted(self) -> bool:
-        """Whether this rank's part of the model counts it; what is copied in several parts one of them does."""
-        return self.group.placements[0].spec.counted
+        return (self.kind.state or self.ranks.inner_rank == 0) and self.ranks.outer_rank == 0
 
     @property
     def alone(self) -> bool:
         """Whether no other rank has a part of what this one steps, so that reductions go over this rank only."""
-        if any(size > 1 for size in self.ranks.beside):
-            return False
-        return not self.kind.state or (self.ranks.inner == 1 and (self.kind.outer != "optim" or self.ranks.outer == 1))
+        return not self.kind.state or self.ranks.inner == 1
 
     @property
     def stepped(self) -> int:
@@ -200,14 +188,7 @@ class GroupPlan:
     def persistent(self, labelled: Mapping[str, LabelledTransform]) -> Counter[str]:
         """Bytes that are kept between steps, by use."""
         found: Counter[str] = Counter()
-        if self.kind.params:
-            found["parameters"] = self.part * self.group.dtype.itemsize
-            # The NaN that stands for a parameter while it is not gathered.
-            found["bookkeeping"] = self.group.dtype.itemsize * sum(p.spec.numel > 0 for p in self.group.placements)
-        else:
-            found["parameters"] = (
-                self.weights if self.group.requires_grad else self.group.numel * self.group.dtype.itemsize
-            )
+        found["parameters"] = self.weights if self.group.requires_grad else self.group.numel * self.group.dtype.itemsize
         if self.resolved is None:
             return found
         found["gradients"] = self.main_numel * self.main.itemsize
@@ -221,15 +202,4 @@ class GroupPlan:
             found.update(state_bytes(state.inner, counters=state.step.nbytes))
             first = indices(shape, self.block(labelled))
             found["bookkeeping"] += torch.int64.itemsize if isinstance(first, int) else nbytes(first)
-        return found
-
-    def state_saved(self, labelled: Mapping[str, LabelledTransform]) -> int:
-        """Bytes of the state that is saved: what persists of runs that have parameters."""
-        if self.resolved is None:
-            return 0
-        optimizer = eb.Optimizer(labelled[self.group.label].transform, labelled[self.group.label].policy)
-        found = 0
-        for shape in filter(math.prod, self.runs(labelled)):
-            state = state_of(optimizer, self.group.dtype, shape)
-            found += nbytes((state.extra, state.inner, state.step))
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,6 @@ class StepBytes:
         agreed: Bytes of the numbers in which ranks agree.
         reductions: How many float64 numbers each reduction has that the transforms ask for.
         device: Where it is taken.
-        told: Bytes of what ranks with other parts of the model are told of the gradients, in each message.
         located: Bytes of a rank's counts of gradients that are not finite, where these are told by parameter; else 0.
     """
 
@@ -41,7 +40,6 @@ class StepBytes:
     agreed: int
     reductions: tuple[int, ...]
     device: torch.device
-    told: tuple[int, ...] = ()
     located: int = 0
 
 
@@ -55,35 +53,19 @@ class Meter:
     Attributes:
         peak: The most that were, since this was last set.
         sent: Bytes that were sent, by collective.
-        copied: Asked for what is taken to copy a group out: for each of its parameters bytes that stay allocated, and bytes that come and
-            go; None: nothing is.
     """
 
     def __init__(self, groups: Sequence[GroupPlan], step: StepBytes) -> None:
         self._groups, self._step = list(groups), step
         self._pool = Account(keeps=keeps_memory(step.device))
-        self._apart = self.peak = 0  # apart: what is allocated and is not the pool's
-        self.copied: Callable[[GroupPlan], Iterable[tuple[int, int]]] | None = None
+        self.peak = 0
         self.sent: Counter[str] = Counter()
-        self._units: dict[int, list[GroupPlan]] = {}
-        for group in groups:
-            self._units.setdefault(group.group.unit, []).append(group)
         self._buckets: Counter[int] = Counter()
-        self._mains: Counter[int] = Counter()
-        self._unreduced: Counter[int] = Counter()
         self._in_flight: list[tuple[GroupPlan, int, bool]] = []
         self._handlers: dict[Kind, Callable[[Event], None]] = {
-            "gather": self._gather,
-            "free": self._free,
-            "copy out": self._copy_out,
             "compare microbatch": self._compare,
             "compare step": self._compare,
-            "compare backward": self._compare,
-            "open bucket": lambda event: self._open(self._buckets, event.number, self._groups[event.number].bucket),
-            "open unreduced": lambda event: self._open(
-                self._unreduced, event.number, self._groups[event.number].unreduced
-            ),
-            "open main": self._open_main,
+            "open bucket": self._open_bucket,
             "copy": self._accumulate,
             "add": self._accumulate,
             "close": self._clear,
@@ -113,15 +95,7 @@ class Meter:
     @property
     def live(self) -> int:
         """Bytes that are allocated now."""
-        return self._apart + self._pool.nbytes
-
-    def begin(self, nbytes: int) -> None:
-        """Begin with so many bytes that are allocated."""
-        self._apart = self.peak = nbytes
-
-    def _add(self, nbytes: int) -> None:
-        self._apart += nbytes
-        self.peak = max(self.peak, self.live)
+        return self._pool.nbytes
 
     def _lend(self, nbytes: int) -> None:
         if nbytes:
@@ -138,50 +112,22 @@ class Meter:
     def _send(self, sent: Counter[str]) -> None:
         self.sent.update(sent)
 
-    # -- weights ----------------------------------------------------------------------------------------------------------------------
-
-    def _gather(self, event: Event) -> None:
-        for one in self._units.get(event.number, []):
-            self._lend(one.weights)
-            self._send(sent_by_exchange("all_gather", one.weights, one.ranks.inner))
-
-    def _free(self, event: Event) -> None:
-        for one in self._units.get(event.number, []):
-            self._take_back(one.weights)
-
-    def _copy_out(self, event: Event) -> None:
-        for one in self._units.get(event.number, []) if self.copied is not None else ():
-            assert self.copied is not None
-            for kept, brief in self.copied(one):
-                self._add(kept)
-                self._briefly(brief)
-
     def _spread(self, event: Event) -> None:
         one = self._groups[event.number]
-        if one.kind.outer == "optim":
-            self._send(sent_by_exchange("all_gather", one.part * one.group.dtype.itemsize, one.ranks.outer))
-        else:
-            self._send(sent_by_exchange("all_gather", one.weights, one.ranks.inner))
+        self._send(sent_by_exchange("all_gather", one.weights, one.ranks.inner))
 
     # -- gradients --------------------------------------------------------------------------------------------------------------------
 
-    def _open(self, opened: Counter[int], number: int, nbytes: int) -> None:
+    def _open_bucket(self, event: Event) -> None:
+        nbytes = self._buckets[event.number] = self._groups[event.number].bucket
         self._lend(nbytes)
-        opened[number] = nbytes
-
-    def _open_main(self, event: Event) -> None:
-        nbytes = self._mains[event.number] = self._groups[event.number].main_bytes
-        self._pool.grow_beside(nbytes)
-        self.peak = max(self.peak, self.live)
 
     def _clear(self, event: Event) -> None:
-        for opened in (self._buckets, self._unreduced):
-            self._take_back(opened.pop(event.number, 0))
-        self._pool.grow_beside(-self._mains.pop(event.number, 0))
+        self._take_back(self._buckets.pop(event.number, 0))
 
     def _accumulate(self, event: Event) -> None:
         one = self._groups[event.number]
-        in_bucket = one.kind.grads and event.number not in self._unreduced
+        in_bucket = one.kind.grads
         self._briefly(
             accumulate_bytes(
                 one.group.placements[event.place].spec.numel,
@@ -195,8 +141,8 @@ class Meter:
 
     def _reduce(self, event: Event) -> None:
         one, last = self._groups[event.number], event.kind == "reduce last"
-        sent, unreduced = self._buckets.pop(event.number, 0), self._unreduced.pop(event.number, 0)
-        if (unreduced or not one.kind.grads) and one.wire.dtype is not one.main:
+        sent = self._buckets.pop(event.number, 0)
+        if not one.kind.grads and one.wire.dtype is not one.main:
             sent = one.bucket
             self._lend(sent)
             self._briefly(
@@ -204,9 +150,6 @@ class Meter:
                     one.group.padded, one.wire.dtype, one.main, adds=False, scale=one.wire.prescale, chunk=one.chunk
                 )
             )
-            self._take_back(unreduced)
-        else:
-            sent += unreduced
         self._lend(one.received)
         self._in_flight.append((one, sent, last))
         self._send(sent_by_reduction(one, last=last))
@@ -226,8 +169,7 @@ class Meter:
     def _reduce_outer(self, one: GroupPlan) -> None:
         wire, outer = one.outer_wire, one.ranks.outer
         reduced = one.part if one.kind.state else one.group.padded
-        scattered = one.kind.outer == "optim"
-        own = one.high - one.low if scattered else reduced // outer
+        own = reduced // outer
         cast = reduced * wire.dtype.itemsize if wire.dtype is not one.main else 0
         received = own * outer * wire.dtype.itemsize if wire.exact else 0
         self._lend(cast)
@@ -242,7 +184,7 @@ class Meter:
             _sum_bytes(
                 one,
                 wire,
-                own if scattered or wire.exact else reduced,
+                own if wire.exact else reduced,
                 outer if wire.exact else 1,
                 in_place=not cast and not wire.exact,
                 divides=True,
@@ -261,19 +203,11 @@ class Meter:
         for size in self._ranks:
             located *= size
             self._send(sent_by_exchange("all_gather", located, size))
-        for size in self._groups[0].ranks.beside:
-            for nbytes in self._step.told:
-                self._send(sent_by_sum(nbytes, size))
 
     def _take_step(self, _event: Event) -> None:
         self._briefly(self._step.step)
-        kind, (inner, outer) = self._groups[0].kind, self._ranks
-        sizes: tuple[int, ...] = ()
-        if kind.state:
-            sizes = (inner, outer) if kind.outer == "optim" else (inner,)
-        for size in (*sizes, *self._groups[0].ranks.beside):
-            for numbers in self._step.reductions:
-                self._send(sent_by_sum(numbers * torch.float64.itemsize, size))
+        for numbers in self._step.reductions if self._groups[0].kind.state else ():
+            self._send(sent_by_sum(numbers * torch.float64.itemsize, self._ranks[0]))
 
 
 def meter(
@@ -287,7 +221,7 @@ def meter(
         step: Bytes of a step.
         microbatches: The number of microbatches in a step.
     """
-    peaks: dict[str, int] = dict.fromkeys(("forward", "backward", "step"), 0)
+    peaks: dict[str, int] = dict.fromkeys(("backward", "step"), 0)
     sent: Counter[str] = Counter()
     left_out = microbatches - 1 - stages[-1].microbatch
     one = Meter(groups, step)

@@ -20,14 +20,12 @@ from everybit_torch.asking import Reads
 from everybit_torch.gradients import Grads
 from everybit_torch.host_counts import Due
 from everybit_torch.joint_steps import JointSteps, arranged, does_joint_work
-from everybit_torch.sharded import offload as offloading
 from everybit_torch.sharded.allocations import AllocationCounter
+from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.layout import ParameterSpec
-from everybit_torch.sharded.offload import Offload
 from everybit_torch.sharded.planning.groups import GroupPlan
 from everybit_torch.sharded.planning.reductions import answers_of, no_members, reduced_numbers, totals_of, unit_of
-from everybit_torch.sharded.planning.runs import Shape, indices, state_of
-from everybit_torch.sharded.shard_optimizer import LabelledTransform
+from everybit_torch.sharded.planning.runs import Shape, indices
 from everybit_torch.sharded.squares import scratch_bytes
 from everybit_torch.stepping import PIECE, Begun, step_in_place
 from everybit_torch.units import Unit
@@ -67,55 +65,6 @@ def step_peak(
     return totals + max(pieces, _peak_together([one for one in groups if one not in apart], labelled, numbers))
 
 
-def bucket_peak(
-    groups: list[GroupPlan],
-    labelled: Mapping[str, LabelledTransform],
-    numbers: Numbers,
-    compile: bool,
-    piece: int,
-    offload: Offload,
-) -> int:
-    """Return the peak temporary bytes of a step that brings what lies on the host to the device, a bucket at a time.
-
-    While one bucket is stepped the next one is there, and while one is brought back none but the next.
-    """
-    peak = 0
-    known: dict[tuple[str, torch.dtype, int], tuple[int, int]] = {}
-    of_all = step_peak(groups, labelled, numbers, compile, piece)
-    for one in groups:
-        if one.resolved is None:
-            continue
-        label, block = labelled[one.group.label], one.resolved.policy.block
-        size = max(offloading.BUCKET // block, 1) * block
-        asks = any_per_tensor([label.transform])
-
-        def bytes_of(
-            numel: int, one: GroupPlan = one, label: LabelledTransform = label, asks: bool = asks
-        ) -> tuple[int, int]:
-            key = (one.group.label, one.group.dtype, numel)
-            if key not in known:
-                run = replace(one, given_runs=((numel,),))
-                brief = of_all if asks else step_peak([run], labelled, numbers, compile, piece)
-                known[key] = _brought(one, label, numel, offload), brief
-            return known[key]
-
-        for (numel,) in one.runs(labelled):  # what is offloaded is stepped in runs of elements
-            buckets = [min(size, numel - start) for start in range(0, numel, size)]
-            for here, after in zip(buckets, [*buckets[1:], 0], strict=True):
-                there, brief = bytes_of(here)
-                peak = max(peak, there + (bytes_of(after)[0] if after else 0) + brief)
-    return peak
-
-
-def _brought(one: GroupPlan, label: LabelledTransform, numel: int, offload: Offload) -> int:
-    """Bytes of a bucket on the device."""
-    state = state_of(eb.Optimizer(label.transform, label.policy), one.group.dtype, (numel,))
-    sizes = [x.nbytes for x in eb.tree.leaves((state.extra, state.inner)) if x.ndim]
-    sizes += [numel * one.group.dtype.itemsize] if offload.weights else []
-    sizes += [numel * one.main.itemsize] if offload.gradients else []
-    return sum(size for size in sizes if size >= SMALLEST)
-
-
 def asked_peak(
     groups: list[GroupPlan],
     labelled: Mapping[str, LabelledTransform],
@@ -123,16 +72,14 @@ def asked_peak(
     device: torch.device,
     *,
     answered: int,
-    fetches: bool,
 ) -> int:
     """Return the peak temporary bytes of what a transform that reduces is asked for, a chunk at a time, over all runs.
 
-    The first ``answered`` of its reductions are answered by the norm that the report is made with. If it ``fetches``, the state that it
-    reads is brought to the device.
+    The first ``answered`` of its reductions are answered by the norm that the report is made with.
     """
     reducing = [one for one in groups if one.resolved is not None and labelled[one.group.label].transform.reduces]
     chunk = reductions.piece_size(device)
-    return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered, fetches))
+    return _peak_of_pieces(reducing, labelled, numbers, chunk, reductions.PIECE, partial(_ask_one, answered))
 
 
 Run = Callable[[eb.Optimizer[Any], Tensor, Tensor, eb.Members, int | Blocks, Due], int]
@@ -300,7 +247,6 @@ def _step_together(
 
 def _ask_one(
     answered: int,
-    fetches: bool,
     optimizer: eb.Optimizer[Any],
     tensor: Tensor,
     gradient: Tensor,
@@ -308,8 +254,7 @@ def _ask_one(
     first: int | Blocks,
     due: Due,
 ) -> int:
-    unit, fetch = unit_of(optimizer, tensor, members, first), torch.clone if fetches else None
-    part, reads = reductions.Part(optimizer, unit, gradient, due=due, fetch=fetch), Reads()
+    part, reads = reductions.Part(optimizer, unit_of(optimizer, tensor, members, first), gradient, due=due), Reads()
     known = reductions.find_totals([part], eb.Local, reads)[:answered]
     with torch.no_grad(), AllocationCounter(smallest=SMALLEST) as counter:
         reductions.find_totals([part], eb.Local, reads, known)

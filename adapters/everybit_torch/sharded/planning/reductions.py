@@ -17,7 +17,7 @@ from everybit.protocol import periods
 from everybit_torch.asking import Reads
 from everybit_torch.host_counts import Due
 from everybit_torch.reductions import Part, find_totals
-from everybit_torch.sharded.shard_optimizer import LabelledTransform
+from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.units import Unit
 
 

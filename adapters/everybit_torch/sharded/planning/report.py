@@ -11,13 +11,12 @@ from everybit_torch.sharded.strategies import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The numbers of inner and outer ranks, the rank that is planned, and the numbers of ranks with other parts of the model."""
+    """The numbers of inner and outer ranks, and the rank that is planned."""
 
     inner: int = 1
     outer: int = 1
     inner_rank: int = 0
     outer_rank: int = 0
-    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +29,12 @@ class Plan:
         parameters: Elements of the whole model.
         padding: Elements of all buffers that belong to no parameter.
         persistent: Bytes between steps, by use: ``parameters``, ``compensation`` or ``main parameters``, ``gradients``, each slot
-            (``momentum``, ``variance``), ``counters``, ``bookkeeping``. With offload, those of the device.
-        host: Bytes between steps, by use, that offload keeps in the host's memory.
-        transient: Peak bytes on top of the persistent ones, by phase: ``construction`` (once), ``forward``, ``backward``, ``step``.
+            (``momentum``, ``variance``), ``counters``, ``bookkeeping``.
+        transient: Peak bytes on top of the persistent ones, by phase: ``forward``, ``backward``, ``step``. Under ``optim_grads_params``
+            FSDP2 allocates most of them, and they are estimates.
         wire: Bytes sent in one step, by collective: ``reduce_scatter``, ``all_gather``, ``all_reduce``, ``all_to_all``.
         microbatches: Backward passes in one step.
         weights: Elements of the whole model by the format of their weights, as code; ``"frozen"`` for frozen parameters.
-        access: Peak bytes of what is done between passes if one asks for it, by call, on top of the persistent ones, and not in
-            :attr:`peak_bytes`. They are the device's; of a model in the host's memory with the copies, which else are beside them under
-            names that end in ``", host"``. Those of an asynchronous save stay from one save to the next. Buffers and ignored parameters are
-            not counted.
         whole_tensors: How evenly tensors that must stay whole are distributed over the ranks; None where there are none, or nothing is
             sharded.
     """
@@ -53,19 +48,12 @@ class Plan:
     wire: Mapping[str, int]
     microbatches: int = field(default=1)
     weights: Mapping[str, int] = field(default_factory=dict)
-    access: Mapping[str, int] = field(default_factory=dict)
-    host: Mapping[str, int] = field(default_factory=dict)
     whole_tensors: WholeTensors | None = field(default=None)
 
     @property
     def persistent_bytes(self) -> int:
-        """The sum of all bytes that persist between steps, but for those of :attr:`host`."""
+        """The sum of all bytes that persist between steps."""
         return sum(self.persistent.values())
-
-    @property
-    def host_bytes(self) -> int:
-        """The sum of all bytes that offload keeps in the host's memory."""
-        return sum(self.host.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -90,9 +78,7 @@ class Plan:
         )
         rows = [("persistent", "", self.persistent_bytes)]
         rows += [("", name, size) for name, size in self.persistent.items()]
-        rows += [("host", "", self.host_bytes)] if self.host else []
-        rows += [("", name, size) for name, size in self.host.items()]
-        rows += [("transient", "at most", max(self.transient.values()))]
+        rows += [("transient", "about" if self.sharding.params else "at most", max(self.transient.values()))]
         rows += [("", name, size) for name, size in self.transient.items()]
         rows += [("wire", f"a step of {self.microbatches} microbatch{'es' * (self.microbatches > 1)}", self.wire_bytes)]
         rows += [("", name, size) for name, size in self.wire.items()]

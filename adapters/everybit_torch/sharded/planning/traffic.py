@@ -12,8 +12,8 @@ from everybit_torch.sharded.planning.groups import GroupPlan
 AGREED = 4
 """Numbers beside one for each parameter in which ranks agree on a step."""
 
-COMPARED = 7
-"""Numbers in which ranks compare what they begin, and their ways through the units in a backward pass."""
+COMPARED = 4
+"""Numbers in which ranks compare what they begin."""
 
 
 def agreed_bytes(groups: list[GroupPlan]) -> int:
@@ -22,7 +22,7 @@ def agreed_bytes(groups: list[GroupPlan]) -> int:
 
 
 def compared_bytes(ranks: tuple[int, int]) -> Counter[str]:
-    """Bytes that a comparison of all (inner and outer) ranks' ways sends."""
+    """Bytes that a comparison of all (inner and outer) ranks sends."""
     return sum((sent_by_sum(COMPARED * torch.int64.itemsize, size) for size in ranks), Counter())
 
 
@@ -43,9 +43,8 @@ def sent_by_reduction(one: GroupPlan, *, last: bool) -> Counter[str]:
     if last and one.ranks.outer > 1:
         reduced = one.part if one.kind.state else one.group.padded
         wire = one.outer_wire
-        whole = one.kind.outer != "optim"
         nbytes = reduced * wire.dtype.itemsize
-        sent.update(_sent(nbytes, reduced * one.main.itemsize, wire, one.ranks.outer, whole=whole))
+        sent.update(_sent(nbytes, reduced * one.main.itemsize, wire, one.ranks.outer, whole=True))
     return sent
 
 

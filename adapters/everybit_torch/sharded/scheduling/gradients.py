@@ -35,27 +35,20 @@ class GradientSchedule:
 
     Args:
         groups: The groups that are trained, in the layout's order.
-        sharded: Main gradients are sharded: each backward pass is reduced, from a bucket of its own, unless it is deferred. Gradients of
-            deferred passes are added up, whole and in the main gradient's dtype, until a pass is reduced.
-        kept: The memory of main gradients is kept from one cycle to the next.
+        sharded: Main gradients are sharded: each backward pass is reduced, from a bucket of its own.
         overlaps: The reduction of a unit's gradients goes on while the next unit's arrive. False: it is waited for before these have a
             bucket.
     """
 
-    def __init__(self, groups: Sequence[TrainedGroup], *, sharded: bool, kept: bool, overlaps: bool = True) -> None:
-        self._groups, self._sharded, self._kept, self._overlaps = list(groups), sharded, kept, overlaps
-        self._under_way: list[int] = []  # reductions, and whether they may be waited for
-        self._bounded = True
+    def __init__(self, groups: Sequence[TrainedGroup], *, sharded: bool, overlaps: bool = True) -> None:
+        self._groups, self._sharded, self._overlaps = list(groups), sharded, overlaps
+        self._under_way = False  # whether reductions are
         self._position = {group.number: position for position, group in enumerate(groups)}
         self._next = len(groups) - 1
         self._arrived: list[set[int]] = [set() for _ in groups]  # since the last reduction
         self._seen: list[set[int]] = [set() for _ in groups]  # in this backward pass
         self._expected = [group.members for group in groups]
         self._buckets: set[int] = set()
-        self._mains: set[int] = set()
-        self._unreduced: set[int] = set()  # those whose sums of deferred passes are allocated
-        self._deferred: set[int] = set()  # those not reduced since a deferred pass, whether anything arrived or not
-        self._defers = False
         self._opened_for_pass: set[int] = set()
 
     @property
@@ -64,18 +57,9 @@ class GradientSchedule:
         return self._groups[self._next] if self._next >= 0 else None
 
     @property
-    def closes_unit(self) -> bool:
-        """Whether the next is the last of its unit."""
-        return self._next == 0 or self._groups[self._next - 1].unit != self._groups[self._next].unit
-
-    @property
     def any_arrived(self) -> bool:
-        """Whether a buffer holds a gradient that was not reduced yet, on this rank or, of a deferred pass, perhaps on another."""
-        return any(self._arrived) or bool(self._deferred)
-
-    def was_sent(self, number: int) -> bool:
-        """Whether a group's turn is over in this pass."""
-        return self._position[number] > self._next
+        """Whether a buffer holds a gradient that was not reduced yet."""
+        return any(self._arrived)
 
     def is_complete(self, number: int) -> bool:
         """Whether the gradient of every parameter that is trained now has arrived in this backward pass."""
@@ -86,15 +70,13 @@ class GradientSchedule:
         """Begin the reductions of a pass, of which none was made yet."""
         self._next = len(self._groups) - 1
 
-    def begin_pass(self, expected: Sequence[int] | None = None, *, defers: bool = False) -> Iterator[Event]:
+    def begin_pass(self, expected: Sequence[int] | None = None) -> Iterator[Event]:
         """A backward pass begins.
 
         Args:
             expected: How many parameters of each group require a gradient now. None: nothing will arrive, and nothing is opened for it.
-            defers: The pass is not reduced.
         """
         self.begin_reductions()
-        self._defers = defers and self._sharded
         self._seen = [set() for _ in self._groups]
         self._expected = [group.members for group in self._groups] if expected is None else list(expected)
         self._opened_for_pass = set()
@@ -109,13 +91,7 @@ class GradientSchedule:
         for position in sorted(self._opened_for_pass):
             if not self._arrived[position]:
                 yield Event("close", self._groups[position].number)
-                for opened in (self._buckets, self._unreduced, *(() if self._sharded else (self._mains,))):
-                    opened.discard(position)
-
-    def end_pass(self) -> None:
-        """The pass is over, and what is to be reduced in it was."""
-        if self._defers:
-            self._deferred = set(range(len(self._groups)))
+                self._buckets.discard(position)
 
     def arrive(self, number: int, place: int) -> Iterator[Event]:
         """The gradient of a group's parameter arrives."""
@@ -126,32 +102,20 @@ class GradientSchedule:
         arrived.add(place)
         self._seen[position].add(place)
 
-    def reduce_next(self, *, last: bool, bounded: bool) -> Iterator[Event]:
-        """Reduce the next group.
+    def reduce_next(self, *, last: bool) -> Iterator[Event]:
+        """Reduce the next group, when the reduction before it is over.
 
         Args:
             last: Nothing more comes in this cycle.
-            bounded: Wait for the reduction before it first, so that at most one is under way. False: nobody is waited for, and what is
-                sent stays in memory until it has arrived.
         """
-        self._bounded = bounded
-        yield from self.finish() if bounded else self._poll()
+        yield from self.finish()
         yield from self._reduce(self._next, last=last)
         self._next -= 1
 
     def finish(self) -> Iterator[Event]:
-        """Wait for reductions under way, and put the sums into the main gradients, which need memory then."""
-        yield from self._open_sums()
+        """Wait for reductions under way, and put the sums into the main gradients."""
         yield Event("finish")
-        self._under_way = []
-
-    def _poll(self) -> Iterator[Event]:
-        yield from self._open_sums()
-        yield Event("poll")
-
-    def _open_sums(self) -> Iterator[Event]:
-        for position in self._under_way:
-            yield from self._open_main(position)
+        self._under_way = False
 
     def finish_cycle(self, phases: Sequence[Phase]) -> Iterator[Event]:
         """Reduce what was not reduced yet, and divide.
@@ -159,10 +123,8 @@ class GradientSchedule:
         Args:
             phases: What the main gradients hold, with no reduction under way.
         """
-        self._defers = False
         for position in reversed(range(len(self._groups))):
-            partial = position in self._deferred or (phases[position] == "partial" and not self._sharded)
-            if partial or phases[position] == "empty":
+            if phases[position] == "empty" or (phases[position] == "partial" and not self._sharded):
                 yield from self.finish()
                 yield from self._reduce(position, last=True)
         yield from self.finish()
@@ -171,34 +133,21 @@ class GradientSchedule:
                 yield Event("finalize", self._groups[position].number)
 
     def clear(self) -> Iterator[Event]:
-        """Forget all gradients, and free their memory unless it is kept."""
+        """Forget all gradients."""
         self.begin_reductions()
-        self._defers, self._under_way = False, []
+        self._under_way = False
         for position, group in enumerate(self._groups):
             yield Event("clear", group.number)
             self._arrived[position], self._seen[position] = set(), set()
-            for opened in (self._buckets, self._mains, self._unreduced, self._deferred):
-                opened.discard(position)
+            self._buckets.discard(position)
 
     def _open(self, position: int) -> Iterator[Event]:
-        """Make room for what arrives: in a bucket, in the sum of passes that are not reduced, or in the main gradient."""
-        if not self._sharded:
-            yield from self._open_main(position)
-        elif position in self._unreduced:
-            return  # a pass that is reduced adds to it what it has
-        elif self._defers:
-            yield Event("open unreduced", self._groups[position].number)
-            self._unreduced.add(position)
-        elif position not in self._buckets:
-            if self._under_way and self._bounded and not self._overlaps:
+        """Make room for what arrives in a bucket, where main gradients are sharded."""
+        if self._sharded and position not in self._buckets:
+            if self._under_way and not self._overlaps:
                 yield from self.finish()
             yield Event("open bucket", self._groups[position].number)
             self._buckets.add(position)
-
-    def _open_main(self, position: int) -> Iterator[Event]:
-        if not self._kept and position not in self._mains:
-            yield Event("open main", self._groups[position].number)
-            self._mains.add(position)
 
     def _reduce(self, position: int, *, last: bool) -> Iterator[Event]:
         group, arrived = self._groups[position], self._arrived[position]
@@ -207,8 +156,7 @@ class GradientSchedule:
             if place not in arrived:
                 yield Event("zero", group.number, place)
         yield Event("reduce last" if last else "reduce", group.number)
-        self._under_way.append(position)
+        self._under_way = True
         if self._sharded:
-            for opened in (self._buckets, self._unreduced, self._deferred):
-                opened.discard(position)
+            self._buckets.discard(position)
             self._arrived[position] = set()

@@ -1,0 +1,1 @@
+"""Training on the rows that FSDP2 keeps of each parameter."""

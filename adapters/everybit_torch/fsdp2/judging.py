@@ -1,0 +1,268 @@
+"""The arguments of a stepper over FSDP2, which are judged on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from everybit.base import dtype_name
+from everybit.combinators import needs_whole_tensors
+from everybit.policies import LOW, resolve
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.meshes import Mesh, communicators
+from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.fsdp2.main_gradients import Grads
+from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
+from everybit_torch.sharded.arguments import Arguments
+from everybit_torch.sharded.fingerprint import Facts, describe, require_alike
+from everybit_torch.sharded.ignored_parameters import ignored_ids
+from everybit_torch.sharded.labelling import Labelled, LabelledTransform, label_parameters
+from everybit_torch.sharded.model_layout import require_model, require_some
+from everybit_torch.sharded.model_units import find_units
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Arguments that can work, and a model that is sharded.
+
+    Attributes:
+        mesh: The ranks, (outer, inner) if there are two dimensions.
+        ranks: The inner and the outer ranks.
+        device: On which they send; rows may lie on the host.
+        homes: The unit of each parameter that is managed, by name, in the model's order.
+        units: FSDP2's.
+        labelled: The labels of the parameters that are trained.
+        grads: How gradients are kept and sent, by unit.
+        divisor: Of the sum of gradients.
+        given: The arguments.
+        mixed: Whether some parameters are of 16 bits.
+    """
+
+    mesh: DeviceMesh
+    ranks: tuple[Communicator, Communicator]
+    device: torch.device
+    homes: Mapping[str, str]
+    units: Sequence[Unit]
+    labelled: Labelled
+    grads: Mapping[str, Grads]
+    divisor: float
+    given: Arguments
+    mixed: bool
+
+    def grads_under(self, meaning: Mapping[str, LabelledTransform]) -> dict[str, Grads]:
+        """How gradients are kept and sent, by unit, under other policies."""
+        dtypes = {name: p.dtype for unit in self.units for name, p in unit.trained.items()}
+        return _grads(dtypes, self.homes, self.labelled.of, meaning, (self.ranks[0].size, self.ranks[1].size))
+
+
+def judge(model: nn.Module, given: Arguments) -> Judged:
+    """Look at all arguments, on all ranks; then shard the model, unless the user has.
+
+    Args:
+        model: The model.
+        given: The other arguments.
+
+    Raises:
+        TypeError: As the stepper.
+        ValueError: As the stepper.
+        RuntimeError: Another rank cannot make its stepper.
+    """
+    require_model(model)
+    if given.sharding.outer == "optim" and not (isinstance(given.mesh, DeviceMesh) and given.mesh.ndim == 2):
+        raise ValueError(
+            "outer: got 'optim' without an outer dimension; accepted with it is a DeviceMesh of two dimensions."
+        )
+    mesh = _mesh_of(model, given.mesh, next((p.device for p in model.parameters()), torch.device("cpu")))
+    device = torch.device(mesh.device_type)
+    ranks = communicators(mesh, device)
+    plan: _Model | None = None
+    refused: Exception | None = None
+    try:
+        given = given.of_once(model)
+        plan = _look_at(model, given, ranks)
+    except Exception as error:
+        refused = error
+    require_alike(refused or (plan.facts(model, given, ranks) if plan else ()), *ranks)
+    if refused is not None:
+        raise refused
+    assert plan is not None
+    _send_first(model, plan.left_alone, (ranks[1], ranks[0]), device)
+    if not is_sharded(model):
+        shard(model, plan.modules, _inner_mesh(mesh), plan.left_alone)
+    return Judged(
+        mesh,
+        ranks,
+        device,
+        plan.homes,
+        units_of(model, plan.left_alone),
+        plan.labelled,
+        plan.grads,
+        plan.divisor,
+        given,
+        plan.mixed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model before it is sharded.
+
+    Attributes:
+        left_alone: Ids of the parameters that are ignored.
+        modules: Of the units, by name.
+        homes: The unit of each parameter.
+        by_name: The parameters.
+        labelled: Their labels.
+        grads: By unit.
+        divisor: Of sums over the ranks.
+        mixed: Whether some parameters are of 16 bits.
+    """
+
+    left_alone: set[int]
+    modules: Mapping[str, nn.Module]
+    homes: Mapping[str, str]
+    by_name: Mapping[str, nn.Parameter]
+    labelled: Labelled
+    grads: Mapping[str, Grads]
+    divisor: float
+    mixed: bool
+
+    def facts(self, model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> Facts:
+        """What has to be the same on every rank, by name."""
+        inner, outer = ranks
+        facts = [("strategy", repr(given.sharding.strategy)), ("outer", repr(given.sharding.outer))]
+        facts.append(("mesh", f"{inner.size} ranks" + (f" x {outer.size} outer" if outer.size > 1 else "")))
+        for name, p in self.by_name.items():
+            trained = "trained" if p.requires_grad else "frozen"
+            label = self.labelled.of.get(name, "")
+            facts.append((name, f"{p.dtype} {tuple(p.shape)}, {trained}, unit {self.homes[name]!r}, label {label!r}"))
+        facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
+        for label, one in self.labelled.meaning.items():
+            facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
+            facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
+        facts.append(("divisor", repr(self.divisor)))
+        return [*facts, *((name, repr(getattr(given, name))) for name in ("nan", "seed"))]
+
+
+def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> _Model:
+    inner, outer = ranks
+    is_cut = given.sharding.outer == "optim"
+    left_alone, found = ignored_ids(model, given.ignored), is_sharded(model)
+    if found and given.units is not None:
+        raise ValueError(
+            "units: got some for a model to which fully_shard was applied; accepted is None: its units are FSDP2's."
+        )
+    modules: Mapping[str, nn.Module] = sharded_modules(model) if found else find_units(model, given.units)
+    homes = homes_of(model, modules, left_alone)
+    if not found:
+        require_shardable(model, homes)
+    by_name = {name: p for name, p in model.named_parameters() if name in homes}
+    require_some(by_name.values())
+    for name, parameter in by_name.items() if found else ():
+        _require_rows(name, parameter, inner)
+    given.require_usable(model, by_name)
+    labelled = label_parameters(model, by_name, given.transform, given.policy, given.labels)
+    given.require_safe(labelled.meaning)
+    for label, one in labelled.meaning.items():
+        if is_cut and needs_whole_tensors(one.transform):
+            raise ValueError(
+                f"outer: got 'optim' with {one.transform!r}, which must see whole tensors"
+                f"{f' (label {label!r})' if label else ''}; accepted with it is outer='no_shard'."
+            )
+    dtypes = {name: p.dtype for name, p in by_name.items() if p.requires_grad}
+    grads = _grads(dtypes, homes, labelled.of, labelled.meaning, (inner.size, outer.size))
+    mixed = any(p.dtype in LOW for p in by_name.values())
+    divisor = given.divisor_of(inner.size * outer.size)
+    return _Model(left_alone, modules, homes, by_name, labelled, grads, divisor, mixed)
+
+
+def _mesh_of(model: nn.Module, mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """The mesh as a ``DeviceMesh``; that of the parameters, if the user has sharded them and gave none.
+
+    Raises:
+        ValueError: There is no process group.
+    """
+    communicators(mesh)  # which refuses what is no mesh
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    sharded = [p for p in model.parameters() if is_dtensor(p)]
+    if mesh is None and sharded:
+        return sharded[0].device_mesh
+    if not dist.is_initialized():
+        raise ValueError(
+            "strategy: got 'optim_grads_params' without a process group, which FSDP2 needs; accepted is after"
+            " torch.distributed.init_process_group(), or strategy='no_shard'."
+        )
+    group = dist.group.WORLD if mesh is None else mesh
+    assert group is not None
+    return DeviceMesh.from_group(group, device.type)
+
+
+def _inner_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names
+    return mesh[names[1]] if names else DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
+
+
+def _require_rows(name: str, parameter: nn.Parameter, inner: Communicator) -> None:
+    """Refuse what FSDP2 has not cut into rows, over the inner ranks alone.
+
+    Raises:
+        ValueError: It is otherwise.
+    """
+    if not is_dtensor(parameter):
+        raise ValueError(f"{name}: is not sharded, and not ignored; accepted is what fully_shard has sharded.")
+    mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    alone = len(placements) == 1 and placements[0].is_shard(0)
+    ranks = dist.get_process_group_ranks(inner.group) if inner.group is not None else [0]
+    if not alone or mesh.mesh.flatten().tolist() != ranks:
+        raise ValueError(
+            f"{name}: has the placements {placements} over ranks {mesh.mesh.tolist()}; accepted is Shard(0) over the mesh's inner ranks"
+            f" {ranks}, as fully_shard(module, mesh=mesh['inner']) cuts. The stepper itself sums over the outer ranks."
+        )
+
+
+def _grads(
+    dtypes: Mapping[str, torch.dtype],
+    homes: Mapping[str, str],
+    labels: Mapping[str, str],
+    meaning: Mapping[str, LabelledTransform],
+    sizes: tuple[int, int],
+) -> dict[str, Grads]:
+    """How gradients are kept and sent, by unit.
+
+    Raises:
+        ValueError: Two parameters of one unit whose policies differ in that.
+    """
+    found: dict[str, tuple[str, Grads]] = {}
+    for name, dtype in dtypes.items():
+        own = Grads.of(resolve(meaning[labels[name]].policy, dtype_name(dtype, field=name)), *sizes)
+        first, grads = found.setdefault(homes[name], (name, own))
+        if grads != own:
+            raise ValueError(
+                f"policy: {first} and {name} are in one unit, whose gradients are sent at once, and their policies have different Grads;"
+                " accepted is one Grads for each unit."
+            )
+    return {unit: grads for unit, (_, grads) in found.items()}
+
+
+def _send_first(model: nn.Module, left_alone: set[int], ranks: Sequence[Communicator], device: torch.device) -> None:
+    """Make parameters and buffers those of the first rank; rows, where they are cut already, those of the first outer rank."""
+    tensors: list[tuple[Any, Any]] = [
+        (p, ranks[:1] if is_dtensor(p) else ranks) for p in model.parameters() if id(p) not in left_alone
+    ]
+    with torch.no_grad():
+        for tensor, over in [*tensors, *((b, ranks) for b in model.buffers())]:
+            own = local(tensor).detach()
+            whole = own.to(device).contiguous()
+            for communicator in over:
+                communicator.broadcast(whole, "the first rank's values")
+            if whole is not own:
+                own.copy_(whole)

@@ -1,0 +1,236 @@
+"""The main gradients of a model that FSDP2 shards: taken from it in its reduce-scatter, summed exactly, and added up in their own dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everybit.base import torch_dtype
+from everybit.policies import Resolved
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.reduction import FusedSum, Mode, Wire, accumulate, cast, reduce_scatter_into
+from everybit_torch.dtensors import local
+from everybit_torch.fsdp2.units import Unit
+from everybit_torch.sharded.nonfinite import count_nonfinite
+from everybit_torch.torch_internals.fsdp import ReduceScatter
+
+
+@dataclass(frozen=True, slots=True)
+class Grads:
+    """How gradients of a unit are kept and sent.
+
+    Attributes:
+        main: The dtype in which they are added up.
+        inner: How they are sent between the ranks that hold different rows.
+        outer: How their sums are sent between the ranks that hold the same rows.
+    """
+
+    main: torch.dtype
+    inner: Wire
+    outer: Wire
+
+    @classmethod
+    def of(cls, resolved: Resolved, inner: int, outer: int) -> Grads:
+        """Those of a policy, between so many ranks."""
+        return cls(torch_dtype(resolved.grads_main), *Wire.pair(resolved, inner, outer))
+
+
+class MainGradient(ReduceScatter):
+    """The main gradient of one unit on this rank, and the reduce-scatter that adds to it.
+
+    FSDP2 passes the gradients of a unit's parameters at once. Each has a place, as long as the most rows that a rank has; their order is
+    FSDP2's own, and is read from the order in which it reports them. What it assigns to ``.grad`` afterwards is dropped.
+
+    Args:
+        unit: With at least one parameter that is trained.
+        grads: How its gradients are kept and sent.
+        inner: The ranks that FSDP2 shards over.
+        multiple: The buffer's length is one of this.
+        counts_nonfinite: Count the elements that are not finite in this rank's own gradients.
+        fused: Adds up what an exact wire has received, if it can.
+
+    Attributes:
+        main: The sums; None before the first gradient.
+        touched: The parameters that had a gradient on this rank in this cycle.
+        nonfinite: For each of them, the elements that were not finite: int64, 0-d.
+        forwards: Forward passes in this cycle.
+    """
+
+    def __init__(
+        self, unit: Unit, grads: Grads, inner: Communicator, multiple: int, *, counts_nonfinite: bool, fused: FusedSum | None
+    ) -> None:  # fmt: skip
+        self.unit, self.grads, self._inner, self._multiple, self._fused = unit, grads, inner, multiple, fused
+        self._counts_nonfinite = counts_nonfinite
+        self._padded = {p: -(-p.shape[0] // inner.size) * math.prod(p.shape[1:]) for p in unit.trained.values()}
+        self.main: Tensor | None = None
+        self._places: dict[nn.Parameter, int] = {}
+        self._cursor, self._is_fresh, self._defers, self._waits = 0, True, False, False
+        self._output: Tensor | None = None
+        self.touched: set[nn.Parameter] = set()
+        self.nonfinite: dict[nn.Parameter, Tensor] = {}
+        self.forwards = 0
+        self._wholes: dict[nn.Parameter, nn.Parameter] = {}
+        self._handles = self._watch()
+
+    def _watch(self) -> list[Any]:
+        """Be told of gradients: of gathered parameters, which says who has one, and of sharded ones, which says that it was sent."""
+        module: Any = self.unit.module
+        module.set_custom_reduce_scatter(self)
+        module.set_gradient_divide_factor(1.0)  # a sum, which a step divides once
+        module.set_force_sum_reduction_for_comms(True)
+        handles = [module.register_forward_pre_hook(self._forward)]
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        owners = [
+            (owner, key, parameter)
+            for owner in module.modules() for key, parameter in owner.named_parameters(recurse=False) if parameter in self._padded
+        ]  # fmt: skip
+        module.unshard()
+        for owner, key, parameter in owners:
+            if parameter not in self._wholes:  # tied names come twice
+                whole = self._wholes[parameter] = getattr(owner, key)
+                parameter.grad_dtype = None  # FSDP2 assigns the model's dtype, and a step has the main gradient's
+                handles.append(parameter.register_post_accumulate_grad_hook(self._take))
+                arrive: Any = partial(self._arrive, parameter)
+                handles.append(whole.register_post_accumulate_grad_hook(arrive))
+        module.reshard()
+        return handles
+
+    def close(self) -> None:
+        """Leave the module to FSDP2."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._padded:
+            parameter.grad_dtype = parameter.dtype
+
+    # -- a pass ---------------------------------------------------------------------------------------------------------------------
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for FSDP2: for what a reduce-scatter takes, and then for what it gives."""
+        self._output = torch.empty(tuple(size), dtype=dtype, device=device)
+        return self._output
+
+    def __call__(
+        self,
+        output_tensor: Tensor,  # noqa: ARG002
+        input_tensor: Tensor,
+        group: Any,  # noqa: ARG002
+        op: Any,  # noqa: ARG002
+        async_op: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Add the sum over the ranks to the main gradient; ``output_tensor`` stays as it is, and nobody reads it."""
+        self._require_layout(input_tensor.numel() // self._inner.size)
+        wire, sent = self.grads.inner, input_tensor
+        if sent.dtype is not wire.dtype or wire.prescale != 1.0:
+            sent = torch.empty_like(input_tensor, dtype=wire.dtype)
+            cast(sent, input_tensor, wire.prescale)
+        reduce_scatter_into(
+            self._room(sent.device), sent, self._inner, wire, mode=self._mode, what=f"gradients of {self.unit}", fused=self._fused
+        ).finish()  # fmt: skip
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """FSDP2 has assigned a gradient: note its place, and drop it."""
+        parameter.grad = None
+        if self._cursor == 0 and self._inner.size == 1:  # one rank sends nothing: what FSDP2 has copied is the sum
+            assert self._output is not None
+            self._require_layout(self._output.numel())
+            accumulate(self._room(self._output.device), self._output, mode=self._mode)
+        self._places[parameter] = self._cursor
+        self._cursor += self._padded[parameter]
+        if self._cursor == self._numel:
+            self._cursor, self._is_fresh, self._waits, self._output = 0, False, False, None
+
+    def _arrive(self, parameter: nn.Parameter, whole: nn.Parameter) -> None:
+        """This rank has a gradient of its own."""
+        self.touched.add(parameter)
+        self._waits = True
+        if self._counts_nonfinite and whole.grad is not None:
+            before = 0 if self._defers else self.nonfinite.get(parameter, 0)
+            self.nonfinite[parameter] = before + count_nonfinite(whole.grad)
+
+    def _forward(self, _module: nn.Module, _arguments: Any) -> None:
+        self.forwards += 1
+        if torch.is_grad_enabled() and not hasattr(self.unit.module, "set_reduce_scatter_unused_params"):
+            self._fill()  # torch before 2.13 sends nothing of a parameter without a gradient, and ranks would send differently
+
+    def _fill(self) -> None:
+        """Give zeros to gathered parameters without a gradient, so that all ranks send all of them, in one dtype."""
+        for parameter, whole in self._wholes.items():
+            if parameter.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros(whole.shape, dtype=whole.grad_dtype, device=whole.device)
+
+    def defer(self) -> None:
+        """Until this rank's gradients are sent, keep whole ones, and add them up in the main gradient's dtype."""
+        self._defers = True
+        for whole in self._wholes.values():
+            if whole.grad is None:
+                whole.grad_dtype = self.grads.main
+        self._fill()
+
+    # -- a cycle --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of this cycle is here."""
+        return self._is_fresh and not self.touched and not self._defers
+
+    def require_sent(self, name: str) -> None:
+        """Refuse gradients that were not summed over the ranks.
+
+        Raises:
+            RuntimeError: There are some.
+        """
+        if self._waits or self._cursor:
+            raise RuntimeError(
+                f"{name}: gradients of {self.unit} were not summed over the ranks in the last backward pass; accepted before it is a pass"
+                " inside sync(), or after no_sync(). (model.set_requires_gradient_sync is the stepper's to call.)"
+            )
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's rows of the sums, in the shape of its rows of the parameter."""
+        assert self.main is not None
+        start, rows = self._places[parameter], local(parameter)
+        return self.main[start : start + rows.numel()].view(rows.shape)
+
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Those of all parameters of which something was sent in this cycle."""
+        return {} if self._is_fresh else {p: self.gradient(p) for p in self._places if p.requires_grad}
+
+    def forget(self) -> None:
+        """Begin a cycle."""
+        if self._defers:
+            for whole in self._wholes.values():
+                whole.grad = None
+                whole.grad_dtype = whole.dtype
+        self._is_fresh, self._cursor, self._defers, self._waits, self.forwards = True, 0, False, False, 0
+        self._output = None
+        self.touched.clear()
+        self.nonfinite.clear()
+
+    @property
+    def _mode(self) -> Mode:
+        return "copy" if self._is_fresh else "add"
+
+    @property
+    def _numel(self) -> int:
+        """Elements of what FSDP2 sends in a pass, for each rank."""
+        return sum(numel for parameter, numel in self._padded.items() if parameter.requires_grad)
+
+    def _require_layout(self, numel: int) -> None:
+        if numel != self._numel:
+            raise RuntimeError(
+                f"{self.unit}: FSDP2 sends {numel} elements to a rank where its parameters have {self._numel}; accepted is to freeze and"
+                " unfreeze parameters between a step and the next forward pass, and only those that were trained when the stepper was made."
+            )
+
+    def _room(self, device: torch.device) -> Tensor:
+        if self.main is None:
+            most = sum(self._padded.values())
+            self.main = torch.zeros(self._multiple * -(-most // self._multiple), dtype=self.grads.main, device=device)
+        return self.main[: self._numel]

@@ -1,0 +1,131 @@
+"""The ``torch.optim.Optimizer`` of a stepper over FSDP2's parameters: a param group for each label, and the stepper's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everybit.policies import AnyPolicy
+from everybit.stepping import Unsafe
+from everybit_torch.arguments import as_python
+from everybit_torch.group_maker import GroupMaker
+from everybit_torch.groups import Group
+from everybit_torch.hyperparameter_names import spread
+from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
+from everybit_torch.sharded.labelling import Labelled, LabelledTransform
+from everybit_torch.stepping import Compile
+
+
+class LabelledGroups(GroupMaker):
+    """Makes a group for each label, which steps with the label's own transform.
+
+    Args:
+        labelled: The transform and policy of each label.
+        seed: Of stochastic rounding.
+        unsafe: See :func:`everybit.with_policy`.
+        compile: Whether steps are compiled.
+        mixed: Whether some parameters of the model are of 16 bits.
+
+    Attributes:
+        fields: By label, the hyperparameters in its param group, and the fields of its transform that they stand for.
+    """
+
+    def __init__(
+        self, labelled: Mapping[str, LabelledTransform], *, seed: int, unsafe: Unsafe, compile: Compile, mixed: bool
+    ) -> None:
+        self._labelled = list(labelled.values())
+        self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
+        super().__init__(
+            "FlatStepper", Factory(self._labelled[0].transform), (), None,
+            seed=seed, unsafe=unsafe, compile=compile, only_flat=False, decoupled=None, mixed=mixed,
+        )  # fmt: skip
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the transform of a param group's label."""
+        arguments: dict[str, Any] = {}
+        for name, fields in self.fields[values["label"]].items():
+            arguments |= spread(name, as_python(name, values[name]), fields)
+        return arguments
+
+    def make(self, number: int, policies: Mapping[torch.dtype, AnyPolicy], arguments: dict[str, Any]) -> Group:
+        """Make the group of the label with this number."""
+        one, names = self._labelled[number], list(self.fields.values())[number]
+        return self.made(number, Factory(one.transform), policies, arguments, names=names, source=one.source)
+
+
+class RowOptimizer(TorchOptimizer):
+    """A ``torch.optim.Optimizer`` over the rows that this rank steps; made by a stepper, see ``FlatStepper.as_optimizer``.
+
+    There is a param group for each label, whose hyperparameters schedulers may change. Its parameters are DTensors, so that
+    ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` see all ranks' gradients, if every rank calls them.
+
+    Args:
+        labelled: The labels of the model.
+        parameters: What is stepped, by name, in the model's order; frozen ones too.
+        groups: Makes its groups.
+        step: The stepper's step.
+        clear: Discards the gradients of a cycle.
+    """
+
+    def __init__(
+        self,
+        labelled: Labelled,
+        parameters: Mapping[str, nn.Parameter],
+        groups: LabelledGroups,
+        *,
+        seed: int,
+        step: Callable[[], object],
+        clear: Callable[[], None],
+    ) -> None:
+        self._step_all, self._clear, self._is_made = step, clear, False
+        self.fields = groups.fields
+        names = dict.fromkeys(name for fields in self.fields.values() for name in fields)
+        given = [
+            {
+                "params": [(name, p) for name, p in parameters.items() if labelled.of.get(name) == label],
+                "policy": one.policy,
+                "label": label,
+                **dict.fromkeys(names),
+                **hyperparameters(one.transform),
+            }
+            for label, one in labelled.meaning.items()
+        ]
+        super().__init__(given, groups, seed=seed)
+        self._is_made = True
+        self.defaults |= dict.fromkeys((*names, "label"))  # schedulers look for what they may change
+        self.places.number_elements(parameters.values())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made.
+
+        Raises:
+            RuntimeError: Later.
+        """
+        if self._is_made:
+            raise RuntimeError("add_param_group: a stepper's parameters are settled; accepted is to make another.")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Sum what is to be summed, and step: the stepper's ``step``.
+
+        Args:
+            closure: Recomputes the loss and the gradients; called once, with gradients enabled.
+
+        Returns:
+            What ``closure`` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_all()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature; there is one way here
+        """Discard the gradients of this cycle."""
+        self._clear()

@@ -1,0 +1,78 @@
+"""The parts of a stepper over FSDP2 that a rank saves: its rows of weights and state."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from everybit.stepping.entries import Entry
+from everybit_torch.dtensors import is_dtensor, local
+from everybit_torch.fsdp2.stepper import FSDP2Stepper
+from everybit_torch.sharded.saved_fit import elements
+from everybit_torch.sharded.saved_parts import Flat, model_tensors
+from everybit_torch.sharded.shard_tensor import ShardTensor
+from everybit_torch.torch_internals.dtensors import offset_of_local_part
+
+
+class RowParts:
+    """This rank's rows of each parameter and of each tensor of its state."""
+
+    def __init__(self, stepper: FSDP2Stepper) -> None:
+        self._stepper, self._optimizer = stepper, stepper.as_optimizer()
+        self.labels = stepper.labels
+        self._optimizer.place()
+        self._names = {id(p): name for name, p in stepper.stepped.items()}
+
+    def model(self) -> Flat:
+        """Rows of what is sharded, and all of what is not."""
+        return {f"model.{name}": _run(x) for name, x in model_tensors(self._stepper.model).items()}
+
+    def state(self) -> Flat:
+        """As the optimizer's state dict has it."""
+        found: Flat = {}
+        for unit in self._optimizer.engine.units:
+            factors = {entry.name for entry in unit.kept_entries() if entry.cut in ("tensor", "rows")}
+            for member in unit.members:
+                for name, value in unit.published(member).items() if member.parameter.numel() else ():
+                    if name not in factors or value.numel():
+                        found[f"optimizer.state.{self._names[id(member.parameter)]}.{name}"] = _run(value)
+        return found
+
+    def kept(self) -> dict[str, list[Entry]]:
+        """Of the parameters that have elements: every rank has rows of all of them, or none of its own."""
+        return {
+            self._names[id(member.parameter)]: unit.kept_entries()
+            for unit in self._optimizer.engine.units
+            for member in unit.members
+            if member.parameter.numel()
+        }
+
+    def names(self) -> set[str]:
+        """None that this rank does not have itself."""
+        return set()
+
+    def take_over(self, own: Flat, loaded: Flat) -> None:
+        """Copy into the rows of the model, and to the state."""
+        for key, value in own.items():
+            if key.startswith("model."):
+                elements(value).copy_(elements(loaded[key]))
+        given: dict[int, dict[str, Tensor]] = {}
+        for unit in self._optimizer.engine.units:
+            for member in unit.members:
+                prefix = f"optimizer.state.{self._names[id(member.parameter)]}."
+                given[id(member.parameter)] = {
+                    name: elements(loaded[prefix + name]).view(local(value).shape)
+                    for name, value in unit.published(member).items()
+                    if prefix + name in loaded
+                }
+        self._optimizer.engine.load(given)
+
+
+def _run(x: Tensor) -> Tensor:
+    """A DTensor's rows as a run of its elements; other tensors as they are."""
+    if not is_dtensor(x):
+        return x
+    rows = local(x).detach()
+    low = offset_of_local_part(x)[0] * math.prod(x.shape[1:]) if rows.numel() else 0
+    return ShardTensor(rows.reshape(-1), x.shape, low)

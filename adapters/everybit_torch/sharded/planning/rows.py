@@ -1,0 +1,175 @@
+"""Predicts memory and traffic of a model that FSDP2 shards: what is ours to the byte, and FSDP2's own buffers as estimates."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import everybit as eb
+from everybit.base import dtype_name
+from everybit.combinators import needs_whole_tensors
+from everybit.policies import resolve, short
+from everybit.stepping import Metrics, OptimizerState, nbytes, state_bytes
+from everybit_torch.dtensors import row_edges
+from everybit_torch.fsdp2.main_gradients import Grads
+from everybit_torch.fsdp2.units import homes_of
+from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
+from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels, Transforms, label_parameters
+from everybit_torch.sharded.model_units import Units, find_units
+from everybit_torch.sharded.plan import in_order
+from everybit_torch.sharded.planning.report import Plan, Ranks
+from everybit_torch.sharded.planning.traffic import sent_by_exchange, sent_by_sum
+from everybit_torch.sharded.strategies import Sharding
+from everybit_torch.stepping import PIECE
+
+STEPPED = 6
+"""Temporary float32 tensors that a step of a piece has at once, as an estimate: weights, gradient, and both moments, old and new."""
+
+
+def plan_rows(
+    model: nn.Module,
+    transform: Transforms,
+    *,
+    policy: AnyPrecision,
+    units: Units | None,
+    labels: Labels | None,
+    ignored: Ignored | None,
+    kind: Sharding,
+    ranks: Ranks,
+    microbatches: int,
+    metrics: bool,
+) -> Plan:
+    """Plan a stepper of these arguments; see :func:`everybit_torch.plan`."""
+    left_alone = ignored_ids(model, ignored)
+    homes = homes_of(model, find_units(model, units), left_alone)
+    by_name = {name: p for name, p in model.named_parameters() if name in homes}
+    labelled = label_parameters(model, by_name, transform, policy, labels)
+    return plan_units(by_name, homes, labelled, kind, ranks, microbatches=microbatches, metrics=metrics)
+
+
+def plan_units(
+    parameters: Mapping[str, Tensor],
+    homes: Mapping[str, str],
+    labelled: Labelled,
+    kind: Sharding,
+    ranks: Ranks,
+    *,
+    microbatches: int,
+    metrics: bool,
+) -> Plan:
+    """Plan one rank.
+
+    Args:
+        parameters: By name; of DTensors the shape of the whole counts.
+        homes: The unit of each.
+        labelled: What those that are trained are stepped with.
+        kind: What is sharded.
+        ranks: How many there are, and whose bytes.
+        microbatches: Backward passes in a step.
+        metrics: Whether steps are measured.
+    """
+    persistent: Counter[str] = Counter()
+    formats: Counter[str] = Counter()
+    weights: Counter[str] = Counter()  # bytes of a unit, gathered
+    gradients: Counter[str] = Counter()  # elements that a rank keeps of a unit's
+    grads: dict[str, Grads] = {}
+    largest = padding = 0
+    for name, p in parameters.items():
+        shape, unit = tuple(p.shape) or (1,), homes[name]
+        row = math.prod(shape[1:])
+        padded = -(-shape[0] // ranks.inner) * row
+        padding += padded * ranks.inner - p.numel()
+        persistent["parameters"] += padded * p.dtype.itemsize  # FSDP2 keeps as many rows on every rank
+        weights[unit] += padded * ranks.inner * p.dtype.itemsize
+        if name not in labelled.of:
+            formats["frozen"] += p.numel()
+            continue
+        one = labelled.meaning[labelled.of[name]]
+        resolved = resolve(one.policy, dtype_name(p.dtype, field=name))
+        formats[short(resolved.params)] += p.numel()
+        grads[unit] = Grads.of(resolved, ranks.inner, ranks.outer)
+        gradients[unit] += padded
+        optimizer = eb.Optimizer(one.transform, one.policy)
+        state = _state(optimizer, shape, p.dtype, kind, ranks)
+        is_main = any(part.name == "main" for part in resolved.params.parts())
+        persistent["main parameters" if is_main else "compensation"] += nbytes(state.extra)
+        persistent.update(state_bytes(state.inner, counters=state.step.nbytes))
+        largest = max(largest, _share(shape, kind, ranks)[0] * row)
+    for unit, numel in gradients.items():
+        persistent["gradients"] += ranks.outer * -(-numel // ranks.outer) * grads[unit].main.itemsize
+    if metrics:
+        persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
+    own = weights[""]
+    gathered = own + 2 * max((size for unit, size in weights.items() if unit), default=0)
+    # The gradients that autograd has made and FSDP2's copy, in the model's dtype; what is sent; and what is received.
+    sent = max(
+        (
+            2 * (weights[unit] + numel * ranks.inner * grads[unit].inner.dtype.itemsize)
+            for unit, numel in gradients.items()
+        ),
+        default=0,
+    )
+    transient = {"forward": gathered, "backward": gathered + sent, "step": own + STEPPED * 4 * min(largest, PIECE)}
+    total = sum(p.numel() for p in parameters.values())
+    wire = _wire(weights, gradients, grads, kind, ranks, microbatches)
+    return Plan(kind, ranks, total, padding, in_order(persistent), transient, wire, microbatches, dict(formats))
+
+
+def _share(shape: tuple[int, ...], kind: Sharding, ranks: Ranks) -> tuple[int, int]:
+    """How many rows of a tensor of this shape a rank steps, and how many of these all outer ranks step."""
+    low, high = row_edges(shape[0], ranks.inner)[ranks.inner_rank : ranks.inner_rank + 2]
+    if kind.outer != "optim":
+        return high - low, high - low
+    first, stop = row_edges(high - low, ranks.outer)[ranks.outer_rank : ranks.outer_rank + 2]
+    return stop - first, high - low
+
+
+def _state(
+    optimizer: eb.Optimizer[Any], shape: tuple[int, ...], dtype: torch.dtype, kind: Sharding, ranks: Ranks
+) -> OptimizerState[Any]:
+    """What a rank keeps of a parameter's state, without memory: of its rows, or this rank's rows of each tensor of a whole one's."""
+    rows = _share(shape, kind, ranks)[0]
+    if not needs_whole_tensors(optimizer.transform):
+        return optimizer.init([torch.empty(rows * math.prod(shape[1:]), dtype=dtype, device="meta")])
+
+    def own(x: Tensor) -> Tensor:
+        return x if x.ndim == 0 else x[: _share(tuple(x.shape), kind, ranks)[0]]
+
+    state = optimizer.init([torch.empty(shape, dtype=dtype, device="meta")])
+    return eb.tree.map(own, state)
+
+
+def _wire(
+    weights: Mapping[str, int],
+    gradients: Mapping[str, int],
+    grads: Mapping[str, Grads],
+    kind: Sharding,
+    ranks: Ranks,
+    microbatches: int,
+) -> dict[str, int]:
+    """Bytes that a rank sends in a step, by collective."""
+    found: Counter[str] = Counter()
+    for unit, size in weights.items():
+        times = microbatches * (2 if unit else 1)  # the model's own unit stays between its two passes
+        found.update({name: times * n for name, n in sent_by_exchange("all_gather", size, ranks.inner).items()})
+    for unit, numel in gradients.items():
+        one, kept = grads[unit], ranks.outer * -(-numel // ranks.outer)
+        collective = "all_to_all" if one.inner.exact else "reduce_scatter"
+        inner = sent_by_exchange(collective, numel * ranks.inner * one.inner.dtype.itemsize, ranks.inner)
+        found.update({name: microbatches * n for name, n in inner.items()})
+        size, scattered = kept * one.outer.dtype.itemsize, "all_to_all" if one.outer.exact else "reduce_scatter"
+        if kind.outer == "optim":
+            found.update(sent_by_exchange(scattered, size, ranks.outer))
+        elif one.outer.exact:
+            found.update(sent_by_exchange(scattered, size, ranks.outer))
+            found.update(sent_by_exchange("all_gather", kept * one.main.itemsize, ranks.outer))
+        else:
+            found.update(sent_by_sum(size, ranks.outer))
+    if kind.outer == "optim":
+        found.update(sent_by_exchange("all_gather", sum(weights.values()) // ranks.inner, ranks.outer))
+    return {name: size for name, size in found.items() if size}

@@ -1,0 +1,100 @@
+"""A model that FSDP2 shards trains as one process does, bit for bit, wherever sums of gradients are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import everybit as eb
+from everybit_torch import FlatStepper
+from everybit_torch.sharded.strategies import OuterStrategy
+from tests.support.exact_models import Cell, Cells, Pattern, context_of, mesh_of, train, train_alone, weights_of
+from tests.support.ranks import run
+from tests.support.weights import Weights
+
+LAYOUTS = [
+    *(((n,), "no_shard") for n in (1, 2, 4)),
+    *((shape, outer) for shape in [(2, 2), (2, 1)] for outer in ("no_shard", "optim")),
+]
+POLICIES = ["FP32", "KAHAN_BF16", "EXACT_BF16", "LEAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16"]
+
+
+TRANSFORM = eb.chain(eb.clip_by_global_norm(4.0), eb.adamw(0.03, weight_decay=0.1))
+
+
+def dtype_of(policy: str) -> torch.dtype:
+    return torch.float32 if policy == "FP32" else torch.bfloat16
+
+
+def sharded(
+    policy: str, shape: tuple[int, ...], outer: OuterStrategy, microbatches: int, pattern: Pattern
+) -> tuple[Weights, list[float]]:
+    model = Cells(dtype_of(policy))
+    stepper = FlatStepper(
+        model, TRANSFORM, policy=eb.policies.PRESETS[policy], mesh=mesh_of(shape), strategy="optim_grads_params", outer=outer,
+        units=[Cell], divisor=1.0,
+    )  # fmt: skip
+    norms = train(stepper, model, range(3), microbatches, pattern)
+    return weights_of(model), norms
+
+
+def alone(policy: str, ranks: int, microbatches: int) -> tuple[Weights, list[float]]:
+    model = Cells(dtype_of(policy))
+    stepper = FlatStepper(model, TRANSFORM, policy=eb.policies.PRESETS[policy], strategy="no_shard", divisor=1.0)
+    norms = train_alone(stepper, model, range(3), microbatches, ranks)
+    return weights_of(model), norms
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("shape", "outer"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("microbatches", "pattern"), [(1, "microbatch"), (3, "microbatch"), (3, "no_sync"), (3, "neither")]
+)
+def test_bits_of_one_process(
+    policy: str, shape: tuple[int, ...], microbatches: int, pattern: Pattern, outer: OuterStrategy
+) -> None:
+    ranks = torch.Size(shape).numel()
+    weights, norms = alone(policy, ranks, microbatches)
+    for found, sharded_norms in run(ranks, sharded, policy, shape, outer, microbatches, pattern):
+        assert sharded_norms == norms
+        assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
+
+
+class Scale(nn.Module):
+    """One number, whose gradient is what it is given."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.scale * x).sum()
+
+
+def summed(pattern: Pattern, outer: OuterStrategy, shape: tuple[int, ...], computes: torch.dtype | None) -> float:
+    model, mesh, grads = Scale(torch.float32 if computes else torch.bfloat16), mesh_of(shape), eb.Grads(main="float32")
+    if computes:
+        names = mesh.mesh_dim_names
+        assert names is not None
+        fully_shard(model, mesh=mesh[names[-1]], mp_policy=MixedPrecisionPolicy(computes))
+    stepper = FlatStepper(
+        model, eb.sgd(0.1), policy=eb.Policy(grads=grads) if computes else eb.Policy(params=eb.Split(16), grads=grads),
+        mesh=mesh, strategy="optim_grads_params", outer=outer, divisor=1.0,
+    )  # fmt: skip
+    for number, gradient in enumerate([256.0, 1.0, 1.0]):
+        with context_of(stepper, pattern, last=number == 2):
+            model(gradient).backward()
+    return float(stepper.step().grad_norm)
+
+
+@pytest.mark.parametrize("computes", [None, torch.bfloat16])
+@pytest.mark.parametrize("pattern", ["microbatch", "no_sync", "neither"])
+@pytest.mark.parametrize(("shape", "outer"), LAYOUTS)
+def test_main_gradients_are_summed_in_their_own_dtype(
+    pattern: Pattern, shape: tuple[int, ...], outer: OuterStrategy, computes: torch.dtype | None
+) -> None:
+    """In bfloat16 256 + 1 is 256."""
+    ranks = torch.Size(shape).numel()
+    assert run(ranks, summed, pattern, outer, shape, computes) == [258.0 * ranks] * ranks

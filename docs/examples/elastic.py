@@ -86,8 +86,7 @@ def train(out: Path, steps: int, every: int, die_at: int | None = None) -> None:
         for number in range(rounds):
             with stepper.microbatch(last=number == rounds - 1):
                 mine = number * size + rank
-                # FSDP2 gathers weights on all ranks: one without a sequence runs another, whose loss counts nothing.
-                counts = mine < BATCH
+                counts = mine < BATCH  # if not, a sequence that counts nothing: FSDP2 gathers on all ranks
                 loss = model(batch[mine : mine + 1] if counts else batch[:1])
                 (loss * counts).backward()
                 if counts:

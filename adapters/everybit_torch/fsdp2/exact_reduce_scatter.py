@@ -15,7 +15,7 @@ from everybit_torch.torch_internals.fsdp import ReduceScatter
 
 
 class ExactReduceScatter(ReduceScatter):
-    """Sends gradients in 16 bits, and adds up what was received in float64: for ``FSDPModule.set_custom_reduce_scatter``.
+    """Send gradients in 16 bits, and add up the received values in float64: for ``FSDPModule.set_custom_reduce_scatter``.
 
     Half the bytes of a float32 reduce-scatter, and an error that does not grow with the number of ranks. FSDP2 has to pass float32
     gradients, so set ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``. The sharded parameters should be float32, since FSDP2 casts
@@ -58,7 +58,7 @@ class ExactReduceScatter(ReduceScatter):
         """Sum, or average, ``input_tensor`` over the ranks, and put this rank's part into ``output_tensor``.
 
         Raises:
-            TypeError: Gradients below float32, whose sum could not hold what was gained.
+            TypeError: The gradients have 16 bits, so that their sum would be rounded again.
             ValueError: An operation that is neither sum nor mean.
         """
         if input_tensor.dtype not in (torch.float32, torch.float64):

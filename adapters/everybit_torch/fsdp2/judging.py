@@ -39,7 +39,7 @@ class Judged:
         units: FSDP2's.
         labelled: The labels of the parameters that are trained.
         grads: How gradients are kept and sent, by unit.
-        divisor: Of the sum of gradients.
+        divisor: The number by which sums of gradients are divided.
         given: The arguments.
         mixed: Whether some parameters are of 16 bits.
     """
@@ -69,8 +69,8 @@ def judge(model: nn.Module, given: Arguments) -> Judged:
         given: The other arguments.
 
     Raises:
-        TypeError: As the stepper.
-        ValueError: As the stepper.
+        TypeError: See the stepper.
+        ValueError: See the stepper.
         RuntimeError: Another rank cannot make its stepper.
     """
     require_model(model)
@@ -115,12 +115,12 @@ class _Model:
 
     Attributes:
         left_alone: Ids of the parameters that are ignored.
-        modules: Of the units, by name.
+        modules: Each unit's module, by name.
         homes: The unit of each parameter.
         by_name: The parameters.
         labelled: Their labels.
-        grads: By unit.
-        divisor: Of sums over the ranks.
+        grads: The gradients' dtypes and wires, by unit.
+        divisor: The number by which sums of gradients are divided.
         mixed: Whether some parameters are of 16 bits.
     """
 
@@ -134,7 +134,7 @@ class _Model:
     mixed: bool
 
     def facts(self, model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> Facts:
-        """What has to be the same on every rank, by name."""
+        """Facts that every rank must share, by name."""
         inner, outer = ranks
         facts = [("strategy", repr(given.sharding.strategy)), ("outer", repr(given.sharding.outer))]
         facts.append(("mesh", f"{inner.size} ranks" + (f" x {outer.size} outer" if outer.size > 1 else "")))
@@ -183,7 +183,7 @@ def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Comm
 
 
 def _mesh_of(model: nn.Module, mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """The mesh as a ``DeviceMesh``; that of the parameters, if the user has sharded them and gave none.
+    """Return the mesh as a ``DeviceMesh``; by default that of parameters which the user has sharded.
 
     Raises:
         ValueError: There is no process group.
@@ -239,7 +239,7 @@ def _grads(
     """How gradients are kept and sent, by unit.
 
     Raises:
-        ValueError: Two parameters of one unit whose policies differ in that.
+        ValueError: Two parameters of one unit have policies with different ``Grads``.
     """
     found: dict[str, tuple[str, Grads]] = {}
     for name, dtype in dtypes.items():

@@ -45,20 +45,20 @@ class MainGradient(ReduceScatter):
     """The main gradient of one unit on this rank, and the reduce-scatter that adds to it.
 
     FSDP2 passes the gradients of a unit's parameters at once. Each has a place, as long as the most rows that a rank has; their order is
-    FSDP2's own, and is read from the order in which it reports them. What it assigns to ``.grad`` afterwards is dropped.
+    FSDP2's own, and is read from the order in which it reports them. The gradient that it then assigns to ``.grad`` is dropped.
 
     Args:
-        unit: With at least one parameter that is trained.
+        unit: The unit; at least one of its parameters is trained.
         grads: How its gradients are kept and sent.
         inner: The ranks that FSDP2 shards over.
-        multiple: The buffer's length is one of this.
+        multiple: A divisor of the buffer's length.
         counts_nonfinite: Count the elements that are not finite in this rank's own gradients.
-        fused: Adds up what an exact wire has received, if it can.
+        fused: The compiled sum of values that an exact wire received, if there is one.
 
     Attributes:
         main: The sums; None before the first gradient.
         touched: The parameters that had a gradient on this rank in this cycle.
-        nonfinite: For each of them, the elements that were not finite: int64, 0-d.
+        nonfinite: The number of non-finite elements of each of these gradients: int64, 0-d.
         forwards: Forward passes in this cycle.
     """
 
@@ -79,7 +79,7 @@ class MainGradient(ReduceScatter):
         self._handles = self._watch()
 
     def _watch(self) -> list[Any]:
-        """Be told of gradients: of gathered parameters, which says who has one, and of sharded ones, which says that it was sent."""
+        """Install hooks. Gathered parameters tell which of them have a gradient, and sharded ones that it was sent."""
         module: Any = self.unit.module
         module.set_custom_reduce_scatter(self)
         module.set_gradient_divide_factor(1.0)  # a sum, which a step divides once
@@ -112,7 +112,7 @@ class MainGradient(ReduceScatter):
     # -- a pass ---------------------------------------------------------------------------------------------------------------------
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for FSDP2: for what a reduce-scatter takes, and then for what it gives."""
+        """Allocate a reduce-scatter's input, and then its output, for FSDP2."""
         self._output = torch.empty(tuple(size), dtype=dtype, device=device)
         return self._output
 
@@ -124,7 +124,7 @@ class MainGradient(ReduceScatter):
         op: Any,  # noqa: ARG002
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
-        """Add the sum over the ranks to the main gradient; ``output_tensor`` stays as it is, and nobody reads it."""
+        """Add the sum over the ranks to the main gradient; ``output_tensor`` is neither written nor read."""
         self._require_layout(input_tensor.numel() // self._inner.size)
         wire, sent = self.grads.inner, input_tensor
         if sent.dtype is not wire.dtype or wire.prescale != 1.0:
@@ -166,7 +166,7 @@ class MainGradient(ReduceScatter):
                 whole.grad = torch.zeros(whole.shape, dtype=whole.grad_dtype, device=whole.device)
 
     def defer(self) -> None:
-        """Until this rank's gradients are sent, keep whole ones, and add them up in the main gradient's dtype."""
+        """Keep whole gradients, and add them up in the main gradient's dtype, until they are sent."""
         self._defers = True
         for whole in self._wholes.values():
             if whole.grad is None:
@@ -177,7 +177,7 @@ class MainGradient(ReduceScatter):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of this cycle is here."""
+        """Whether this cycle has no gradients yet."""
         return self._is_fresh and not self.touched and not self._defers
 
     def require_sent(self, name: str) -> None:

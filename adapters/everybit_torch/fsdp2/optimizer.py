@@ -25,13 +25,13 @@ class LabelledGroups(GroupMaker):
 
     Args:
         labelled: The transform and policy of each label.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
         compile: Whether steps are compiled.
         mixed: Whether some parameters of the model are of 16 bits.
 
     Attributes:
-        fields: By label, the hyperparameters in its param group, and the fields of its transform that they stand for.
+        fields: The hyperparameters of each label's param group, and the fields of its transform that they set.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class LabelledGroups(GroupMaker):
 class RowOptimizer(TorchOptimizer):
     """A ``torch.optim.Optimizer`` over the rows that this rank steps; made by a stepper, see ``FlatStepper.as_optimizer``.
 
-    There is a param group for each label, whose hyperparameters schedulers may change. Its parameters are DTensors, so that
+    Schedulers may change the hyperparameters of the param groups, of which each label has one. Parameters are DTensors, so that
     ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` see all ranks' gradients, if every rank calls them.
 
     Args:
         labelled: The labels of the model.
-        parameters: What is stepped, by name, in the model's order; frozen ones too.
+        parameters: The parameters to step, by name, in the model's order, including frozen ones.
         groups: Makes its groups.
         step: The stepper's step.
         clear: Discards the gradients of a cycle.
@@ -111,7 +111,7 @@ class RowOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Sum what is to be summed, and step: the stepper's ``step``.
+        """Complete the gradients, and step: the stepper's ``step``.
 
         Args:
             closure: Recomputes the loss and the gradients; called once, with gradients enabled.

@@ -1,4 +1,4 @@
-"""What ranks along a mesh's outer dimension do: sum gradients (HSDP), and, each its part of the rows, step (HFSDP)."""
+"""Sums and steps along a mesh's outer dimension: ranks sum gradients (HSDP), and each may step a part of the rows (HFSDP)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class OuterRows:
 
     Args:
         parameters: FSDP2's, by name.
-        mesh: Of one dimension, or of two, (outer, inner).
+        mesh: A mesh of one dimension, or of two, (outer, inner).
         outer: The ranks that hold the same rows.
         is_cut: Whether they cut them once more.
 
     Attributes:
-        stepped: For each parameter what is stepped: itself, or a DTensor over the memory of this rank's part of its rows.
+        stepped: The tensor that is stepped for each parameter: the parameter, or a DTensor over this rank's part of its rows.
     """
 
     def __init__(

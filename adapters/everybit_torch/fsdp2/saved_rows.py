@@ -25,11 +25,11 @@ class RowParts:
         self._names = {id(p): name for name, p in stepper.stepped.items()}
 
     def model(self) -> Flat:
-        """Rows of what is sharded, and all of what is not."""
+        """The rows of sharded tensors, and all of other tensors."""
         return {f"model.{name}": _run(x) for name, x in model_tensors(self._stepper.model).items()}
 
     def state(self) -> Flat:
-        """As the optimizer's state dict has it."""
+        """Return the entries of the optimizer's state dict."""
         found: Flat = {}
         for unit in self._optimizer.engine.units:
             factors = {entry.name for entry in unit.kept_entries() if entry.cut in ("tensor", "rows")}
@@ -40,7 +40,7 @@ class RowParts:
         return found
 
     def kept(self) -> dict[str, list[Entry]]:
-        """Of the parameters that have elements: every rank has rows of all of them, or none of its own."""
+        """Return the parameters that have elements. A rank may have no rows of one."""
         return {
             self._names[id(member.parameter)]: unit.kept_entries()
             for unit in self._optimizer.engine.units

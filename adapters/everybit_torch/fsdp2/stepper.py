@@ -41,7 +41,7 @@ class FSDP2Stepper:
 
     Args:
         model: The model.
-        judged: What was found out about it and the stepper's arguments.
+        judged: The arguments, and the model's units and labels.
     """
 
     def __init__(self, model: nn.Module, judged: Judged) -> None:
@@ -102,11 +102,11 @@ class FSDP2Stepper:
             self.finish_gradients()
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """One backward pass, whose gradients are summed."""
+        """Return the context of a backward pass that sums its gradients over the ranks."""
         return self._pass("microbatch", last=last, reduces=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes whose gradients stay on this rank."""
+        """Return the context of backward passes that keep gradients on this rank."""
         return self._pass("no_sync", last=False, reduces=False)
 
     def sync(self) -> AbstractContextManager[None]:
@@ -219,7 +219,7 @@ class FSDP2Stepper:
         return StepReport(barriers.sqrt(squares), skipped, report, untouched)
 
     def _look_at(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, tuple[NonFinite, ...], bool]:
-        """Sum the squares over all ranks, and look for what is not finite.
+        """Sum the squares over all ranks, and find non-finite gradients.
 
         An element that is not finite shows in the sum; of large float64 numbers the squares may overflow, so that elements are counted.
         """
@@ -235,7 +235,7 @@ class FSDP2Stepper:
         return squares, found, bool(found)
 
     def _find_nonfinite(self, gradients: Mapping[str, Tensor]) -> tuple[NonFinite, ...]:
-        """Whose gradients are not finite, on which rank, and since when."""
+        """Name the parameters with non-finite gradients, the ranks, and the stage."""
         counts = torch.zeros(2, len(self.parameters), dtype=torch.int64, device=self._device)
         for main in self.main_gradients:
             for parameter, count in main.nonfinite.items():
@@ -260,7 +260,7 @@ class FSDP2Stepper:
     def zero_grad(self) -> None:
         """Discard the gradients of this cycle, also of an interrupted one."""
         model: Any = self.model
-        # Which an error may have left in the middle of a pass. Before its first pass FSDP2 has nothing to reset.
+        # An error may have left FSDP2 in the middle of a pass. Before the first pass it cannot be reset.
         if hasattr(model, "reset_iter_state") and any(main.forwards for main in self.main_gradients):
             model.reset_iter_state()
         self._forget()
@@ -335,7 +335,7 @@ class FSDP2Stepper:
 
     @property
     def stepped(self) -> Mapping[str, nn.Parameter]:
-        """What the optimizer steps, by name: FSDP2's parameters, or the outer ranks' parts of them."""
+        """The tensors that the optimizer steps, by name: FSDP2's parameters, or outer parts of them."""
         return self._rows.stepped
 
     @property
@@ -351,7 +351,7 @@ class FSDP2Stepper:
 
     @property
     def described(self) -> str:
-        """What it is, in a line."""
+        """A description in one line."""
         kind = self._judged.given.sharding
         outer = f", outer={kind.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""
         return f"strategy={kind.strategy!r} over {self.inner.size}{outer}, {len(self._judged.units)} units of FSDP2"
@@ -384,7 +384,7 @@ class FSDP2Stepper:
         return self._touched is not None or not all(main.is_empty for main in self.main_gradients)
 
     def require_equal_passes(self, name: str) -> None:
-        """Nothing: every step compares the ranks' passes before it changes a weight."""
+        """Do nothing: every step compares the ranks' passes before it changes a weight."""
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -396,13 +396,13 @@ class FSDP2Stepper:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Rows have changed: give them to the outer ranks, and free what was gathered of them before."""
+        """Send changed rows to the outer ranks, and free weights that were gathered before."""
         self._rows.hand_out(self.parameters)
         for unit in self._judged.units:
             unit.module.reshard()
 
     def saved_parts(self) -> SavedParts:
-        """What this rank saves."""
+        """Return this rank's part of a checkpoint."""
         from everybit_torch.fsdp2.saved_rows import RowParts
 
         return RowParts(self)

@@ -17,7 +17,7 @@ class Unit:
     """A module to which ``fully_shard`` was applied.
 
     Attributes:
-        name: In the model; the model's own is empty.
+        name: The module's name in the model; empty for the model.
         module: It, an ``FSDPModule``.
         trained: The sharded parameters that it gathers and that require a gradient, by name.
     """
@@ -35,7 +35,7 @@ def homes_of(model: nn.Module, modules: Mapping[str, nn.Module], ignored: Collec
 
     Args:
         model: The model.
-        modules: Of the units, by name.
+        modules: Each unit's module, by name.
         ignored: Ids of parameters that are left alone.
 
     Raises:
@@ -61,7 +61,7 @@ def require_shardable(model: nn.Module, homes: Mapping[str, str]) -> None:
     """Refuse parameters that ``fully_shard`` does not take, before anything is changed.
 
     Args:
-        model: With whole parameters.
+        model: A model with whole parameters.
         homes: The unit of each parameter.
 
     Raises:
@@ -117,7 +117,7 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules to which ``fully_shard`` was applied, by name; the model first.
 
     Raises:
-        ValueError: The model itself is none.
+        ValueError: ``fully_shard`` was not applied to the model itself.
     """
     if not _is_fsdp(model):
         raise ValueError(
@@ -131,7 +131,7 @@ def units_of(model: nn.Module, ignored: Collection[int]) -> list[Unit]:
     """The units of a model that is sharded, the model's own first.
 
     Raises:
-        ValueError: A parameter that is neither sharded by one of them nor ignored.
+        ValueError: A parameter is neither sharded nor ignored.
     """
     modules = sharded_modules(model)
     homes = homes_of(model, modules, ignored)

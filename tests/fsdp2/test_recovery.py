@@ -83,14 +83,22 @@ def recovered(where: str, unit: str, shape: tuple[int, ...], outer: Any) -> list
     return found
 
 
+PLACES = [
+    *((where, unit) for where in ("forward", "backward") for unit in ("first", "second", "second.inner", "")),
+    ("loss", ""),
+]
+
+
 @pytest.mark.parametrize(
-    ("where", "unit"),
+    ("where", "unit", "shape", "outer"),
     [
-        *((where, unit) for where in ("forward", "backward") for unit in ("first", "second", "second.inner", "")),
-        ("loss", ""),
+        *((*place, (2,), "no_shard") for place in PLACES),
+        *(
+            pytest.param(*place, (2, 2), "optim", marks=() if number % 4 == 2 else pytest.mark.exhaustive)
+            for number, place in enumerate(PLACES)
+        ),
     ],
 )
-@pytest.mark.parametrize(("shape", "outer"), [((2,), "no_shard"), ((2, 2), "optim")])
 def test_a_cycle_after_an_error_has_the_bits_of_one_without(
     where: str, unit: str, shape: tuple[int, ...], outer: str
 ) -> None:

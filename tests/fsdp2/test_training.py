@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +22,7 @@ LAYOUTS = [
     *(((n,), "no_shard") for n in (1, 2, 4)),
     *((shape, outer) for shape in [(2, 2), (2, 1)] for outer in ("no_shard", "optim")),
 ]
+PATTERNS = [(1, "microbatch"), (3, "microbatch"), (3, "no_sync"), (3, "neither")]
 POLICIES = ["FP32", "KAHAN_BF16", "EXACT_BF16", "LEAN_BF16", "TIGHT_BF16", "FLOOR_BF16", "MIXED_BF16"]
 
 
@@ -47,13 +52,16 @@ def alone(policy: str, ranks: int, microbatches: int) -> tuple[Weights, list[flo
     return weights_of(model), norms
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("shape", "outer"), LAYOUTS)
-@pytest.mark.parametrize(
-    ("microbatches", "pattern"), [(1, "microbatch"), (3, "microbatch"), (3, "no_sync"), (3, "neither")]
-)
+def cases() -> Iterator[Any]:
+    """All of them; `make test` has each policy under each layout, and each of these in each pattern."""
+    for (one, policy), (two, layout), (three, pattern) in product(*map(enumerate, (POLICIES, LAYOUTS, PATTERNS))):
+        marks = () if three == (one + 2 * two) % len(PATTERNS) else pytest.mark.exhaustive
+        yield pytest.param(policy, *layout, *pattern, marks=marks)
+
+
+@pytest.mark.parametrize(("policy", "shape", "outer", "microbatches", "pattern"), list(cases()))
 def test_bits_of_one_process(
-    policy: str, shape: tuple[int, ...], microbatches: int, pattern: Pattern, outer: OuterStrategy
+    policy: str, shape: tuple[int, ...], outer: OuterStrategy, microbatches: int, pattern: Pattern
 ) -> None:
     ranks = torch.Size(shape).numel()
     weights, norms = alone(policy, ranks, microbatches)
@@ -89,7 +97,7 @@ def summed(pattern: Pattern, outer: OuterStrategy, shape: tuple[int, ...], compu
     return float(stepper.step().grad_norm)
 
 
-@pytest.mark.parametrize("computes", [None, torch.bfloat16])
+@pytest.mark.parametrize("computes", [None, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("pattern", ["microbatch", "no_sync", "neither"])
 @pytest.mark.parametrize(("shape", "outer"), LAYOUTS)
 def test_main_gradients_are_summed_in_their_own_dtype(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import Blocks
+from everybit.base import Blocks, Scattered
 from everybit.stepping import OptimizerState
 from everybit_torch.compiling import is_whole
 
@@ -51,7 +51,7 @@ class DirectCalls:
         state: OptimizerState[Any],
         numbers: Tensor,
         given: Mapping[str, Tensor],
-        first: Tensor | Blocks,
+        first: Tensor | Blocks | Scattered,
         totals: Sequence[Tensor],
         members: tuple[eb.Members, ...] | None = None,
     ) -> None:

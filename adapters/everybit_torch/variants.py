@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit.base import Blocks
+from everybit.base import Blocks, Scattered
 from everybit.policies import AnyPolicy
 from everybit.stepping import OptimizerState
 from everybit_torch import notices
@@ -40,6 +40,9 @@ _LOGGER = logging.getLogger("everybit_torch")
 
 LIMIT = 8
 """Variants of one step that differ in constants, or in the answers to which periodic work is due."""
+
+FirstOnDevice = Tensor | Blocks | Scattered
+"""Global index of the first element, int64, 0-d; or those of a vector whose elements are no neighbours."""
 
 R = TypeVar("R")
 Body = Callable[..., R]
@@ -72,7 +75,7 @@ class Inputs:
     tensors: list[Tensor]
     grads: list[Tensor]
     state: OptimizerState[Any]
-    first: Tensor | Blocks
+    first: FirstOnDevice
     totals: list[Tensor]
     members: tuple[eb.Members, ...] | None
     policy: AnyPolicy
@@ -304,7 +307,7 @@ class Variants(Generic[R]):
             state: OptimizerState[Any],
             numbers: Tensor,
             given: dict[str, Tensor],
-            first: Tensor | Blocks,
+            first: FirstOnDevice,
             totals: list[Tensor],
             members: tuple[eb.Members, ...] | None,
         ) -> R:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everybit import Key
-from everybit.base import Lane, stream, uniform
+from everybit.base import Lane, Scattered, stream, uniform
 from tests.support.float_patterns import assert_same_bits, key
 
 COUNT = 2**15
@@ -48,6 +48,28 @@ ELSEWHERE = {
     "elements 2**33 further": replace(BASE, first=2**33),
     "seed and stream exchanged": replace(BASE, seed=stream("params"), stream=7),
 }
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 2**20), st.integers(0, 40)), min_size=1, max_size=6),
+    high=st.sampled_from([0, 1, 2**20]),
+    low=st.sampled_from([0, 2**31 - 10, 2**32 - 2**21]),
+)
+def test_gathered_elements_draw_what_they_draw_where_they_belong(
+    parts: list[tuple[int, int]], high: int, low: int
+) -> None:
+    firsts, lengths = [(high << 32) + low + first for first, _ in parts], [n for _, n in parts]
+    scattered = Scattered.of(firsts, lengths, torch.device("cpu"))
+    gathered = key(first=scattered).bits(torch.empty(sum(lengths)))
+    apart = [key(first=first).bits(torch.empty(n)) for first, n in zip(firsts, lengths, strict=True)]
+    assert torch.equal(gathered, torch.cat(apart))
+    cut = sum(lengths) // 2
+    assert torch.equal(key(first=scattered.cut(cut, sum(lengths))).bits(torch.empty(sum(lengths) - cut)), gathered[cut:])
+
+
+def test_elements_with_different_upper_words_are_not_gathered() -> None:
+    with pytest.raises(ValueError, match=r"^firsts: got indices with the upper words \[0, 1\]"):
+        Scattered.of([2**32 - 2], [4], torch.device("cpu"))
 
 
 @given(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everybit import Key
-from everybit.base import LowDType, torch_dtype
+from everybit.base import FirstElement, LowDType, torch_dtype
 
 EVERY_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 
@@ -84,7 +84,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.view(integers), expected.view(integers), rtol=0, atol=0)
 
 
-def key(*, seed: int = 0, step: int = 1, stream: int = 1, first: int | Tensor = 0) -> Key:
+def key(*, seed: int = 0, step: int = 1, stream: int = 1, first: FirstElement = 0) -> Key:
     """Names some random bits; always the same ones."""
     return Key(seed, torch.tensor(step), stream, first)
 

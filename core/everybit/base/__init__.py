@@ -2,7 +2,7 @@
 
 from everybit.base import tree
 from everybit.base.barriers import atan, cos, exp, log, materialize, sqrt, sum_of_squares
-from everybit.base.blocks import Blocks, FirstElement, first_of_whole, without_gaps
+from everybit.base.blocks import Blocks, FirstElement, Scattered, first_of_whole, without_gaps
 from everybit.base.dimensions import mean
 from everybit.base.dtypes import (
     COMPUTE_DTYPES,
@@ -41,7 +41,7 @@ from everybit.base.tree import Slot, state
 
 __all__ = [
     "COMPUTE_DTYPES", "FLOAT_DTYPES", "LOW_DTYPES", "Blocks", "ComputeDType", "FirstElement", "FloatDType", "Hyperparameter", "Key",
-    "Lane", "LowDType", "Numbering", "Scalar", "Schedule", "Slot", "at", "atan", "beside", "bias_correction", "by_name", "cos",
+    "Lane", "LowDType", "Numbering", "Scalar", "Scattered", "Schedule", "Slot", "at", "atan", "beside", "bias_correction", "by_name", "cos",
     "dtype_name", "exp", "first_of_whole", "is_parameter", "is_zero", "itemsize", "label_table", "load_state_dict", "log",
     "materialize", "mean", "normal", "once", "plain_name", "require", "require_count", "require_each", "require_member", "require_name",
     "require_patterns", "require_seed", "require_step", "sqrt", "square_root", "state", "state_dict", "straight_through", "stream",

@@ -1,4 +1,8 @@
-"""Flat buffers in which parameters begin at multiples of a block, with gaps before them.
+"""The global indices of the elements of flat buffers.
+
+A buffer whose parameters are neighbours in the model needs one index, that of its first element. Two kinds need more. A vector that is
+gathered from several places of a model is :class:`Scattered`. And in :class:`Blocks` parameters begin at multiples of a block, with gaps
+before them:
 
     elements   |a a a a|a a . .|b b b b|b . . .|      . is a gap
     first       0       4       6       10            a has the indices 0 to 5, b those from 6 on
@@ -10,6 +14,7 @@ own, and all of them are stepped as one buffer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -56,8 +61,51 @@ class Blocks:
         return numbers[:, None].expand(-1, self.size).reshape(-1)
 
 
-FirstElement = int | Tensor | Blocks
-"""Global index of a buffer's first element, which the others follow; or those of a buffer with gaps."""
+@tree.state
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """The elements of a vector that is gathered from several places of a model, for the ``first_element`` of a :class:`~everybit.Context`.
+
+    They draw the random bits that they draw in any other layout. Words of 32 bits are vectorised, which int64 indices are not.
+
+    Attributes:
+        low: Lower word of the global index of each element: int32, 1-d.
+        high: Upper word, which all of them share: int32, 0-d.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    @staticmethod
+    def of(firsts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Scattered:
+        """Return the indices of the elements of several parameters, one after the other.
+
+        Args:
+            firsts: Global index of the first element of each.
+            lengths: Number of elements of each.
+            device: Device of the vector.
+
+        Raises:
+            ValueError: The indices have different upper words.
+        """
+        highs = {index >> 32 for first, n in zip(firsts, lengths, strict=True) if n for index in (first, first + n - 1)}
+        if len(highs) > 1:
+            raise ValueError(
+                f"firsts: got indices with the upper words {sorted(highs)}; accepted are elements that share one."
+            )
+        parts = [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
+        low = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return Scattered(
+            low.to(torch.int32).to(device), torch.tensor(min(highs, default=0), dtype=torch.int32, device=device)
+        )
+
+    def cut(self, start: int, stop: int) -> Scattered:
+        """Return those of the elements ``start`` to ``stop``."""
+        return Scattered(self.low[start:stop], self.high)
+
+
+FirstElement = int | Tensor | Blocks | Scattered
+"""Global index of a buffer's first element, which the others follow; or those of a buffer whose elements are no neighbours."""
 
 
 def without_gaps(first: FirstElement, values: P) -> P:
@@ -66,6 +114,6 @@ def without_gaps(first: FirstElement, values: P) -> P:
 
 
 def first_of_whole(first: FirstElement) -> int | Tensor:
-    """Return the index of the first element of a whole tensor, which is never in a buffer with gaps."""
-    assert not isinstance(first, Blocks)
+    """Return the index of the first element of a whole tensor, which lies in no buffer with others."""
+    assert not isinstance(first, (Blocks, Scattered))
     return first

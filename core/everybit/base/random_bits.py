@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everybit.base.barriers import materialize
-from everybit.base.blocks import Blocks, FirstElement
+from everybit.base.blocks import Blocks, FirstElement, Scattered
 
 
 class Lane(NamedTuple):
@@ -36,7 +36,7 @@ class Numbering(NamedTuple):
     """The indices of a tensor's elements.
 
     Attributes:
-        first: Index of the first, which the others follow; or the blocks of a buffer with gaps.
+        first: Index of the first, which the others follow; or those of a buffer whose elements are no neighbours.
         kind: Name of what is counted together: elements of two kinds may have one index, and draw from different streams.
     """
 
@@ -51,11 +51,11 @@ class Numbering(NamedTuple):
 
         Args:
             tensors: In order.
-            first: Index of the first element of each kind; of a single tensor with gaps its blocks.
+            first: Index of the first element of each kind; of a single tensor whose elements are no neighbours, all of them.
             kinds: For each tensor; None: all are of one.
         """
         named = [""] * len(tensors) if kinds is None else kinds
-        if isinstance(first, Blocks):
+        if isinstance(first, (Blocks, Scattered)):
             return (Numbering(first, *named),)
         offsets = dict.fromkeys(named, 0)
         found = []
@@ -74,7 +74,7 @@ class Key:
             member of a population may have a seed of its own.
         step: Number of the update, int64, 0-d.
         stream: Tells apart tensors that are rounded in the same step; see :func:`stream`.
-        first: Global index of the tensor's first element, or the blocks of a buffer with gaps.
+        first: Global index of the tensor's first element, or those of a buffer whose elements are no neighbours.
         lane: Where 16 bits come from, if another tensor of the same elements takes the other 16.
     """
 
@@ -101,6 +101,9 @@ class Key:
         word, inner = self._words(stream)
         if isinstance(self.first, Blocks):
             return self._draw_blocks(like, self.first, word, inner)
+        if isinstance(self.first, Scattered):
+            start = materialize(_mix(word ^ self.first.high))
+            return _mix(self.first.low + start, materialize(inner)).reshape(like.shape)
         count, low, high, carry = _index(like, _known(self.first, self.step))
         # Indices and the key's first word are added before the elements are looked at: one operation on each element, not two.
         start = materialize(_mix(word ^ high) + low)

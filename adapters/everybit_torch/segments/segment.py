@@ -1,0 +1,193 @@
+"""A segment: a tensor that is stepped at once, with its state and the places of its elements in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.base import Blocks, FirstElement, Scattered
+from everybit.combinators import needs_whole_tensors
+from everybit.formats import PartSpec
+from everybit.policies import Resolved
+from everybit.protocol import advance, require_done
+from everybit.stepping import Metrics, OptimizerState, StepTrace
+from everybit.stepping.entries import Entry, cut, entries, map_parts
+from everybit.stepping.metrics import measure
+from everybit_torch.host_counts import Due, HostCount
+
+PIECE = 1 << 18
+"""Elements that are stepped at a time on a CPU without a compiler: the temporaries of one operation fit into a core's cache."""
+
+DEVICE_PIECE = 1 << 24
+"""Elements that are stepped at a time on an accelerator without a compiler: a kernel is worth its launch, and temporaries stay small."""
+
+CHUNK = 1 << 22
+"""Elements of which the state is initialised at a time, so that a first step needs no float32 copy of the model."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A tensor that is stepped at once.
+
+    It knows no parameter, no model and no rank. Those who make segments settle masks and labels first.
+
+    Args:
+        optimizer: The optimizer of these elements.
+        tensor: The weights, as stored. A step changes them in place.
+        state: The optimizer's state for them, which a step changes in place.
+        first: Global index of the first element, which the others follow; or the indices of a vector whose elements are no neighbours.
+
+    Attributes:
+        stored: The formats of the weights and of the state.
+        first_tensor: ``first`` on the device: int64, 0-d, or the other indices as they are.
+        count: The host's copy of ``state.step``.
+    """
+
+    optimizer: eb.Optimizer[Any]
+    tensor: Tensor
+    state: OptimizerState[Any]
+    first: int | Blocks | Scattered = 0
+    stored: Resolved = field(init=False)
+    first_tensor: Tensor | Blocks | Scattered = field(init=False)
+    count: HostCount = field(init=False, default_factory=HostCount)
+
+    def __post_init__(self) -> None:
+        (self.stored,) = self.optimizer.formats([self.tensor])
+        first, device = self.first, self.tensor.device
+        self.first_tensor = torch.full((), first, dtype=torch.int64, device=device) if isinstance(first, int) else first
+
+    @classmethod
+    def new(cls, optimizer: eb.Optimizer[Any], tensor: Tensor, first: int | Blocks | Scattered = 0) -> Segment:
+        """Return a segment before its first step. The state of a long vector is computed piece by piece."""
+        if tensor.ndim != 1 or tensor.numel() <= CHUNK or needs_whole_tensors(optimizer.transform):
+            return cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first)
+        (stored,) = optimizer.formats([tensor])
+
+        def room(x: Tensor, part: PartSpec | None) -> Tensor:
+            return x.new_empty(tensor.numel() if part is None else part.count(tensor.numel()))
+
+        none = tensor[:0]
+        made = cls(optimizer, tensor, map_parts(optimizer.init([none]), [none], [stored], room, torch.clone), first)
+        for _, part in made.pieces(CHUNK, lambda x: x):
+            write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
+        return made
+
+    # -- cutting --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it must not be cut, because its transform must see whole tensors."""
+        return needs_whole_tensors(self.optimizer.transform)
+
+    def cut(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor] = torch.clone) -> Segment:
+        """Return the segment of some elements of a vector, as views.
+
+        Args:
+            start: The first element; a multiple of the formats' block.
+            stop: The element after the last.
+            on_shared: Makes the counts and other shared state of the part. By default it has copies.
+
+        Raises:
+            ValueError: A block of a format lies on both sides of an edge.
+        """
+        state = cut(self.state, [self.tensor], [self.stored], start, stop, on_shared)
+        first = self.first + start if isinstance(self.first, int) else self.first.cut(start, stop)
+        part = Segment(self.optimizer, self.tensor[start:stop], state, first)
+        part.count.note(part.state.step, self.count.known(self.state.step))
+        return part
+
+    def pieces(
+        self, elements: int, on_shared: Callable[[Tensor], Tensor] = torch.clone
+    ) -> Iterator[tuple[slice, Segment]]:
+        """Cut a long vector, for work that goes through it a part at a time; another segment is one piece.
+
+        Args:
+            elements: Of a piece, or about as many: pieces begin at multiples of a block.
+            on_shared: See :meth:`cut`. Copies: every piece counts from the same step.
+
+        Yields:
+            The elements of the piece, and the piece.
+        """
+        numel, block = self.tensor.numel(), self.stored.policy.block
+        if self.tensor.ndim != 1 or self.is_whole or numel <= elements:
+            yield slice(0, numel), self
+            return
+        size = max(elements // block, 1) * block
+        for start in range(0, numel, size):
+            stop = min(start + size, numel)
+            yield slice(start, stop), self.cut(start, stop, on_shared)
+
+    # -- state ----------------------------------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[tuple[Entry, Tensor]]:
+        """List the tensors of the state with their names and roles."""
+        return entries(self.state, [self.tensor], 0, self.stored)
+
+    def shared(self) -> list[Tensor]:
+        """List counts, and other state that is no element's."""
+        return [x for entry, x in self.entries() if entry.role == "shared"]
+
+    # -- stepping -------------------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, grad: Tensor, totals: Sequence[Tensor] = (), *, due: Due = (), metrics: bool = False
+    ) -> Metrics | None:
+        """Step in place without a compiler, a piece of a cache's size at a time.
+
+        Args:
+            grad: The gradient, in the tensor's shape.
+            totals: The totals of the transform's requests, in order; see :mod:`everybit_torch.segments.totals`.
+            due: The periodic work that is due.
+            metrics: Whether to measure the step.
+        """
+        measured: Metrics | None = None
+        part = self
+        for where, part in self.pieces(piece_size(self.tensor.device)):
+            own = grad if part is self else grad[where]
+            found = step_in_place(
+                self.optimizer, [part.tensor], [own], part.state, part.first, totals=totals, due=due, metrics=metrics
+            )
+            measured = found if measured is None or found is None else measured + found
+        if part is not self:
+            write(self.shared(), part.shared())
+        return measured
+
+
+def piece_size(device: torch.device) -> int:
+    """Elements that are stepped at a time on a device without a compiler."""
+    return PIECE if device.type in ("cpu", "meta") else DEVICE_PIECE
+
+
+def step_in_place(
+    optimizer: eb.Optimizer[Any],
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    state: OptimizerState[Any],
+    first: FirstElement,
+    *,
+    totals: Sequence[Tensor] = (),
+    due: Due = (),
+    metrics: bool = False,
+) -> Metrics | None:
+    """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores."""
+    ctx = eb.Context(first_element=first, due=due, pending=len(totals) > 0)
+    found = advance(optimizer.step_traced(tensors, grads, state, ctx), totals)
+    trace: StepTrace = require_done(found, optimizer.transform)
+    measured = measure(optimizer, trace, ctx) if metrics else None
+    write((tensors, state), (trace.params, trace.state))
+    return measured
+
+
+def write(into: object, values: object) -> None:
+    """Copy the tensors of one tree over those of another."""
+    for old, new in zip(eb.tree.leaves(into), eb.tree.leaves(values), strict=True):
+        if not old.ndim and old.is_floating_point() and torch.compiler.is_compiling():
+            # Dynamo (torch 2.13) makes a number of a 0-d float64 input, and when it traces anew without one it takes a write for unused
+            # (OutputGraph.remove_tensorify_specialized_graphargs). It sees no number in a view.
+            old, new = old.view(1), new.reshape(1)
+        old.copy_(new)

@@ -1,0 +1,204 @@
+"""However parameters are cut, gathered and compiled, segments step with the bits of one pure step of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import everybit as eb
+from everybit_torch.segments import segment as module
+from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.short import Bucket
+from everybit_torch.segments.steps import Steps
+from everybit_torch.segments.totals import Work, find_totals
+
+SHAPES = [(300, 30), (7,), (64, 6), (5, 3), (1,), (40, 20)]
+FIRSTS = [sum(torch.Size(s).numel() for s in SHAPES[:n]) for n in range(len(SHAPES))]
+POLICIES = ["FP32", "EXACT_BF16", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16", "TIGHT_BF16", "MIXED_BF16"]
+
+
+def clipped(learning_rate: Any) -> eb.Transform[Any]:
+    return eb.chain(eb.clip_by_global_norm(0.5), eb.adamw(learning_rate), eb.clip_by_global_norm(0.01))
+
+
+FACTORIES: dict[str, Callable[..., eb.Transform[Any]]] = {
+    "adamw": eb.adamw,
+    "clipped": clipped,
+    "accumulated": lambda learning_rate: eb.accumulate(eb.adamw(learning_rate), every=2),
+    "guarded": lambda learning_rate: eb.apply_if_finite(eb.sgd(learning_rate, momentum=0.9)),
+    "prodigy": lambda learning_rate: eb.prodigy(learning_rate),
+}
+
+
+def weights(policy: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(s).to(torch.float32 if policy == "FP32" else torch.bfloat16) for s in SHAPES]
+
+
+def gradients(step: int, like: Sequence[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    found = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in like]
+    if step == 3:
+        found[0][0, 0] = float("nan")
+    return found
+
+
+def pure(factory: Callable[..., eb.Transform[Any]], policy: str, steps: int) -> list[Tensor]:
+    """The weights after some steps of the whole tree."""
+    optimizer = eb.with_policy(factory(learning_rate=0.03), policy, seed=5)
+    tree = weights(policy)
+    state = optimizer.init(tree)
+    for step in range(steps):
+        tree, state = optimizer.step(tree, gradients(step, tree), state)
+    return tree
+
+
+class Drive:
+    """Long parameters as segments, short ones in buckets."""
+
+    def __init__(self, steps: Steps, parameters: list[Tensor], short: Sequence[Sequence[int]]) -> None:
+        self.steps, self.parameters = steps, parameters
+        gathered = {number for bucket in short for number in bucket}
+        self.long = {
+            n: Segment.new(steps.optimizer, p.detach().view(-1), FIRSTS[n])
+            for n, p in enumerate(parameters) if n not in gathered
+        }  # fmt: skip
+        self.buckets = [
+            (list(bucket), Bucket(steps.optimizer, [parameters[n] for n in bucket], [FIRSTS[n] for n in bucket]))
+            for bucket in short
+        ]
+
+    def step(self, grads: list[Tensor]) -> None:
+        work = [Work(segment, grads[n].reshape(-1)) for n, segment in self.long.items()]
+        work += [Work(bucket.segment, bucket.gather([grads[n] for n in numbers])) for numbers, bucket in self.buckets]
+        totals = find_totals(work, find=self.steps.find)
+        for segment, grad, *_ in work:
+            self.steps.step(segment, grad, totals)
+        for _, bucket in self.buckets:
+            bucket.scatter()
+
+    def come_apart(self) -> None:
+        for numbers, bucket in self.buckets:
+            self.long |= dict(zip(numbers, bucket.apart(), strict=True))
+        self.buckets = []
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr(module, "CHUNK", 700)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("short", [[], [[1, 2, 3, 4]], [[1, 3], [2, 4, 5]], [[4, 1]]])
+def test_segments_have_the_bits_of_the_whole(
+    name: str, policy: str, short: list[list[int]], small_pieces: None
+) -> None:
+    factory, parameters = FACTORIES[name], weights(policy)
+    at = [p.data_ptr() for p in parameters]
+    drive = Drive(Steps(factory, policy, {"learning_rate": 0.03}, seed=5, compile=False), parameters, short)
+    for step in range(4):
+        drive.step(gradients(step, parameters))
+    drive.come_apart()
+    for step in range(4, 6):
+        drive.step(gradients(step, parameters))
+    assert [p.data_ptr() for p in parameters] == at
+    for found, expected in zip(parameters, pure(factory, policy, 6), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "KAHAN_BF16"])
+@pytest.mark.parametrize("name", ["adamw", "clipped"])
+def test_compiled_steps_have_the_bits_of_the_whole(name: str, policy: str) -> None:
+    factory, parameters = FACTORIES[name], weights(policy)
+    drive = Drive(Steps(factory, policy, {"learning_rate": 0.03}, seed=5), parameters, [[1, 2, 3, 4]])
+    for step in range(3):
+        drive.step(gradients(step, parameters))
+    for found, expected in zip(parameters, pure(factory, policy, 3), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(deadline=None, max_examples=30)
+@given(edges=st.lists(st.integers(1, 800 - 1), unique=True, max_size=4), policy=st.sampled_from(POLICIES))
+def test_a_vector_may_be_cut_anywhere_at_any_time(edges: list[int], policy: str) -> None:
+    dtype = torch.float32 if policy == "FP32" else torch.bfloat16
+    vector = torch.randn(800, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grads = [torch.randn(800, generator=torch.Generator().manual_seed(2 + step)).to(dtype) for step in range(3)]
+    optimizer = eb.with_policy(eb.adamw(0.1), policy)
+    whole, cut = (Segment.new(optimizer, vector.clone(), 2**32 - 100) for _ in range(2))
+    for grad in grads:
+        whole.step(grad)
+    cut.step(grads[0])
+    bounds = [0, *sorted(edges), 800]
+    parts = [(slice(a, b), cut.cut(a, b)) for a, b in pairwise(bounds)]
+    for grad in grads[1:]:
+        for where, part in parts:
+            part.step(grad[where])
+    assert torch.equal(cut.tensor, whole.tensor)
+    for (entry, a), (_, b) in zip(whole.entries(), cut.entries(), strict=True):
+        assert entry.role == "shared" or torch.equal(a, b), entry.name
+
+
+def test_a_bucket_follows_its_parameters_and_takes_any_strides() -> None:
+    tree = [torch.randn(4, 6).t(), torch.randn(5)]
+    parameters = [torch.nn.Parameter(x) for x in tree]
+    optimizer = eb.with_policy(eb.adamw(0.1), "FP32")
+    bucket = Bucket(optimizer, parameters, [0, 24])
+    state = optimizer.init(tree)
+    for step in range(3):
+        grads = gradients(step + 10, tree)
+        bucket.segment.step(bucket.gather(grads))
+        with torch.no_grad():
+            bucket.scatter()
+        tree, state = optimizer.step(tree, grads, state)
+        assert all(torch.equal(p, x) for p, x in zip(parameters, tree, strict=True))
+        parameters[step % 2].data = parameters[step % 2].data.clone()
+    assert parameters[0]._version > 0
+
+
+def test_blocks_of_a_format_begin_with_each_parameter() -> None:
+    policy = eb.Policy(momentum=eb.Blockwise("float", block=64), variance=eb.Blockwise("float", block=64))
+    tree = [torch.randn(70), torch.randn(3, 20), torch.randn(130)]
+    parameters = [x.clone() for x in tree]
+    optimizer = eb.with_policy(eb.adamw(0.1), policy, unsafe="allow")
+    bucket = Bucket(optimizer, parameters, [0, 70, 130])
+    states = [optimizer.init([x]) for x in tree]
+    for step in range(3):
+        grads = gradients(step + 10, tree)
+        bucket.segment.step(bucket.gather(grads))
+        bucket.scatter()
+        for number, first in enumerate([0, 70, 130]):
+            (tree[number],), states[number] = optimizer.step(
+                [tree[number]], [grads[number]], states[number], eb.Context(first_element=first)
+            )
+    assert all(torch.equal(p, x) for p, x in zip(parameters, tree, strict=True))
+
+
+def test_segments_that_make_different_requests_are_refused() -> None:
+    optimizers = [
+        eb.with_policy(one, "FP32") for one in (clipped(0.1), eb.chain(eb.clip_by_global_norm(1.0), eb.sgd(0.1)))
+    ]
+    work = [Work(Segment.new(one, torch.ones(3)), torch.ones(3)) for one in optimizers]
+    with pytest.raises(RuntimeError, match="makes different requests for different parameters"):
+        find_totals(work)
+
+
+def test_new_values_of_hyperparameters_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    steps = Steps(eb.adamw, "FP32", {"learning_rate": 0.1})
+    segment, reference = (Segment.new(steps.optimizer, torch.ones(100)) for _ in range(2))
+    steps.step(segment, torch.ones(100))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        steps.follow({"learning_rate": 0.2}, [(segment, None)])
+        steps.step(segment, torch.ones(100))
+    reference.step(torch.ones(100))
+    reference.optimizer = steps.optimizer
+    reference.step(torch.ones(100))
+    assert torch.equal(segment.tensor, reference.tensor)

@@ -64,7 +64,9 @@ def test_gathered_elements_draw_what_they_draw_where_they_belong(
     apart = [key(first=first).bits(torch.empty(n)) for first, n in zip(firsts, lengths, strict=True)]
     assert torch.equal(gathered, torch.cat(apart))
     cut = sum(lengths) // 2
-    assert torch.equal(key(first=scattered.cut(cut, sum(lengths))).bits(torch.empty(sum(lengths) - cut)), gathered[cut:])
+    assert torch.equal(
+        key(first=scattered.cut(cut, sum(lengths))).bits(torch.empty(sum(lengths) - cut)), gathered[cut:]
+    )
 
 
 def test_elements_with_different_upper_words_are_not_gathered() -> None:

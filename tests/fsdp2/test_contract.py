@@ -250,10 +250,11 @@ def evaluated() -> tuple[Weights, Weights, Weights]:
 
 
 def test_weights_for_evaluation_are_seen_by_all_outer_ranks_and_forgotten_after_it() -> None:
-    for before, inside, after in run(4, evaluated):
+    found = run(4, evaluated)
+    for before, inside, after in found:
         assert equal(before, after)
         assert not equal(before, inside)
-        assert equal(inside, run(4, evaluated)[0][1])
+        assert equal(inside, found[0][1])
 
 
 # -- models that were sharded before ----------------------------------------------------------------------------------------------------

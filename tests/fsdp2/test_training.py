@@ -54,9 +54,9 @@ def alone(policy: str, ranks: int, microbatches: int) -> tuple[Weights, list[flo
 
 def cases() -> Iterator[Any]:
     """All of them; `make test` has each policy under each layout, and each of these in each pattern."""
-    for (one, policy), (two, layout), (three, pattern) in product(*map(enumerate, (POLICIES, LAYOUTS, PATTERNS))):
+    for one, two, three in product(*(range(len(x)) for x in (POLICIES, LAYOUTS, PATTERNS))):
         marks = () if three == (one + 2 * two) % len(PATTERNS) else pytest.mark.exhaustive
-        yield pytest.param(policy, *layout, *pattern, marks=marks)
+        yield pytest.param(POLICIES[one], *LAYOUTS[two], *PATTERNS[three], marks=marks)
 
 
 @pytest.mark.parametrize(("policy", "shape", "outer", "microbatches", "pattern"), list(cases()))

@@ -37,7 +37,7 @@ FACTORIES: dict[str, Callable[..., eb.Transform[Any]]] = {
 }
 
 
-def weights(policy: str) -> list[Tensor]:
+def weights(policy: Any) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(s).to(torch.float32 if policy == "FP32" else torch.bfloat16) for s in SHAPES]
 
@@ -50,7 +50,7 @@ def gradients(step: int, like: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def pure(factory: Callable[..., eb.Transform[Any]], policy: str, steps: int) -> list[Tensor]:
+def pure(factory: Callable[..., eb.Transform[Any]], policy: Any, steps: int) -> list[Tensor]:
     """The weights after some steps of the whole tree."""
     optimizer = eb.with_policy(factory(learning_rate=0.03), policy, seed=5)
     tree = weights(policy)
@@ -100,7 +100,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("short", [[], [[1, 2, 3, 4]], [[1, 3], [2, 4, 5]], [[4, 1]]])
 def test_segments_have_the_bits_of_the_whole(
-    name: str, policy: str, short: list[list[int]], small_pieces: None
+    name: str, policy: Any, short: list[list[int]], small_pieces: None
 ) -> None:
     factory, parameters = FACTORIES[name], weights(policy)
     at = [p.data_ptr() for p in parameters]
@@ -117,7 +117,7 @@ def test_segments_have_the_bits_of_the_whole(
 
 @pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16", "KAHAN_BF16"])
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
-def test_compiled_steps_have_the_bits_of_the_whole(name: str, policy: str) -> None:
+def test_compiled_steps_have_the_bits_of_the_whole(name: str, policy: Any) -> None:
     factory, parameters = FACTORIES[name], weights(policy)
     drive = Drive(Steps(factory, policy, {"learning_rate": 0.03}, seed=5), parameters, [[1, 2, 3, 4]])
     for step in range(3):
@@ -128,7 +128,7 @@ def test_compiled_steps_have_the_bits_of_the_whole(name: str, policy: str) -> No
 
 @settings(deadline=None, max_examples=30)
 @given(edges=st.lists(st.integers(1, 800 - 1), unique=True, max_size=4), policy=st.sampled_from(POLICIES))
-def test_a_vector_may_be_cut_anywhere_at_any_time(edges: list[int], policy: str) -> None:
+def test_a_vector_may_be_cut_anywhere_at_any_time(edges: list[int], policy: Any) -> None:
     dtype = torch.float32 if policy == "FP32" else torch.bfloat16
     vector = torch.randn(800, generator=torch.Generator().manual_seed(1)).to(dtype)
     grads = [torch.randn(800, generator=torch.Generator().manual_seed(2 + step)).to(dtype) for step in range(3)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import FirstElement
-from everybit.policies import AnyPolicy
+from everybit.policies import AnyPolicy, PolicyOrName, with_name_resolved
 from everybit.stepping import Metrics, OptimizerState, Unsafe, with_policy
 from everybit.stepping.entries import map_parts
 from everybit_torch.choosing import Decision, applied
@@ -42,7 +42,7 @@ class Steps:
     def __init__(
         self,
         factory: Factory,
-        policy: AnyPolicy,
+        policy: PolicyOrName,
         arguments: Mapping[str, Any],
         *,
         seed: int = 0,
@@ -50,7 +50,8 @@ class Steps:
         compile: bool = True,
         number: int = 0,
     ) -> None:
-        self._factory, self._policy, self._seed, self._unsafe = factory, policy, seed, unsafe
+        self._factory, self._seed, self._unsafe = factory, seed, unsafe
+        self._policy: AnyPolicy = with_name_resolved(policy)
         self._compiles = compile
         self._numbers: dict[torch.device, Tensor] = {}
         self._steps: Variants[Metrics | None] = Variants(number, factory, seed, _step, compile)

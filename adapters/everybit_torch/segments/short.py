@@ -12,6 +12,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit_torch.segments.segment import Segment
+from everybit_torch.torch_internals.tensors import foreach_copy
 
 SHORT = 1 << 16
 """Elements below which a parameter on a CPU is stepped together with others: a call of compiled code takes as long as so many."""
@@ -79,7 +80,7 @@ class Bucket:
 
     def _read(self, vector: Tensor) -> None:
         if self._has_gaps or not all(x.ndim == 1 for x in self._targets):
-            torch._foreach_copy_(self._sources, self._targets)
+            foreach_copy(self._sources, self._targets)
         else:
             torch.cat(self._targets, out=vector)
 
@@ -101,14 +102,14 @@ class Bucket:
             self._grad = torch.zeros(vector.numel(), dtype=dtype, device=vector.device)
         if self._has_gaps:
             flat = [grad.reshape(-1) for grad in grads]
-            torch._foreach_copy_(self._cut(self._grad), flat)
+            foreach_copy(self._cut(self._grad), flat)
         else:
             torch.cat([grad.reshape(-1) for grad in grads], out=self._grad)
         return self._grad
 
     def scatter(self) -> None:
         """Write the new values back to the parameters."""
-        torch._foreach_copy_(self._targets, self._sources)
+        foreach_copy(self._targets, self._sources)
 
     def apart(self) -> list[Segment]:
         """Return a segment for each parameter, with views of the present state and counts of its own.

@@ -50,7 +50,8 @@ class Steps:
         compile: bool = True,
         number: int = 0,
     ) -> None:
-        self._factory, self._seed, self._unsafe = factory, seed, unsafe
+        self._factory, self._seed = factory, seed
+        self._unsafe: Unsafe = unsafe
         self._policy: AnyPolicy = with_name_resolved(policy)
         self._compiles = compile
         self._numbers: dict[torch.device, Tensor] = {}

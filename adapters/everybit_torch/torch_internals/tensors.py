@@ -12,6 +12,9 @@ from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
 
+foreach_copy: Any = getattr(torch, "_foreach_copy_", None)
+"""Copies the tensors of one list over those of another, in one call."""
+
 foreach_norm: Any = getattr(torch, "_foreach_norm", None)
 """The function that ``clip_grad_norm_`` calls; None in a torch without it, which then calls ``torch.linalg.vector_norm``."""
 

@@ -149,7 +149,7 @@ def test_a_vector_may_be_cut_anywhere_at_any_time(edges: list[int], policy: Any)
 
 def test_a_bucket_follows_its_parameters_and_takes_any_strides() -> None:
     tree = [torch.randn(4, 6).t(), torch.randn(5)]
-    parameters = [torch.nn.Parameter(x) for x in tree]
+    parameters = [torch.nn.Parameter(x.clone()) for x in tree]
     optimizer = eb.with_policy(eb.adamw(0.1), "FP32")
     bucket = Bucket(optimizer, parameters, [0, 24])
     state = optimizer.init(tree)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import everybit as eb
 from everybit_torch import FlatStepper, load_sharded, save_sharded
@@ -83,12 +84,17 @@ def recovered(where: str, unit: str, shape: tuple[int, ...], outer: Any) -> list
     return found
 
 
+needs_reset = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="torch before 2.13 cannot bring FSDP2 back from the middle of a pass",
+)
 PLACES = [
     *((where, unit) for where in ("forward", "backward") for unit in ("first", "second", "second.inner", "")),
     ("loss", ""),
 ]
 
 
+@needs_reset
 @pytest.mark.parametrize(
     ("where", "unit", "shape", "outer"),
     [
@@ -105,6 +111,25 @@ def test_a_cycle_after_an_error_has_the_bits_of_one_without(
     for ways in run(torch.Size(shape).numel(), recovered, where, unit, shape, outer):
         for after, without in ways:
             assert equal(after, without)
+
+
+def without_a_way_back() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        model = Cells(torch.bfloat16)
+        stepper = FlatStepper(model, ADAMW, **FSDP2)
+        stepper.zero_grad()
+        train(stepper, model, range(1), 1)
+        with pytest.raises(StoppedError):
+            interrupt(stepper, model, "backward", "first", last=True)
+        with pytest.raises(RuntimeError) as error:
+            stepper.zero_grad()
+    return str(error.value)
+
+
+def test_a_torch_that_cannot_begin_a_pass_anew_is_named() -> None:
+    for said in run(2, without_a_way_back):
+        assert said.startswith("zero_grad: an error ended a pass of FSDP2, which torch before 2.13 cannot begin anew")
 
 
 def stopped_in_a_step(folder: Path) -> tuple[str, Weights, Weights]:

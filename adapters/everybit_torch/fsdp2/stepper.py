@@ -71,6 +71,7 @@ class FSDP2Stepper:
         )
         self._context: str | None = None
         self._failed = False
+        self._interrupted = False  # in the middle of FSDP2's passes
         self._touched: set[str] | None = None  # once the gradients of this cycle are final
         self._after_cycle: Callable[[], None] | None = None
         self._device = device
@@ -85,7 +86,7 @@ class FSDP2Stepper:
             raise RuntimeError(
                 f"{name}: the gradients of this cycle are final; accepted next is step() or zero_grad()."
             )
-        self._context, self._failed = name, True
+        self._context, self._failed, self._interrupted = name, True, True
         model: Any = self.model
         if not reduces:
             model.set_requires_gradient_sync(False)
@@ -93,7 +94,7 @@ class FSDP2Stepper:
                 main.defer()
         try:
             yield
-            self._failed = False
+            self._failed = self._interrupted = False
         finally:
             self._context = None
             if not reduces:
@@ -258,11 +259,22 @@ class FSDP2Stepper:
 
     @torch.no_grad()
     def zero_grad(self) -> None:
-        """Discard the gradients of this cycle, also of an interrupted one."""
+        """Discard the gradients of this cycle, also of an interrupted one.
+
+        Raises:
+            RuntimeError: An error ended a pass, and this torch cannot bring FSDP2 back.
+        """
         model: Any = self.model
         # An error may have left FSDP2 in the middle of a pass. Before the first pass it cannot be reset.
-        if hasattr(model, "reset_iter_state") and any(main.forwards for main in self.main_gradients):
-            model.reset_iter_state()
+        if any(main.forwards for main in self.main_gradients):
+            if hasattr(model, "reset_iter_state"):
+                model.reset_iter_state()
+            elif self._interrupted:
+                raise RuntimeError(
+                    "zero_grad: an error ended a pass of FSDP2, which torch before 2.13 cannot begin anew; accepted is a new model with"
+                    " a new stepper, and load_sharded()."
+                )
+        self._interrupted = False
         self._forget()
 
     def _forget(self) -> None:

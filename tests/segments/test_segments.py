@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -96,9 +96,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 700)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", FACTORIES)
-@pytest.mark.parametrize("short", [[], [[1, 2, 3, 4]], [[1, 3], [2, 4, 5]], [[4, 1]]])
+SHORT: list[list[list[int]]] = [[], [[1, 2, 3, 4]], [[1, 3], [2, 4, 5]], [[4, 1]]]
+
+
+def cases() -> Iterator[Any]:
+    """All of them; `make test` has each transform under each policy, and each way of gathering under each of them."""
+    for one, two, three in product(*(range(len(x)) for x in (FACTORIES, POLICIES, SHORT))):
+        marks = () if three == (one + 2 * two) % len(SHORT) else pytest.mark.exhaustive
+        yield pytest.param([*FACTORIES][one], POLICIES[two], SHORT[three], marks=marks)
+
+
+@pytest.mark.parametrize(("name", "policy", "short"), list(cases()))
 def test_segments_have_the_bits_of_the_whole(
     name: str, policy: Any, short: list[list[int]], small_pieces: None
 ) -> None:

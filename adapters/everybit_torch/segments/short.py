@@ -51,7 +51,7 @@ class Bucket:
         like = parameters[0].detach()
         vector = like.new_zeros(self._edges[-1])
         indices = _indices(lengths, firsts, block, like.device)
-        self._pieces = self._cut(vector)
+        self._has_gaps, self._is_dense = self._edges[-1] != sum(lengths), False
         self._grad: Tensor | None = None
         self._places: list[tuple[int, tuple[int, ...]]] = []
         self._targets: list[Tensor] = []
@@ -71,22 +71,18 @@ class Bucket:
         places = list(zip(pointers, map(Tensor.stride, self.parameters), strict=True))
         if places == self._places and self._targets:
             return
-        self._places, self._pieces = places, self._cut(vector)
-        self._targets, self._sources = [], []
-        for p, piece in zip(self.parameters, self._pieces, strict=True):
+        self._places, self._targets, self._sources = places, [], []
+        for p, piece in zip(self.parameters, self._cut(vector), strict=True):
             target = p.detach()
             self._targets.append(target.view(-1) if target.is_contiguous() else target)
             self._sources.append(piece if target.is_contiguous() else piece.view(target.shape))
+        self._is_dense = not self._has_gaps and all(x.ndim == 1 for x in self._targets)
 
     def _read(self, vector: Tensor) -> None:
-        if self._has_gaps or not all(x.ndim == 1 for x in self._targets):
-            foreach_copy(self._sources, self._targets)
-        else:
+        if self._is_dense:
             torch.cat(self._targets, out=vector)
-
-    @property
-    def _has_gaps(self) -> bool:
-        return self._edges[-1] != sum(p.numel() for p in self.parameters)
+        else:
+            foreach_copy(self._sources, self._targets)
 
     def gather(self, grads: Sequence[Tensor]) -> Tensor:
         """Read the parameters, and return their gradients as one vector.
@@ -100,11 +96,11 @@ class Bucket:
         dtype = grads[0].dtype
         if self._grad is None or self._grad.dtype is not dtype:
             self._grad = torch.zeros(vector.numel(), dtype=dtype, device=vector.device)
+        flat = [grad if grad.ndim == 1 else grad.reshape(-1) for grad in grads]
         if self._has_gaps:
-            flat = [grad.reshape(-1) for grad in grads]
             foreach_copy(self._cut(self._grad), flat)
         else:
-            torch.cat([grad.reshape(-1) for grad in grads], out=self._grad)
+            torch.cat(flat, out=self._grad)
         return self._grad
 
     def scatter(self) -> None:

@@ -14,8 +14,8 @@ from everybit.combinators import Masked, Partition
 from everybit.policies import ByLabel
 from everybit.protocol import map_parts, transforms_in
 from everybit_torch.choosing import Tree
+from everybit_torch.compiled.probing import Factory
 from everybit_torch.param_groups import Params, named_by
-from everybit_torch.probing import Factory
 
 P = TypeVar("P")
 

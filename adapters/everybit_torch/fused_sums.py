@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everybit_torch import notices
-from everybit_torch.compiling import DeclinedError, cause, compile_step, has_compiler, know_whole_lines
+from everybit_torch.compiled.compilation import DeclinedError, cause, compile_step, has_compiler, know_whole_lines
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals.compiler import let_length_vary
 

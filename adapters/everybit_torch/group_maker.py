@@ -12,10 +12,10 @@ from everybit.policies import AnyPolicy, PolicyOrName, describe, with_name_resol
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python, flags_of, is_frozen, require_known_options
 from everybit_torch.choosing import tree_of
+from everybit_torch.compiled.probing import Factory
 from everybit_torch.groups import Group
 from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
 from everybit_torch.param_groups import described, main_gradients, policy_for
-from everybit_torch.probing import Factory
 from everybit_torch.stepping import Compile
 
 

@@ -20,15 +20,15 @@ from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name, differ
 from everybit_torch.asking import Partial, ask_unit, partial_result
 from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiling import can_compile, may_compile
+from everybit_torch.compiled.compilation import can_compile, may_compile
+from everybit_torch.compiled.probing import Factory, fits, is_number
+from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
 from everybit_torch.migration import Migration, plan_migration, skeleton
-from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.stepping import EXPANDED_PIECE, Compile, step_in_pieces, step_in_place, step_unit
 from everybit_torch.streams import copies_need_no_wait, is_capturing
 from everybit_torch.units import Unit, map_state
-from everybit_torch.variants import LIMIT, Inputs, Variants
 
 Optimizers = dict[torch.dtype, eb.Optimizer[Any]]
 """A group's optimizers, by dtype of the parameters."""

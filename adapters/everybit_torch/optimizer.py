@@ -17,6 +17,7 @@ from everybit_torch import full_weights, loading, notices, param_groups, saving,
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
+from everybit_torch.compiled.probing import Factory
 from everybit_torch.dtensors import over_mesh
 from everybit_torch.embeddings import require_names
 from everybit_torch.engine import Engine
@@ -27,7 +28,6 @@ from everybit_torch.full_precision import LoadReport
 from everybit_torch.group_maker import Followed, GroupMaker
 from everybit_torch.param_groups import Params
 from everybit_torch.places import Places, parameters_of
-from everybit_torch.probing import Factory
 from everybit_torch.saved_structure import Saved, read
 from everybit_torch.stepping import Compile, require_compile
 from everybit_torch.streams import is_capturing

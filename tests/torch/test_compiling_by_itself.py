@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer, compiling, stepping
+from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer, stepping
+from everybit_torch.compiled import compilation
 from tests.support.small_models import Awkward, same_bits, train
 
 HERE = sum(p.numel() for p in Awkward().parameters())
@@ -57,7 +58,7 @@ KINDS: list[Any] = [AdamW, SGD, Lion, partial(AnyPrecisionAdamW, variance_roundi
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_default_and_does_not_compile_small_models(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everybit_torch.variants.compile_step", refuse)
+    monkeypatch.setattr("everybit_torch.compiled.variants.compile_step", refuse)
     model = Awkward()
     optimizer = kind(model.parameters(), lr=1e-2)
     train(model, optimizer, 1)
@@ -75,7 +76,7 @@ def test_what_counts_is_what_a_group_steps_in_one_dtype(monkeypatch: pytest.Monk
         compiled.append(inputs.tensors[0].numel())
         return uncompiled()
 
-    monkeypatch.setattr("everybit_torch.variants.Variants.step", note)
+    monkeypatch.setattr("everybit_torch.compiled.variants.Variants.step", note)
     model, other = Awkward(), Awkward()
     groups: list[Any] = [{"params": model.parameters()}, {"params": list(other.parameters())[:2]}]
     optimizer = TorchOptimizer(groups, eb.sgd, lr=1e-2)
@@ -94,9 +95,9 @@ def test_what_counts_is_what_a_group_steps_in_one_dtype(monkeypatch: pytest.Monk
 def test_without_a_compiler_it_is_not_compiled_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(compiling, "_cpp_compiler_error", lambda: "InvalidCxxCompiler")
-    compiling._log_missing_compiler.cache_clear()
-    monkeypatch.setattr("everybit_torch.variants.compile_step", refuse)
+    monkeypatch.setattr(compilation, "_cpp_compiler_error", lambda: "InvalidCxxCompiler")
+    compilation._log_missing_compiler.cache_clear()
+    monkeypatch.setattr("everybit_torch.compiled.variants.compile_step", refuse)
     model = Awkward()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 1)
@@ -104,7 +105,7 @@ def test_without_a_compiler_it_is_not_compiled_and_the_log_says_so_once(
     assert not recwarn.list
     (told,) = messages(caplog, logging.INFO)
     assert told.startswith("compile='auto': torch found no C++ compiler (InvalidCxxCompiler); steps run uncompiled")
-    compiling._warn_of_missing_compiler.cache_clear()
+    compilation._warn_of_missing_compiler.cache_clear()
     asked = AdamW(Awkward().parameters(), compile=True)
     with pytest.warns(
         UserWarning, match=r"compile: got True, but torch found no C\+\+ compiler \(InvalidCxxCompiler\)"

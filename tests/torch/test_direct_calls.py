@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW, TorchOptimizer, variants
-from everybit_torch.direct_calls import DirectCalls, is_settled
+from everybit_torch import AdamW, TorchOptimizer
+from everybit_torch.compiled import variants
+from everybit_torch.compiled.direct_calls import DirectCalls, is_settled
 from tests.support.small_models import same_bits
 from tests.support.transforms import lamb
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.testing.examples import assert_same_bits
 from everybit_torch import TorchOptimizer, enable_gradient_release, groups
-from everybit_torch.direct_calls import DirectCalls
+from everybit_torch.compiled.direct_calls import DirectCalls
 from tests.support.readbacks import Readbacks
 from tests.support.transforms import WORK, CountedWork, counted, counted_and_clipped, old_norm
 

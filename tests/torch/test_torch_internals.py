@@ -92,7 +92,7 @@ PRIVATE = re.compile(
 # `torch.utils._pytree` and `torch.utils._python_dispatch` have no public name, and torch's documentation uses them.
 DOCUMENTED = re.compile(r"torch\.utils\._py\w+")
 # A warning names a setting of the compiler's that has no public name.
-NAMED_IN_TEXT = {"variants.py"}
+NAMED_IN_TEXT = {"compiled/variants.py"}
 
 
 @pytest.mark.parametrize(("module", "name", "by"), USED, ids=[".".join(one) for one in USED])

@@ -14,13 +14,13 @@ from everybit.policies import AnyPolicy, PolicyOrName, with_name_resolved
 from everybit.stepping import Metrics, OptimizerState, Unsafe, with_policy
 from everybit.stepping.entries import map_parts
 from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiling import can_compile
+from everybit_torch.compiled.compilation import can_compile
+from everybit_torch.compiled.probing import Factory, fits, is_number
+from everybit_torch.compiled.variants import Inputs, Variants
 from everybit_torch.host_counts import Due
-from everybit_torch.probing import Factory, fits, is_number
 from everybit_torch.segments.segment import Segment, step_in_place
 from everybit_torch.segments.totals import Partial, contribution, find_uncompiled
 from everybit_torch.streams import copies_need_no_wait
-from everybit_torch.variants import Inputs, Variants
 
 
 class Steps:

@@ -32,7 +32,7 @@ from everybit.policies import short
 from everybit.protocol import any_per_tensor
 from everybit.stepping import Metrics, nbytes
 from everybit_torch.collectives.reduction import has_own_processors
-from everybit_torch.probing import is_number
+from everybit_torch.compiled.probing import is_number
 from everybit_torch.sharded.gradient_norm import answers_first
 from everybit_torch.sharded.hyperparameters import hyperparameters
 from everybit_torch.sharded.ignored_parameters import Ignored

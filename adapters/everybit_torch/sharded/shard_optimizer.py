@@ -14,7 +14,7 @@ from everybit.policies import block_of
 from everybit.stepping import Metrics, Unsafe
 from everybit_torch.arguments import as_python
 from everybit_torch.collectives.communicator import GroupAxis
-from everybit_torch.compiling import can_compile
+from everybit_torch.compiled.compilation import can_compile
 from everybit_torch.dtensors import Over
 from everybit_torch.engine import Engine
 from everybit_torch.entries import state_replaced

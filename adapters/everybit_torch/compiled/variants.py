@@ -23,7 +23,7 @@ from everybit.policies import AnyPolicy
 from everybit.stepping import OptimizerState
 from everybit_torch import notices
 from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiling import (
+from everybit_torch.compiled.compilation import (
     DeclinedError,
     cause,
     compile_step,
@@ -31,9 +31,9 @@ from everybit_torch.compiling import (
     let_length_vary,
     reached_limit,
 )
-from everybit_torch.direct_calls import DirectCalls, is_settled
+from everybit_torch.compiled.direct_calls import DirectCalls, is_settled
+from everybit_torch.compiled.probing import Factory, fits, is_number, needed_as_numbers, without_values
 from everybit_torch.host_counts import Due
-from everybit_torch.probing import Factory, fits, is_number, needed_as_numbers, without_values
 from everybit_torch.streams import is_capturing
 
 _LOGGER = logging.getLogger("everybit_torch")

@@ -18,7 +18,7 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping import OptimizerState
-from everybit_torch.compiling import is_whole
+from everybit_torch.compiled.compilation import is_whole
 
 Compiled = Callable[..., Any]
 # For which lengths the code is; and of each input its dtype, its device, and whether it is a vector.

@@ -242,7 +242,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             step()
 
     def prepare(self) -> None:
-        """Prepare a step: place parameters and state, and copy changed hyperparameters to the device. For CUDA graphs and partial steps.
+        """Prepare a step: place parameters and state, and copy changed hyperparameters to the device. It counts no step.
+
+        It serves CUDA graphs, partial steps, and whoever reads the state before the first step: ``get_optimizer_state_dict`` of
+        :mod:`torch.distributed.checkpoint` otherwise takes a step with zero gradients, which counts.
 
         Raises:
             RuntimeError: A parameter that was moved, a replaced ``state``, or work that a captured graph must not repeat.

@@ -325,3 +325,25 @@ def test_named_parameters_keep_their_names_in_checkpoints() -> None:
     (group,) = mine.state_dict()["param_groups"]
     assert group["param_names"] == theirs.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
     assert mine.torch_state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("policy", ["LEAN_BF16", "EXACT_BF16"])
+def test_state_that_is_read_before_the_first_step_changes_no_bit_after_prepare(policy: Any) -> None:
+    """Otherwise torch takes a step with zero gradients, so that the first update is smaller."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    trained = []
+    for reads in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3).bfloat16()
+        optimizer = AdamW(model.parameters(), lr=0.1, policy=policy)
+        if reads:
+            optimizer.prepare()
+            found: Any = get_optimizer_state_dict(model, optimizer)
+            assert all(int(state["step"]) == 0 for state in found["state"].values())
+        for _ in range(2):
+            model(torch.ones(2, 5).bfloat16()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))

@@ -87,43 +87,82 @@ def skips(step: int, grad: Tensor) -> bool:
     return step == 1 and tuple(grad.shape) == SHAPES[2]
 
 
-def visiting(name: str, policy: Any, shape: tuple[int, ...], elements: int) -> Weights:
+State = list[dict[str, Tensor]]
+
+
+def visiting(
+    name: str,
+    policy: Any,
+    shape: tuple[int, ...],
+    elements: int,
+    steps: range = range(STEPS),
+    begun: tuple[Weights, State] | None = None,
+) -> tuple[Weights, State]:
+    """The whole weights after some steps, and this rank's rows of the state; ``begun``: whole ones with which it goes on."""
     model, mesh = Tensors(name, torch.bfloat16), mesh_of(shape)
+    if begun is not None:
+        model.load_state_dict(begun[0])
     fully_shard(model, mesh=mesh)
-    shards, copies = (
-        Communicator(mesh.get_group(mesh.ndim - 1)),
-        Communicator(mesh.get_group(0)) if mesh.ndim > 1 else None,
-    )
+    shards = Communicator(mesh.get_group(mesh.ndim - 1))
+    copies = Communicator(mesh.get_group(0)) if mesh.ndim > 1 else None
     optimizer = optimizer_of(name, policy)
     visitors = [Visitor(p, optimizer, first) for p, first in zip(model.parameters(), FIRSTS, strict=False)]
     visits = Visits(visitors, shards, copies, elements=elements)
-    for step in range(STEPS):
+    if begun is not None:
+        rows = [{key: own_rows(x, shards) for key, x in state.items()} for state in begun[1]]
+        with pytest.raises(ValueError, match=r"^state of parameter 1, .*: got nothing; accepted is"):
+            visits.load([rows[0], {}, *rows[2:]])
+        visits.load(rows)
+    for step in steps:
         grads: list[Tensor | None] = []
         for p, whole in zip(model.parameters(), gradients(step, name, torch.bfloat16), strict=True):
-            low, high = row_edges(p.shape[0], shards.size)[shards.rank : shards.rank + 2]
-            grads.append(None if skips(step, whole) else whole[low:high])
-            assert local(p).shape[0] == high - low
+            grads.append(None if skips(step, whole) else own_rows(whole, shards))
+            assert local(p).shape == own_rows(whole, shards).shape
         totals: list[Tensor] = []
         if optimizer.reduces:
             # A vector without elements takes part where this rank owns nothing.
-            work = [
-                Work(Segment.new(optimizer, torch.empty(0, dtype=torch.bfloat16)), torch.empty(0, dtype=torch.bfloat16))
-            ]
+            none = torch.empty(0, dtype=torch.bfloat16)
+            work = [Work(Segment.new(optimizer, none), none)]
             found = [(one.segment, one.segment.tensor, one.grad) for one in visits.look(grads)]
             for segment, tensor, grad in found:
                 segment.tensor = tensor
                 work.append(Work(segment, grad))
             totals = find_totals(work, GroupAxis((shards, *([copies] if copies else []))))
-        visits.step(grads, lambda segment, grad, totals=totals: segment.step(grad, totals))  # type: ignore[misc]
-    return weights_of(model)
+        visits.step(grads, lambda segment, grad, totals=totals: segment.step(grad, totals, due=segment.due()))  # type: ignore[misc]
+    return weights_of(model), visits.state()
+
+
+def own_rows(whole: Tensor, shards: Communicator) -> Tensor:
+    if not whole.ndim:
+        return whole
+    low, high = row_edges(whole.shape[0], shards.size)[shards.rank : shards.rank + 2]
+    return whole[low:high]
+
+
+def together(states: list[State]) -> State:
+    """The whole of what ranks have rows of."""
+    return [
+        {key: torch.cat([one[key] for one in of]) if of[0][key].ndim else of[0][key] for key in of[0]}
+        for of in zip(*states, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize(("shape", "elements"), [((1,), 1), ((2,), 40), ((3,), 1 << 20), ((4,), 1), ((2, 2), 40)])
 def test_visitors_have_the_bits_of_one_process(name: str, shape: tuple[int, ...], elements: int) -> None:
     expected = alone(name, "LEAN_BF16")
-    for weights in run(torch.Size(shape).numel(), visiting, name, "LEAN_BF16", shape, elements):
+    for weights, _ in run(torch.Size(shape).numel(), visiting, name, "LEAN_BF16", shape, elements):
         assert equal(weights, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name != "clipped"])
+@pytest.mark.parametrize(("before", "after"), [((1,), (3,)), ((3,), (2, 2)), ((2, 2), (1,))])
+def test_state_by_rows_goes_on_with_other_ranks(name: str, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    """What is handed out is also what one process keeps: nothing of it depends on ranks."""
+    found = run(torch.Size(before).numel(), visiting, name, "LEAN_BF16", before, 40, range(2))
+    begun = found[0][0], together([state for _, state in found][: before[-1]])
+    for weights, _ in run(torch.Size(after).numel(), visiting, name, "LEAN_BF16", after, 40, range(2, STEPS), begun):
+        assert equal(weights, alone(name, "LEAN_BF16"))
 
 
 @given(costs=st.lists(st.integers(1, 100), min_size=1, max_size=40), owners=st.integers(1, 8))

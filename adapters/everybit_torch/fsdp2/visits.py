@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Visitor:
     """A parameter that visits its owner.
 
     Attributes:
-        parameter: The parameter; this rank has rows of it.
+        parameter: The parameter, of which this rank has rows.
         optimizer: The optimizer, as masks and labels came out.
         first: Global index of its first element.
         owner: The replica and the rank of the owner.
@@ -45,15 +45,14 @@ class Visitor:
     owner: tuple[int, int] = (0, 0)
     segment: Segment | None = None
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the whole."""
-        return self.parameter.shape
+    def held(self) -> dict[str, Tensor]:
+        """The tensors of the state by name, at the owner."""
+        return {} if self.segment is None else {entry.name: value for entry, value in self.segment.entries()}
 
-    def count(self, rank: int, ranks: int) -> int:
-        """The number of elements that a rank has."""
-        edges = row_edges(self.shape[0], ranks)
-        return (edges[rank + 1] - edges[rank]) * math.prod(self.shape[1:])
+    def leave(self) -> None:
+        """Free the whole weights at the owner."""
+        assert self.segment is not None
+        self.segment.tensor = self.segment.tensor[:0].clone()
 
 
 @dataclass(slots=True)
@@ -89,27 +88,32 @@ class Visits:
         *,
         elements: int = ROUND,
     ) -> None:
-        self.visitors, self._shards, self._copies = list(visitors), shards, copies
-        self._here = (0 if copies is None else copies.rank, shards.rank)
-        replicas = 1 if copies is None else copies.size
-        owners = [(replica, rank) for replica in range(replicas) for rank in range(shards.size)]
-        costs = [step_cost(one.optimizer.transform, one.shape) for one in self.visitors]
+        self.visitors, self.shards, self.copies = list(visitors), shards, copies
+        self.replicas = 1 if copies is None else copies.size
+        self.here = (0 if copies is None else copies.rank, shards.rank)
+        owners = [(replica, rank) for replica in range(self.replicas) for rank in range(shards.size)]
+        costs = [step_cost(one.optimizer.transform, one.parameter.shape) for one in self.visitors]
         for one, number in zip(self.visitors, shared_out(costs, len(owners)), strict=True):
             one.owner = owners[number]
         self._rounds = _rounds(self.visitors, elements)
         with torch.no_grad():
             for together in self._rounds:
-                sent = _Travel(self, together, "weights")
-                sent.send([local(one.parameter).detach() for one in together])
+                sent = self._travel(together, "weights", {one: local(one.parameter).detach() for one in together})
                 for one, whole in sent.received():
                     one.segment = Segment.new(one.optimizer, whole, one.first)
-                    one.segment.tensor = whole[:0]
+                    one.leave()
+
+    def _travel(self, together: Sequence[Visitor], what: str, rows: Mapping[Visitor, Tensor]) -> _Travel:
+        """Send rows of each parameter, in its shape, to its owner."""
+        travel = _Travel(self, [(one, one.parameter.shape) for one in together], rows[together[0]].dtype, what)
+        travel.send(rows)
+        return travel
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def look(self, grads: Sequence[Tensor | None]) -> Iterator[Arrived]:
-        """Bring weights and gradients to the owners, and yield those of this rank. Nothing travels back.
+        """Bring weights and gradients to the owners, and yield this rank's. They do not travel back.
 
         It serves totals, which have to be known before anything is stepped.
 
@@ -117,9 +121,9 @@ class Visits:
             grads: Of this rank's rows, in their shapes. All ranks have one for the same parameters.
         """
         for _, arrived in self._arrivals(grads):
-            yield from arrived
+            yield from arrived.values()
             for one in arrived:
-                one.segment.tensor = one.segment.tensor[:0]
+                one.leave()
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None], step: Callable[[Segment, Tensor], object]) -> None:
@@ -130,91 +134,197 @@ class Visits:
             step: Steps a whole parameter in place.
         """
         for together, arrived in self._arrivals(grads):
+            for whole in arrived.values():
+                step(whole.segment, whole.grad)
+            shapes = [(one, one.parameter.shape) for one in together]
+            back = _Travel(self, shapes, together[0].parameter.dtype, "new weights")
+            back.send_back({one: whole.segment.tensor for one, whole in arrived.items()})
             for one in arrived:
-                step(one.segment, one.grad)
-            back = _Travel(self, together, "new weights")
-            back.send_back([one.segment.tensor for one in arrived])
-            for one in arrived:
-                one.segment.tensor = one.segment.tensor[:0]
-            for visitor, rows in back.received_back():
-                local(visitor.parameter).detach().copy_(rows)
+                one.leave()
+            for one, rows in back.received_back():
+                local(one.parameter).detach().copy_(rows)
 
-    def _arrivals(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[list[Visitor], list[Arrived]]]:
+    def _arrivals(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[list[Visitor], dict[Visitor, Arrived]]]:
         """The rounds, one after the other: while one is worked on, the next is on its way."""
-        of = {id(one): grad for one, grad in zip(self.visitors, grads, strict=True)}
-        rounds = [[one for one in together if of[id(one)] is not None] for together in self._rounds]
+        rows = {one: grad for one, grad in zip(self.visitors, grads, strict=True) if grad is not None}
+        rounds = [found for together in self._rounds if (found := [one for one in together if one in rows])]
         pending: list[tuple[list[Visitor], _Travel, _Travel]] = []
-        for together in [*filter(None, rounds), None]:
-            if together is not None:
-                weights, sent = _Travel(self, together, "weights"), _Travel(self, together, "gradients")
-                weights.send([local(one.parameter).detach() for one in together])
-                sent.send([grad for one in together if (grad := of[id(one)]) is not None])
+        for number in range(len(rounds) + 1):
+            if number < len(rounds):
+                together = rounds[number]
+                weights = self._travel(together, "weights", {one: local(one.parameter).detach() for one in together})
+                sent = self._travel(together, "gradients", {one: rows[one] for one in together})
                 pending.append((together, weights, sent))
-            if pending and (together is None or len(pending) > 1):
+            if number:
                 before, weights, sent = pending.pop(0)
-                arrived = []
+                arrived = {}
                 for (one, whole), (_, grad) in zip(weights.received(), sent.received(), strict=True):
                     assert one.segment is not None
                     one.segment.tensor = whole
-                    arrived.append(Arrived(one.segment, grad))
+                    arrived[one] = Arrived(one.segment, grad)
                 yield before, arrived
 
-    def _is_mine(self, one: Visitor) -> bool:
-        return one.owner == self._here
+    # -- state ----------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state(self) -> list[dict[str, Tensor]]:
+        """Return this rank's rows of each parameter's state by name; a number is whole on every rank. Every rank has to call it.
+
+        A tensor is cut along its own first dimension, as ``torch.chunk`` cuts: so any number of ranks can put it together.
+        """
+        found: dict[Visitor, dict[str, Tensor]] = {one: {} for one in self.visitors}
+        for kind in self._kinds():
+            travel = kind.travel(self)
+            travel.send_back({one: _as_bytes(one.held()[kind.name]) for one in kind.shapes if one.segment is not None})
+            for one, rows in travel.received_back():
+                found[one][kind.name] = kind.rows(one, rows, self.shards)
+        return list(found.values())
+
+    @torch.no_grad()
+    def load(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        """Give the owners the state of which ranks have rows, in the form of :meth:`state`. Every rank has to call it.
+
+        Raises:
+            ValueError: A name is missing, or rows have another shape or dtype. No rank's state is changed.
+        """
+        of = dict(zip(self.visitors, state, strict=True))
+        kinds = self._kinds()
+        for kind in kinds:
+            for one, shape in kind.shapes.items():
+                expected, value = rows_of(shape, self.shards.rank, self.shards.size), of[one].get(kind.name)
+                if value is None or tuple(value.shape) != expected or value.dtype is not kind.dtype:
+                    got = "nothing" if value is None else f"{tuple(value.shape)}, {value.dtype}"
+                    raise ValueError(
+                        f"state of parameter {self.visitors.index(one)}, {kind.name}: got {got}; accepted is {expected}, {kind.dtype}."
+                    )
+        arrived: list[tuple[Tensor, Tensor]] = []
+        for kind in kinds:
+            travel = kind.travel(self)
+            travel.send({one: _as_bytes(of[one][kind.name]) for one in kind.shapes})
+            arrived += [(one.held()[kind.name], kind.whole(one, whole)) for one, whole in travel.received()]
+        for held, value in arrived:
+            held.copy_(value)
+
+    def _kinds(self) -> list[_Kind]:
+        """The tensors that are kept of the parameters, the same on every rank."""
+        found: dict[tuple[str, torch.dtype, bool], _Kind] = {}
+        for one in self.visitors:
+            like = torch.empty(one.parameter.shape, dtype=one.parameter.dtype, device="meta")
+            for entry, value in Segment.new(one.optimizer, like).entries():
+                kind = found.setdefault((entry.name, value.dtype, value.ndim > 0), _Kind(entry.name, value.dtype, {}))
+                kind.shapes[one] = tuple(value.shape)
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """An entry of the state, of those parameters that have it.
+
+    Tensors travel as bytes, because neither gloo nor NCCL sends int16; numbers travel as they are.
+
+    Attributes:
+        name: The entry's name.
+        dtype: Its dtype.
+        shapes: Its whole shape, by parameter: of numbers alone, or of tensors.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shapes: dict[Visitor, tuple[int, ...]]
+
+    def travel(self, visits: Visits) -> _Travel:
+        """Return a way between ranks for it."""
+        size = self.dtype.itemsize
+        shapes = [(one, (*shape, size) if shape else ()) for one, shape in self.shapes.items()]
+        numbers = not all(shape for _, shape in shapes)
+        return _Travel(visits, shapes, self.dtype if numbers else torch.uint8, f"state, {self.name}")
+
+    def rows(self, one: Visitor, sent: Tensor, shards: Communicator) -> Tensor:
+        """Return what a rank has received, in its own dtype and shape."""
+        return self._as_sent(sent, rows_of(self.shapes[one], shards.rank, shards.size))
+
+    def whole(self, one: Visitor, sent: Tensor) -> Tensor:
+        """Return what an owner has received, in its own dtype and shape."""
+        return self._as_sent(sent, self.shapes[one])
+
+    def _as_sent(self, sent: Tensor, shape: Sequence[int]) -> Tensor:
+        return sent.reshape(-1).view(self.dtype).view(tuple(shape)).clone() if sent.ndim else sent.clone()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8) if x.ndim else x
 
 
 class _Travel:
-    """One tensor of each parameter of a round, on its way to the owners or back."""
+    """One tensor of each of some parameters, on its way to the owners or back: the first dimension is cut as ranks hold rows.
 
-    def __init__(self, visits: Visits, together: Sequence[Visitor], what: str) -> None:
-        self._visits, self._together = visits, together
-        self._ranks, self._rank = visits._shards.size, visits._shards.rank
-        self._exchange = AllToAll(
-            what, visits._shards, visits._copies, local(together[0].parameter).device, self._count
-        )
+    Args:
+        visits: The parameters' ranks and owners.
+        shapes: The parameters, and the shape of the tensor that travels. A number travels to each rank, and not back.
+        dtype: The tensors' dtype.
+        what: The tensors' name, for messages.
+    """
 
-    def _count(self, replica: int, owner: int, rank: int) -> int:
-        return sum(one.count(rank, self._ranks) for one in self._of((replica, owner)))
+    def __init__(
+        self, visits: Visits, shapes: Sequence[tuple[Visitor, Sequence[int]]], dtype: torch.dtype, what: str
+    ) -> None:
+        self._shapes, self._dtype = shapes, dtype
+        self._shards, self._here = visits.shards, visits.here
+        self._replicas = visits.replicas
+        device = local(visits.visitors[0].parameter).device
+        self._exchange = AllToAll(what, visits.shards, visits.copies, device, self._length)
 
-    def _of(self, owner: tuple[int, int]) -> list[Visitor]:
-        return [one for one in self._together if one.owner == owner]
+    def _of(self, owner: tuple[int, int]) -> list[tuple[Visitor, Sequence[int]]]:
+        return [(one, shape) for one, shape in self._shapes if one.owner == owner]
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
+    def _count(self, shape: Sequence[int], rank: int) -> int:
+        return math.prod(rows_of(shape, rank, self._shards.size))
+
+    def _length(self, replica: int, owner: int, rank: int) -> int:
+        return sum(self._count(shape, rank) for _, shape in self._of((replica, owner)))
+
+    def send(self, rows: Mapping[Visitor, Tensor]) -> None:
         """Send this rank's rows of each parameter to its owner."""
-        replica = self._exchange.replica
-        of = {id(one): tensor for one, tensor in zip(self._together, tensors, strict=True)}
-        parts = [of[id(one)].reshape(-1) for owner in range(self._ranks) for one in self._of((replica, owner))]
-        self._exchange.send(parts, tensors[0].dtype)
+        owners = [(self._exchange.replica, rank) for rank in range(self._shards.size)]
+        parts = [rows[one].reshape(-1) for owner in owners for one, _ in self._of(owner)]
+        self._exchange.send(parts, self._dtype)
 
     def received(self) -> Iterator[tuple[Visitor, Tensor]]:
         """Yield this rank's parameters with the whole tensors."""
-        mine = self._of(self._visits._here)
+        mine = self._of(self._here)
         by_rank = [
-            torch.split(whole, [one.count(rank, self._ranks) for one in mine])
+            torch.split(whole, [self._count(shape, rank) for _, shape in mine])
             for rank, whole in enumerate(self._exchange.received())
         ]
-        for number, one in enumerate(mine):
-            yield one, torch.cat([parts[number] for parts in by_rank]).view(one.shape)
+        for number, (one, shape) in enumerate(mine):
+            parts = [found[number] for found in by_rank]
+            yield one, torch.cat(parts).view(tuple(shape)) if shape else parts[0].view(())
 
-    def send_back(self, tensors: Sequence[Tensor]) -> None:
+    def send_back(self, wholes: Mapping[Visitor, Tensor]) -> None:
         """Send every rank its rows of this rank's parameters."""
-        mine = self._of(self._visits._here)
-        cut = [
-            torch.split(whole.reshape(-1), [one.count(rank, self._ranks) for rank in range(self._ranks)])
-            for one, whole in zip(mine, tensors, strict=True)
-        ]
-        parts = [rows[rank] for rank in range(self._ranks) for rows in cut]
-        self._exchange.send_back(parts, self._together[0].parameter.dtype)
+        ranks = range(self._shards.size)
+        cut = []
+        for one, shape in self._of(self._here):
+            flat, counts = wholes[one].reshape(-1), [self._count(shape, rank) for rank in ranks]
+            cut.append(torch.split(flat, counts) if shape else [flat for _ in ranks])
+        self._exchange.send_back([rows[rank] for rank in ranks for rows in cut], self._dtype)
 
     def received_back(self) -> Iterator[tuple[Visitor, Tensor]]:
-        """Yield all parameters of the round with this rank's rows."""
+        """Yield all parameters with this rank's rows."""
         found = self._exchange.received_back()
-        replicas = 1 if self._visits._copies is None else self._visits._copies.size
-        owners = [(replica, rank) for replica in range(replicas) for rank in range(self._ranks)]
-        order = [one for owner in owners for one in self._of(owner)]
-        parts = torch.split(found, [one.count(self._rank, self._ranks) for one in order])
-        for one, part in zip(order, parts, strict=True):
-            yield one, part.view(local(one.parameter).shape)
+        owners = [(replica, rank) for replica in range(self._replicas) for rank in range(self._shards.size)]
+        order = [each for owner in owners for each in self._of(owner)]
+        parts = torch.split(found, [self._count(shape, self._shards.rank) for _, shape in order])
+        for (one, shape), part in zip(order, parts, strict=True):
+            yield one, part.view(rows_of(shape, self._shards.rank, self._shards.size))
+
+
+def rows_of(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
+    """Return the shape of a rank's rows of a tensor; of a number, which every rank has, its own."""
+    if not shape:
+        return ()
+    edges = row_edges(shape[0], ranks)
+    return (edges[rank + 1] - edges[rank], *shape[1:])
 
 
 def _rounds(visitors: Sequence[Visitor], elements: int) -> list[list[Visitor]]:

@@ -14,7 +14,7 @@ from everybit.base import Blocks, FirstElement, Scattered
 from everybit.combinators import needs_whole_tensors
 from everybit.formats import PartSpec
 from everybit.policies import Resolved
-from everybit.protocol import advance, require_done
+from everybit.protocol import advance, periods, require_done
 from everybit.stepping import Metrics, OptimizerState, StepTrace
 from everybit.stepping.entries import Entry, cut, entries, map_parts
 from everybit.stepping.metrics import measure
@@ -134,6 +134,20 @@ class Segment:
 
     # -- stepping -------------------------------------------------------------------------------------------------------------------
 
+    def due(self) -> Due:
+        """Return the periodic work that is due at the next step, as the host counts steps.
+
+        It is empty if there is no such work, or if the host cannot know the count: the device then decides.
+        """
+        if not periods(self.optimizer.transform):
+            return ()
+        steps = self.count.read(self.state.step)
+        return () if steps is None else self.optimizer.due(steps + 1)
+
+    def note_step(self, before: int | None) -> None:
+        """Note a step for the host, which knew this count before it."""
+        self.count.note(self.state.step, None if before is None else before + 1)
+
     def step(
         self, grad: Tensor, totals: Sequence[Tensor] = (), *, due: Due = (), metrics: bool = False
     ) -> Metrics | None:
@@ -145,8 +159,7 @@ class Segment:
             due: The periodic work that is due.
             metrics: Whether to measure the step.
         """
-        measured: Metrics | None = None
-        part = self
+        measured, part, before = None, self, self.count.known(self.state.step)
         for where, part in self.pieces(piece_size(self.tensor.device)):
             own = grad if part is self else grad[where]
             found = step_in_place(
@@ -155,6 +168,7 @@ class Segment:
             measured = found if measured is None or found is None else measured + found
         if part is not self:
             write(self.shared(), part.shared())
+        self.note_step(before)
         return measured
 
 

@@ -110,11 +110,13 @@ class Steps:
 
         if not self._can_compile(segment):
             return uncompiled()
+        before = segment.count.known(segment.state.step)
         inputs = self._inputs(segment, grad, totals, decision, due, (("metrics", metrics),), returns=metrics)
         measured = self._steps.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
         if inputs.tensors[0] is not segment.tensor:
             # Autograd does not see that writing to a vector changes the tensor.
             torch.autograd.graph.increment_version([segment.tensor])
+        segment.note_step(before)
         return measured
 
     def find(

@@ -1,6 +1,6 @@
 """The compilation of a step: as a whole, in one pass over memory.
 
-What is told to torch's compiler beside is in :mod:`everybit_torch.torch_internals.compiler`. It is imported when a step is compiled, and
+Options of torch's compiler are in :mod:`everybit_torch.torch_internals.compiler`, which is imported when a step is compiled, and
 not before: that takes longer than ``import torch``.
 """
 
@@ -124,7 +124,7 @@ def may_compile(device: torch.device) -> bool:
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Whether torch compiles for a device, and what it needs for that is installed."""
+    """Whether torch compiles for a device, with the compilers that are installed."""
     if device.type == "cpu":
         return _cpp_compiler_error() is None
     return device.type in ("cuda", "xpu") and _has_triton()

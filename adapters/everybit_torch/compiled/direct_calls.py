@@ -103,7 +103,7 @@ def _kind(inputs: Sequence[Tensor]) -> _Kind | None:
 def _places(
     compiled: Compiled, arguments: Sequence[Any], inputs: Sequence[Tensor]
 ) -> tuple[Compiled, list[int]] | None:
-    """Compiled code, and which of the inputs each of its arguments is; None if one is none of them."""
+    """Compiled code, and the number of the input that each of its arguments is; None if an argument is no input."""
     numbers = {id(x): number for number, x in enumerate(inputs)}
     length = inputs[0].numel()
     places = [

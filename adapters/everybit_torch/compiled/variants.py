@@ -142,7 +142,7 @@ class _Site(Generic[R]):
 
 
 class Variants(Generic[R]):
-    """The compiled steps of one param group, or what it computes before a step.
+    """The compiled steps of one param group, or its compiled contributions to totals.
 
     Args:
         number: The group's.
@@ -176,7 +176,7 @@ class Variants(Generic[R]):
         """Run the body, which may step in place: compiled if that is possible, otherwise by ``uncompiled``, whose errors are then raised.
 
         Args:
-            inputs: What is stepped.
+            inputs: The arguments of the step.
             arguments: The factory's.
             numbers: Those of them that are numbers, in order, float64.
             uncompiled: The same step.

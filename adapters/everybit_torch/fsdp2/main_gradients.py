@@ -48,7 +48,7 @@ class MainGradient(ReduceScatter):
     FSDP2's own, and is read from the order in which it reports them. The gradient that it then assigns to ``.grad`` is dropped.
 
     Args:
-        unit: The unit; at least one of its parameters is trained.
+        unit: The unit, with at least one parameter that is trained.
         grads: How its gradients are kept and sent.
         inner: The ranks that FSDP2 shards over.
         multiple: A divisor of the buffer's length.

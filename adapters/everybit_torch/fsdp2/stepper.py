@@ -396,7 +396,7 @@ class FSDP2Stepper:
         return self._touched is not None or not all(main.is_empty for main in self.main_gradients)
 
     def require_equal_passes(self, name: str) -> None:
-        """Do nothing: every step compares the ranks' passes before it changes a weight."""
+        """A no-op: every step compares the ranks' passes before it changes a weight."""
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:

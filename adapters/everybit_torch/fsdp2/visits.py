@@ -60,7 +60,7 @@ class Arrived:
     """A whole parameter at its owner, for a step.
 
     Attributes:
-        segment: With the present weights.
+        segment: The segment, with the present weights.
         grad: The gradient, in the tensor's shape.
     """
 
@@ -69,14 +69,14 @@ class Arrived:
 
 
 class Visits:
-    """Parameters whose rows lie alike on some ranks, and which are stepped whole.
+    """Parameters that are stepped whole, with rows that lie alike on some ranks.
 
     Every rank makes it with the same parameters, in the same order, and calls its methods alike.
 
     Args:
         visitors: The parameters, at least one.
         shards: The ranks that have other rows.
-        copies: The ranks that have the same rows; None: there are none. The owners are spread over all of these replicas.
+        copies: The ranks that have the same rows, if there are any. The owners are spread over all of these replicas.
         elements: Elements for each owner that travel in a round.
     """
 
@@ -145,7 +145,7 @@ class Visits:
                 local(one.parameter).detach().copy_(rows)
 
     def _arrivals(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[list[Visitor], dict[Visitor, Arrived]]]:
-        """The rounds, one after the other: while one is worked on, the next is on its way."""
+        """Yield the rounds. While the owners work on a round, the next is on its way."""
         rows = {one: grad for one, grad in zip(self.visitors, grads, strict=True) if grad is not None}
         rounds = [found for together in self._rounds if (found := [one for one in together if one in rows])]
         pending: list[tuple[list[Visitor], _Travel, _Travel]] = []
@@ -240,11 +240,11 @@ class _Kind:
         return _Travel(visits, shapes, self.dtype if numbers else torch.uint8, f"state, {self.name}")
 
     def rows(self, one: Visitor, sent: Tensor, shards: Communicator) -> Tensor:
-        """Return what a rank has received, in its own dtype and shape."""
+        """Return received rows in their own dtype and shape."""
         return self._as_sent(sent, rows_of(self.shapes[one], shards.rank, shards.size))
 
     def whole(self, one: Visitor, sent: Tensor) -> Tensor:
-        """Return what an owner has received, in its own dtype and shape."""
+        """Return a received tensor in its own dtype and shape."""
         return self._as_sent(sent, self.shapes[one])
 
     def _as_sent(self, sent: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,1 +1,1 @@
-"""What is stepped at once: a tensor, its state, and the places of its elements in the model."""
+"""Segments: a tensor that is stepped at once, its state, and the places of its elements in the model."""

@@ -34,13 +34,13 @@ CHUNK = 1 << 22
 class Segment:
     """A tensor that is stepped at once.
 
-    It knows no parameter, no model and no rank. Those who make segments settle masks and labels first.
+    It knows no parameter, no model and no rank. Masks and labels are settled before it is made.
 
     Args:
         optimizer: The optimizer of these elements.
         tensor: The weights, as stored. A step changes them in place.
         state: The optimizer's state for them, which a step changes in place.
-        first: Global index of the first element, which the others follow; or the indices of a vector whose elements are no neighbours.
+        first: Global index of the first element, which the others follow; or the indices of a vector with elements from several places.
 
     Attributes:
         stored: The formats of the weights and of the state.
@@ -107,7 +107,7 @@ class Segment:
         """Cut a long vector, for work that goes through it a part at a time; another segment is one piece.
 
         Args:
-            elements: Of a piece, or about as many: pieces begin at multiples of a block.
+            elements: About the length of a piece: pieces begin at multiples of a block.
             on_shared: See :meth:`cut`. Copies: every piece counts from the same step.
 
         Yields:

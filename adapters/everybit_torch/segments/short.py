@@ -35,7 +35,7 @@ class Bucket:
 
     Args:
         optimizer: The optimizer, as masks and labels came out.
-        parameters: In order, at least one.
+        parameters: At least one, in order.
         firsts: Global index of the first element of each.
 
     Attributes:
@@ -66,7 +66,7 @@ class Bucket:
         return [vector[start : start + p.numel()] for start, p in zip(starts, self.parameters, strict=True)]
 
     def _follow(self, vector: Tensor) -> None:
-        """Find the parameters' memory, where one has other memory than at the step before."""
+        """Find the parameters' memory again, if it has changed since the last step."""
         pointers = map(Tensor.data_ptr, self.parameters)
         places = list(zip(pointers, map(Tensor.stride, self.parameters), strict=True))
         if places == self._places and self._targets:
@@ -88,7 +88,7 @@ class Bucket:
         """Read the parameters, and return their gradients as one vector.
 
         Args:
-            grads: Of all parameters, in their shapes and of one dtype.
+            grads: The gradients of all parameters, in their shapes and of one dtype.
         """
         vector = self.segment.tensor
         self._follow(vector)

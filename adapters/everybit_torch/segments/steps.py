@@ -1,4 +1,4 @@
-"""The steps of segments whose transforms one factory makes: compiled where that is possible, with the same bits."""
+"""The steps of segments of one factory: compiled where that is possible, with the same bits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Steps:
     def follow(
         self, arguments: Mapping[str, Any], segments: Sequence[tuple[Segment, Decision | None]]
     ) -> eb.Optimizer[Any]:
-        """Step with other hyperparameters from here on. New values of numbers compile nothing.
+        """Step with other hyperparameters from here on. New values of numbers do not compile anew.
 
         Args:
             arguments: The factory's keyword arguments.
@@ -71,7 +71,7 @@ class Steps:
 
         Raises:
             TypeError: A hyperparameter of another kind.
-            ValueError: A hyperparameter that cannot work. Nothing is changed.
+            ValueError: A hyperparameter that cannot work; the present ones stay.
         """
         optimizer = with_policy(self._factory(**arguments), self._policy, seed=self._seed, unsafe=self._unsafe)
         made = [applied(optimizer, decision) for _, decision in segments]

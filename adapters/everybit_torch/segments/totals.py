@@ -1,7 +1,7 @@
 """Two-phase totals: numbers over all elements of a step, found before anything is stepped.
 
 A transform may request a sum or a maximum over all parameters, such as the norm of the gradients. In the first phase it runs on every
-segment, up to the first request whose total is not known. The contributions of segments and processes are added up, and the transform
+segment, up to the first request without a known total. The contributions of segments and processes are added up, and the transform
 runs anew with the total, once for each further request. In the second phase segments are stepped with all totals. No tree of all
 parameters is made.
 """
@@ -65,7 +65,7 @@ class Partial(NamedTuple):
 
 
 Find = Callable[[Segment, Tensor, Sequence[Tensor], Due, bool], Partial | None]
-"""Finds a segment's contribution to the first request that some totals leave open; None if there is none."""
+"""Finds a segment's contribution to the first request that some totals leave open, or None."""
 
 
 def contribution(
@@ -79,7 +79,7 @@ def contribution(
     due: Due,
     counts: bool,
 ) -> Partial | None:
-    """Return the contribution of some elements to the first request that ``totals`` leave open; None if there is none.
+    """Return the contribution of some elements to the first request that ``totals`` leave open, or None.
 
     It can be compiled: then only those slots are decoded from which the request is computed.
     """
@@ -107,9 +107,9 @@ def find_uncompiled(segment: Segment, grad: Tensor, totals: Sequence[Tensor], du
 
 
 def find_totals(work: Sequence[Work], axis: eb.Axis = eb.Local, find: Find = find_uncompiled) -> list[Tensor]:
-    """Find the totals of a transform's requests, in order; an empty list if it makes none.
+    """Find the totals of a transform's requests, in order.
 
-    Every process has to call it, with at least one segment: where a process has no elements, one of a vector without elements.
+    Every process has to call it, with at least one segment. A process without elements gives a segment of an empty vector.
 
     Args:
         work: The segments of one transform.
@@ -129,7 +129,7 @@ def find_totals(work: Sequence[Work], axis: eb.Axis = eb.Local, find: Find = fin
 
 
 def _add_up(work: Sequence[Work], totals: Sequence[Tensor], find: Find) -> Partial | None:
-    """Add up the contributions of all segments to the first request that ``totals`` leave open; None if there is none."""
+    """Add up the contributions of all segments to the first request that ``totals`` leave open, or None."""
     whole: Partial | None = None
     for number, (segment, grad, due, counts) in enumerate(work):
         here = [x if x.device == segment.tensor.device else x.to(segment.tensor.device) for x in totals]

@@ -122,12 +122,13 @@ def visiting(
         if optimizer.reduces:
             # A vector without elements takes part where this rank owns nothing.
             none = torch.empty(0, dtype=torch.bfloat16)
-            work = [Work(Segment.new(optimizer, none), none)]
+            axis = GroupAxis((shards, *([copies] if copies else [])))
+            work = [Work(Segment.new(optimizer, none), none, axis=axis)]
             found = [(one.segment, one.segment.tensor, one.grad) for one in visits.look(grads)]
             for segment, tensor, grad in found:
                 segment.tensor = tensor
-                work.append(Work(segment, grad))
-            totals = find_totals(work, GroupAxis((shards, *([copies] if copies else []))))
+                work.append(Work(segment, grad, axis=axis))
+            totals = find_totals(work)
         visits.step(grads, lambda segment, grad, totals=totals: segment.step(grad, totals, due=segment.due()))  # type: ignore[misc]
     return weights_of(model), visits.state()
 

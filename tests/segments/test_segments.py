@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import everybit as eb
+from everybit_torch.collectives.communicator import Communicator, GroupAxis
+from everybit_torch.dtensors import row_edges
 from everybit_torch.segments import segment as module
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.short import Bucket
 from everybit_torch.segments.steps import Steps
 from everybit_torch.segments.totals import Work, find_totals
+from tests.support.exact_models import mesh_of
+from tests.support.ranks import run
 
 SHAPES = [(300, 30), (7,), (64, 6), (5, 3), (1,), (40, 20)]
 FIRSTS = [sum(torch.Size(s).numel() for s in SHAPES[:n]) for n in range(len(SHAPES))]
@@ -210,3 +215,34 @@ def test_new_values_of_hyperparameters_compile_nothing(caplog: pytest.LogCapture
     reference.optimizer = steps.optimizer
     reference.step(torch.ones(100))
     assert torch.equal(segment.tensor, reference.tensor)
+
+
+def on_two_meshes(shape: tuple[int, ...]) -> list[float]:
+    """Rows of a dense parameter over all ranks, and of an expert's over the inner ranks: outer ranks have other experts."""
+    mesh = mesh_of(shape)
+    outer, inner = (Communicator(mesh.get_group(number)) for number in range(2))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dense, experts = GroupAxis((inner, outer)), GroupAxis((inner, outer))
+    optimizer = eb.with_policy(eb.clip_by_global_norm(1.0), "FP32")
+    work = []
+    for numbers, ranks, at, axis in (
+        (torch.arange(12.0), size, rank, dense), (torch.arange(10.0) + 100 * outer.rank, inner.size, inner.rank, experts),
+    ):  # fmt: skip
+        edges = row_edges(len(numbers), ranks)
+        rows = numbers[edges[at] : edges[at + 1]]
+        work.append(Work(Segment.new(optimizer, torch.zeros_like(rows)), rows, axis=axis))
+    alone = torch.full((2,), 3.0)  # every rank has it
+    work.append(Work(Segment.new(optimizer, torch.zeros(2)), alone))
+    return [float(total) for total in find_totals(work)]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)])
+def test_a_norm_goes_over_each_parameters_own_mesh_once(shape: tuple[int, int]) -> None:
+    whole = [
+        torch.arange(12.0),
+        *(torch.arange(10.0) + 100 * number for number in range(shape[0])),
+        torch.full((2,), 3.0),
+    ]
+    squares = sum(float(x.square().sum()) for x in whole)
+    for totals in run(torch.Size(shape).numel(), on_two_meshes, shape):
+        assert totals == [squares]

@@ -36,12 +36,14 @@ class Work(NamedTuple):
         grad: The gradient, in its tensor's shape.
         due: The periodic work that is due.
         counts: Whether this process contributes its elements. Of copies on several processes one counts.
+        axis: The processes that have the parameter's other elements: its own mesh. By default this process has all.
     """
 
     segment: Segment
     grad: Tensor
     due: Due = ()
     counts: bool = True
+    axis: eb.Axis = eb.Local
 
 
 class Partial(NamedTuple):
@@ -106,14 +108,16 @@ def find_uncompiled(segment: Segment, grad: Tensor, totals: Sequence[Tensor], du
     return whole
 
 
-def find_totals(work: Sequence[Work], axis: eb.Axis = eb.Local, find: Find = find_uncompiled) -> list[Tensor]:
+def find_totals(work: Sequence[Work], find: Find = find_uncompiled) -> list[Tensor]:
     """Find the totals of a transform's requests, in order.
 
-    Every process has to call it, with at least one segment. A process without elements gives a segment of an empty vector.
+    Parameters may lie on several meshes. A total is then reduced over each mesh, and the results are put together.
+
+    Every process has to call it, with at least one segment for each axis, and with the axes in the same order. A process without elements
+    gives a segment of an empty vector.
 
     Args:
         work: The segments of one transform.
-        axis: Adds up over the processes.
         find: Finds a segment's contribution.
 
     Raises:
@@ -121,23 +125,36 @@ def find_totals(work: Sequence[Work], axis: eb.Axis = eb.Local, find: Find = fin
     """
     if not work[0].segment.optimizer.reduces:
         return []
+    by_axis: dict[int, list[Work]] = {}
+    for one in work:
+        by_axis.setdefault(id(one.axis), []).append(one)
     totals: list[Tensor] = []
-    while (total := _add_up(work, totals, find)) is not None:
-        reduce = axis.sum if total.kind == "sum" else axis.max
-        totals.append(reduce(total.value.double()).to(total.dtype))
+    while (found := _add_up(work, totals, find)) is not None:
+        whole: Partial | None = None
+        for number, together in by_axis.items():
+            axis, part = together[0].axis, found[number]
+            reduce = axis.sum if part.kind == "sum" else axis.max
+            reduced = Partial(part.kind, reduce(part.value.double()), part.dtype)
+            whole = reduced if whole is None else whole.with_other(reduced)
+        assert whole is not None
+        totals.append(whole.value.to(whole.dtype))
     return totals
 
 
-def _add_up(work: Sequence[Work], totals: Sequence[Tensor], find: Find) -> Partial | None:
-    """Add up the contributions of all segments to the first request that ``totals`` leave open, or None."""
-    whole: Partial | None = None
-    for number, (segment, grad, due, counts) in enumerate(work):
+def _add_up(work: Sequence[Work], totals: Sequence[Tensor], find: Find) -> dict[int, Partial] | None:
+    """Add up the contributions to the first request that ``totals`` leave open, by axis; or return None."""
+    found: dict[int, Partial] = {}
+    kind: Kind | None = None
+    for number, (segment, grad, due, counts, axis) in enumerate(work):
         here = [x if x.device == segment.tensor.device else x.to(segment.tensor.device) for x in totals]
-        found = find(segment, grad, here, due, counts)
-        if number and (found and found.kind) != (whole and whole.kind):
+        part = find(segment, grad, here, due, counts)
+        own = None if part is None else part.kind
+        if number and own != kind:
             raise RuntimeError(
                 f"{segment.optimizer.transform}: makes different requests for different parameters; accepted is a transform whose requests"
                 " go over all of its parameters."
             )
-        whole = found if whole is None or found is None else whole.with_other(found)
-    return whole
+        kind = own
+        if part is not None:
+            found[id(axis)] = found[id(axis)].with_other(part) if id(axis) in found else part
+    return found or None

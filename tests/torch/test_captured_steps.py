@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit.testing.examples import assert_same_bits
-from everybit_torch import AdamW, FlatStepper, TorchOptimizer, variants
+from everybit_torch import AdamW, FlatStepper, TorchOptimizer
+from everybit_torch.compiled import variants
 from tests.support.fake_graphs import FakeGraph
 from tests.support.readbacks import Crossings, ReadBackError, Readbacks
 from tests.support.transforms import counted

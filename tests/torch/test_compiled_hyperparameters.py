@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import SGD, Adam, AdamW, AnyPrecisionAdamW, Lion, RMSprop, TorchOptimizer, variants
+from everybit_torch import SGD, Adam, AdamW, AnyPrecisionAdamW, Lion, RMSprop, TorchOptimizer
+from everybit_torch.compiled import variants
 from tests.support.small_models import same_bits
 
 Make = Callable[[list[nn.Parameter], bool], torch.optim.Optimizer]

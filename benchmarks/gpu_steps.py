@@ -88,7 +88,7 @@ def prepared(policy: str, elements: int, device: str, *, compile: bool) -> tuple
     values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     parameter = nn.Parameter(values)
     settings = HYPERPARAMETERS | {"lr": UPPER, "betas": (0.9, 0.95)}
-    optimizer = AdamW([parameter], **settings, policy=PRESETS[policy], compile=compile, flat_gradients=True)
+    optimizer = AdamW([parameter], **settings, policy=PRESETS[policy], compile=compile)
     parameter.grad = torch.full_like(values, 0.01)
     return optimizer, parameter
 

@@ -43,7 +43,7 @@ class Result:
     """Bytes of one policy: per parameter, and of one step."""
 
     policy: str
-    layout: str
+    kind: str
     predicted: float
     measured: float
     counters: int
@@ -71,7 +71,7 @@ def allocated_by(step: Any) -> tuple[int, int]:
     return peak, total
 
 
-def measure(name: str, elements: int, *, flat: bool, compile: bool) -> Result:
+def measure(name: str, elements: int, *, compile: bool) -> Result:
     """One policy."""
     policy = eb.policies.PRESETS[name]
     dtype = {"FP32": torch.float32, "FP64": torch.float64}.get(name, torch.bfloat16)
@@ -79,7 +79,7 @@ def measure(name: str, elements: int, *, flat: bool, compile: bool) -> Result:
         [nn.Parameter(torch.zeros(elements - 1000, dtype=dtype)), nn.Parameter(torch.zeros(1000, dtype=dtype))]
     )
     optimizer = AdamW(
-        model.parameters(), betas=BETAS, policy=policy, compile=compile, layout="flat" if flat else "tree", flat_gradients=flat,
+        model.parameters(), betas=BETAS, policy=policy, compile=compile,
     )  # fmt: skip
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -89,19 +89,19 @@ def measure(name: str, elements: int, *, flat: bool, compile: bool) -> Result:
     state = [x for entries in optimizer.state.values() for x in entries.values()]
     counters = sum(storages([x for x in state if x.ndim == 0]).values())
     held = storages([*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *state])
-    layout = ("flat, gradients too" if flat else "tree") + (", compiled" if compile else "")
+    kind = "compiled" if compile else "uncompiled"
     measured = (sum(held.values()) - counters) / elements
-    return Result(name, layout, policy.bytes_per_param(), measured, counters, peak, total)
+    return Result(name, kind, policy.bytes_per_param(), measured, counters, peak, total)
 
 
-HEADINGS = ["policy", "layout", "predicted bytes/param", "measured", "counters", "a step's peak", "a step's sum"]
+HEADINGS = ["policy", "step", "predicted bytes/param", "measured", "counters", "a step's peak", "a step's sum"]
 
 
 def cells(r: Result) -> list[str]:
     """A case as text."""
     return [
         r.policy,
-        r.layout,
+        r.kind,
         f"{r.predicted:g}",
         f"{r.measured:g}",
         str(r.counters),
@@ -118,14 +118,12 @@ def main(arguments: Arguments) -> None:
 
     if arguments.run:
         names = [name for name in eb.policies.PRESETS if name != "ANYPRECISION"]
-        cases = [
-            (name, flat, compile) for name in names for flat, compile in ((True, True), (True, False), (False, True))
-        ]
+        cases = [(name, compile) for name in names for compile in (True, False)]
         measured = []
         machine = describe()
-        for name, flat, compile in track(cases, description="measuring", console=Console(stderr=True)):
+        for name, compile in track(cases, description="measuring", console=Console(stderr=True)):
             torch._dynamo.reset()
-            measured.append(measure(name, arguments.elements, flat=flat, compile=compile))
+            measured.append(measure(name, arguments.elements, compile=compile))
         arguments.out.write_text(json.dumps({"machine": machine, "results": [asdict(r) for r in measured]}, indent=1))
     held = json.loads(arguments.out.read_text())
     results = [Result(**r) for r in held["results"]]

@@ -2,9 +2,8 @@
 
 python benchmarks/reductions.py --out benchmarks/results/reductions-cpu.json --page docs/speed.md
 
-Every case is a process of its own. In it three optimizers take turns, each first every third time: the case, our AdamW on flat buffers
-with flat gradients (compiled, if the case is), and another implementation of the same algorithm. Medians, and the ratios of medians.
-Transforms that may be cut anywhere run on flat buffers with flat gradients and on single tensors, those that need whole tensors on these.
+Every case is a process of its own. In it three optimizers take turns, each first every third time: the case, our AdamW
+(compiled, if the case is), and another implementation of the same algorithm. Medians, and the ratios of medians.
 Temporaries are the most bytes that a step has allocated at a time, by torch's profiler.
 """
 
@@ -80,10 +79,9 @@ def _module(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An optimizer of ours, the layouts that it runs in, and the other implementations of it, of which the first that imports counts."""
+    """An optimizer of ours, and the other implementations of it, of which the first that imports counts."""
 
     factory: Callable[..., eb.Transform[Any]]
-    flat: bool
     peers: tuple[Peer, ...]
 
 
@@ -105,18 +103,18 @@ def adam_mini(learning_rate: eb.Hyperparameter) -> eb.Transform[Any]:
 
 DECAY = {"weight_decay": 1e-2}
 SUBJECTS: Mapping[str, Subject] = {
-    "adamw": Subject(eb.adamw, True, (Peer("torch.optim", "AdamW", {"fused": True}),)),
-    "lamb": Subject(eb.lamb, True, (Peer("timm.optim.lamb", "Lamb", DECAY), Peer("pytorch_optimizer", "Lamb", DECAY))),
-    "lars": Subject(eb.lars, True, (Peer("timm.optim.lars", "Lars", {"momentum": 0.9}), Peer("pytorch_optimizer", "LARS"))),
+    "adamw": Subject(eb.adamw, (Peer("torch.optim", "AdamW", {"fused": True}),)),
+    "lamb": Subject(eb.lamb, (Peer("timm.optim.lamb", "Lamb", DECAY), Peer("pytorch_optimizer", "Lamb", DECAY))),
+    "lars": Subject(eb.lars, (Peer("timm.optim.lars", "Lars", {"momentum": 0.9}), Peer("pytorch_optimizer", "LARS"))),
     "stable_adamw": Subject(
-        eb.stable_adamw, True, (Peer("optimi", "StableAdamW", DECAY), Peer("pytorch_optimizer", "StableAdamW", DECAY))
+        eb.stable_adamw, (Peer("optimi", "StableAdamW", DECAY), Peer("pytorch_optimizer", "StableAdamW", DECAY))
     ),
     "cautious adamw": Subject(
-        cautious_adamw, True, (Peer("timm.optim.adamw", "AdamWLegacy", {"caution": True, **DECAY}),)
+        cautious_adamw, (Peer("timm.optim.adamw", "AdamWLegacy", {"caution": True, **DECAY}),)
     ),
-    "adafactor": Subject(eb.adafactor, False, (Peer("torch.optim", "Adafactor"),)),
-    "came": Subject(eb.came, False, (Peer("came_pytorch", "CAME"), Peer("pytorch_optimizer", "CAME"))),
-    "adam_mini": Subject(adam_mini, False, (Peer("adam_mini", "Adam_mini", {"verbose": False}, names=True),)),
+    "adafactor": Subject(eb.adafactor, (Peer("torch.optim", "Adafactor"),)),
+    "came": Subject(eb.came, (Peer("came_pytorch", "CAME"), Peer("pytorch_optimizer", "CAME"))),
+    "adam_mini": Subject(adam_mini, (Peer("adam_mini", "Adam_mini", {"verbose": False}, names=True),)),
 }  # fmt: skip
 
 
@@ -156,7 +154,6 @@ class Result:
 
     model: str
     subject: str
-    layout: str
     compiled: bool
     tensors: int = 0
     elements: int = 0
@@ -173,23 +170,22 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An optimizer in a layout on a model."""
+    """An optimizer on a model."""
 
     model: str
     subject: str
-    flat: bool
     compiled: bool
 
     @property
     def result(self) -> Result:
         """Nothing measured yet."""
-        return Result(self.model, self.subject, "flat, gradients too" if self.flat else "tree", self.compiled)
+        return Result(self.model, self.subject, self.compiled)
 
 
-def ours(factory: Any, params: list[nn.Parameter], *, flat: bool, compiled: bool) -> Any:
+def ours(factory: Any, params: list[nn.Parameter], *, compiled: bool) -> Any:
     """An optimizer of ours in float32."""
     return TorchOptimizer(
-        params, factory, lr=RATE, policy=eb.policies.FP32, layout="flat" if flat else "tree", flat_gradients=flat, compile=compiled
+        params, factory, lr=RATE, policy=eb.policies.FP32, compile=compiled
     )  # fmt: skip
 
 
@@ -199,8 +195,8 @@ def measure(case: Case, seconds: float, shapes: list[Shape]) -> Result:
     weights, gradients = weights_and_gradients(shapes)
     result.tensors, result.elements = len(shapes), sum(w.numel() for w in weights)
     optimizers = [
-        ours(subject.factory, _parameters(weights, gradients), flat=case.flat, compiled=case.compiled),
-        ours(eb.adamw, _parameters(weights, gradients), flat=True, compiled=case.compiled),
+        ours(subject.factory, _parameters(weights, gradients), compiled=case.compiled),
+        ours(eb.adamw, _parameters(weights, gradients), compiled=case.compiled),
     ]
     for peer in subject.peers:
         try:
@@ -234,16 +230,15 @@ def cases(arguments: Arguments) -> list[Case]:
     if unknown := [name for name in arguments.subjects if name not in SUBJECTS]:
         raise SystemExit(f"subjects: got {', '.join(unknown)}; accepted are {', '.join(SUBJECTS)}.")
     found = [
-        Case(model, name, flat, compiled)
+        Case(model, name, compiled)
         for model in (QUICK_MODELS if arguments.quick else MODELS)
         for name in (arguments.subjects or SUBJECTS)
-        for flat in ((True, False) if SUBJECTS[name].flat else (False,))
         for compiled in (True, False)
     ]
     if not arguments.quick:
         return found
-    first, compiling = next(iter(QUICK_MODELS)), {("lamb", True), ("came", False)}
-    return [one for one in found if (one.subject, one.flat) in compiling or (one.model == first and not one.compiled)]
+    first, compiling = next(iter(QUICK_MODELS)), {"lamb", "came"}
+    return [one for one in found if one.subject in compiling or (one.model == first and not one.compiled)]
 
 
 def in_a_process(case: Case, arguments: Arguments) -> Result:
@@ -256,14 +251,14 @@ def in_a_process(case: Case, arguments: Arguments) -> Result:
 
 
 COLUMNS = [
-    "optimizer", "layout", "compiled", "ms", "of AdamW's time", "of the peer's time", "temporaries, MB", "AdamW's", "the peer's",
+    "optimizer", "compiled", "ms", "of AdamW's time", "of the peer's time", "temporaries, MB", "AdamW's", "the peer's",
     "first step, s",
 ]  # fmt: skip
 
 
 def cells(r: Result) -> list[str]:
     """A case as text."""
-    case = [r.subject, r.layout, "yes" if r.compiled else "no"]
+    case = [r.subject, "yes" if r.compiled else "no"]
     if r.failure:
         return [*case, r.failure, *[""] * (len(COLUMNS) - len(case) - 1)]
     took, adamw = statistics.median(r.samples), statistics.median(r.adamw_samples)

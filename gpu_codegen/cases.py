@@ -16,6 +16,7 @@ from everybit.protocol import any_per_tensor
 from everybit.testing.registry import REGISTRY
 from everybit_torch import FlatStepper, MixedPrecision
 from everybit_torch.choosing import Decision, choices
+from everybit_torch.sharded.buffer_stepper import BufferStepper
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ def _of_stepper(optimizer: str, policy_name: str, policy: eb.Policy | MixedPreci
     """The step of a unit as a stepper takes it, found out from one."""
     factory, arguments = MAIN[optimizer]
     stepper = FlatStepper(torch.nn.Linear(4, 4, bias=False, dtype=dtype), factory(**arguments), policy=policy)
-    engine = stepper.as_optimizer().engine
+    assert isinstance(stepper.engine, BufferStepper)
+    engine = stepper.engine.as_optimizer().engine
     (group,), (unit,) = engine.groups, engine.units
     assert unit.gradients is not None
     stored = group.policies[dtype]

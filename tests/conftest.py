@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from everybit_torch.segments import short
 from everybit_torch.torch_internals import compiler
 
 # The runner starts a process per core; tensors are small.
@@ -35,6 +36,15 @@ def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.config.getoption("markexpr") != "not exhaustive":
         return
     monkeypatch.setattr(compiler, "compile_graph", lambda graph, inputs: graph)  # the function's names
+
+
+@pytest.fixture
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether every parameter is stepped by itself; else short ones are stepped together. Tests parametrize it."""
+    given: bool = request.param
+    if given:
+        monkeypatch.setattr(short, "SHORT", 0)
+    return given
 
 
 @pytest.hookimpl(trylast=True)

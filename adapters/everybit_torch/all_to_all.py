@@ -46,7 +46,10 @@ class AllToAll:
     def received(self) -> list[Tensor]:
         """Wait for the parts of this rank's vectors; return them, rank by rank."""
         self._pending.wait()
-        return list(torch.split(self._into, self._owned()))
+        found = list(torch.split(self._into, self._owned()))
+        # The handle of a collective holds the memory that was sent.
+        self._pending, self._into = Done(), torch.empty(0)
+        return found
 
     def send_back(self, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Send new parts back, rank by rank; all of ``dtype``."""

@@ -12,9 +12,9 @@ from everybit.base import dtype_name, require_member
 from everybit.policies.checks import problems
 from everybit_torch import notices
 from everybit_torch.arguments import TorchArguments
-from everybit_torch.optimizer import Layout, TorchOptimizer
-from everybit_torch.param_groups import Params
-from everybit_torch.stepping import Compile
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.param_groups import Params
+from everybit_torch.segments.steps import Compile
 
 
 class AnyPrecisionAdamW(TorchOptimizer):
@@ -38,8 +38,6 @@ class AnyPrecisionAdamW(TorchOptimizer):
         variance_dtype: Of the second moment.
         compensation_buffer_dtype: Of the residuals.
         variance_rounding: ``"stochastic"`` makes a bfloat16 second moment work.
-        layout: See :class:`TorchOptimizer`.
-        flat_gradients: See there.
         compile: Compile the step.
         metrics: Measure each step.
         seed: The seed of stochastic rounding.
@@ -67,8 +65,6 @@ class AnyPrecisionAdamW(TorchOptimizer):
         compensation_buffer_dtype: torch.dtype = torch.bfloat16,
         *,
         variance_rounding: Literal["nearest", "stochastic"] = "nearest",
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -101,6 +97,6 @@ class AnyPrecisionAdamW(TorchOptimizer):
             )
         super().__init__(
             params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fully_decoupled=fully_decoupled,
-            max_learning_rate=max_learning_rate, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile,
+            max_learning_rate=max_learning_rate, policy=policy, compile=compile,
             metrics=metrics, seed=seed, unsafe="allow", **torch_arguments,
         )  # fmt: skip

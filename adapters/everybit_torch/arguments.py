@@ -35,7 +35,7 @@ _NO_CHOICE = (None, False)
 
 # Argument -> values that change nothing here, and what to use in the place of others.
 _TORCH_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "foreach": (_NO_CHOICE, "layout='flat', which is the default, steps all parameters of a group at once, and compile=True in one loop"),
+    "foreach": (_NO_CHOICE, "short parameters of a group are stepped at once, and compile=True makes a step one loop"),
     "fused": (_NO_CHOICE, "compile=True makes the step one loop"),
     "amsgrad": ((False,), "Adam and AdamW have AMSGrad, and this optimizer has not"),
     "capturable": ((False, True), "every step here can be captured in a CUDA graph, with or without it"),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit.policies import short
 from everybit.stepping.entries import WEIGHTS
-from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.places import parameters_of
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.parameters import parameters_of
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -174,7 +174,7 @@ class _OwnOptimizer:
 
     def _shadow(self, wide: Mapping[int, nn.Parameter]) -> TorchOptimizer:
         """An optimizer with the present hyperparameters, of these parameters."""
-        groups = self._optimizer.engine.groups
+        groups = self._optimizer.own.groups
         transforms = [group.factory(**group.arguments) for group in groups]
         given = []
         for number, values in enumerate(self._optimizer.param_groups):
@@ -191,9 +191,9 @@ class _OwnOptimizer:
     def _formats(self) -> dict[int, Any]:
         """How each parameter is stored, by its id."""
         return {
-            id(member.parameter): optimizer.formats([member.parameter])[0]
-            for unit, optimizer in self._optimizer.engine.stepped()
-            for member in unit.members
+            id(parameter): one.of.segment.stored
+            for one in self._optimizer.own.stepped
+            for parameter in one.of.parameters
         }
 
 

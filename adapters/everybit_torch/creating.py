@@ -16,9 +16,9 @@ from everybit.stepping import Unsafe
 from everybit_torch import drop_ins, more_drop_ins
 from everybit_torch.embeddings import embeddings_of, for_model, policy_with_embeddings
 from everybit_torch.hyperparameter_names import torch_defaults
-from everybit_torch.optimizer import Layout, TorchOptimizer
-from everybit_torch.param_groups import Params
-from everybit_torch.stepping import Compile
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.param_groups import Params
+from everybit_torch.segments.steps import Compile
 
 Choice = Literal[
     "adagrad", "adam", "all", "alone", "bfloat16", "both", "cautious", "channel", "columns", "columns_then_rows", "corrected", "coupled",
@@ -66,8 +66,6 @@ def create(
     model: nn.Module | None = None,
     policy: PolicyOrName | None = None,
     lr: float | Tensor | None = None,
-    layout: Layout = "auto",
-    flat_gradients: bool = False,
     compile: Compile = "auto",
     metrics: bool = False,
     seed: int = 0,
@@ -88,8 +86,6 @@ def create(
         policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`; None for float32 and
             float64 models only.
         lr: Learning rate; None: the optimizer's default.
-        layout: See :class:`TorchOptimizer`, as for all that follow.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -122,7 +118,7 @@ def create(
     given: dict[str, Any] = {} if lr is None else {"lr": lr}
     given |= options
     settings: dict[str, Any] = {
-        "policy": policy, "layout": layout, "flat_gradients": flat_gradients, "compile": compile, "metrics": metrics, "seed": seed,
+        "policy": policy, "compile": compile, "metrics": metrics, "seed": seed,
         "unsafe": unsafe,
     }  # fmt: skip
     kind: Any = CLASSES.get(found.name)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from everybit.policies import PolicyOrName
 from everybit.stepping import Unsafe
-from everybit_torch.optimizer import Layout, TorchOptimizer
-from everybit_torch.stepping import Compile
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.segments.steps import Compile
 from everybit_torch.torch_internals.optimizers import hooks_of
 
 IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "capturable": False, "differentiable": False}
@@ -34,8 +34,6 @@ class DropIn(TorchOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -51,8 +49,6 @@ class DropIn(TorchOptimizer):
         Args:
             optimizer: An optimizer of torch's class itself, not of a subclass, whose ``step`` might do something else.
             policy: See :class:`~everybit_torch.AdamW`, as for all that follow. A group with an entry ``policy`` has that.
-            layout: See there.
-            flat_gradients: See there.
             compile: See there.
             metrics: See there.
             seed: See there.
@@ -91,7 +87,7 @@ class DropIn(TorchOptimizer):
             if "param_names" in group:
                 group["params"] = [*zip(group.pop("param_names"), group["params"], strict=True)]
         made: Self = cast(Any, cls)(
-            groups, **_without(options, optimizer.defaults), policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile,
+            groups, **_without(options, optimizer.defaults), policy=policy, compile=compile,
             metrics=metrics, seed=seed, unsafe=unsafe,
         )  # fmt: skip
         made.load_torch_state_dict(optimizer.state_dict())

@@ -14,12 +14,12 @@ from everybit.policies import PolicyOrName
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import TorchArguments
 from everybit_torch.drop_in import IMPLEMENTATION, DropIn
-from everybit_torch.entries import UNUSED
-from everybit_torch.front import TorchNames
-from everybit_torch.optimizer import Layout, TorchOptimizer
-from everybit_torch.param_groups import Params
-from everybit_torch.stepping import Compile
-from everybit_torch.units import Unit
+from everybit_torch.optim.front import TorchNames
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.param_groups import Params
+from everybit_torch.optim.parameters import Stepped
+from everybit_torch.optim.states import UNUSED
+from everybit_torch.segments.steps import Compile
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq", "max_variance": "max_exp_avg_sq"}
 _FULLY_DECOUPLED: Mapping[str, Any] = {"fully_decoupled": False, "max_learning_rate": None}
@@ -43,8 +43,6 @@ class AdamW(DropIn):
         max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
         policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`; None for float32 and
             float64 models only.
-        layout: See :class:`TorchOptimizer`.
-        flat_gradients: See there.
         compile: Compile the step.
         metrics: Measure each step.
         seed: The seed of stochastic rounding.
@@ -87,8 +85,6 @@ class AdamW(DropIn):
         fully_decoupled: bool = False,
         max_learning_rate: float | None = None,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -98,7 +94,7 @@ class AdamW(DropIn):
         super().__init__(
             params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
             fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -121,8 +117,6 @@ class Adam(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -131,7 +125,7 @@ class Adam(DropIn):
     ) -> None:
         super().__init__(
             params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -174,8 +168,6 @@ class Lion(TorchOptimizer):
         fully_decoupled: See :class:`AdamW`.
         max_learning_rate: See there.
         policy: See :class:`AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -194,8 +186,6 @@ class Lion(TorchOptimizer):
         fully_decoupled: bool = False,
         max_learning_rate: float | None = None,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -205,7 +195,7 @@ class Lion(TorchOptimizer):
         super().__init__(
             params, lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
             fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -220,11 +210,11 @@ class _WithOptionalMomentum(DropIn):
             arguments["momentum"] = None
         return arguments
 
-    def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
+    def _require_can_begin(self, stepped: Stepped, begun: list[str], arguments: Mapping[str, Any]) -> None:
         """Refuse a dampened momentum that begins late: torch does not dampen its first gradient, everybit only that of the first step."""
         dampening = arguments.get("dampening", 0.0)
-        again = all(UNUSED + "momentum" in self.state[parameter] for parameter in unit.parameters)
-        late = "momentum" in begun and not again and int(unit.state.step) > 0
+        again = all(UNUSED + "momentum" in self.state[parameter] for parameter in stepped.of.parameters)
+        late = "momentum" in begun and not again and int(stepped.of.segment.state.step) > 0
         if late and not (isinstance(dampening, (int, float)) and dampening == 0):
             raise ValueError(
                 f"dampening: got {dampening!r} with a momentum that begins after the first step; accepted then is 0, or a new optimizer."
@@ -243,8 +233,6 @@ class SGD(_WithOptionalMomentum):
         nesterov: Look ahead; needs momentum, and zero dampening.
         maximize: Ascend instead.
         policy: See :class:`AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -268,8 +256,6 @@ class SGD(_WithOptionalMomentum):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -278,7 +264,7 @@ class SGD(_WithOptionalMomentum):
     ) -> None:
         super().__init__(
             params, eb.sgd, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-            maximize=maximize, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            maximize=maximize, policy=policy, compile=compile, metrics=metrics, seed=seed,
             unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
@@ -297,8 +283,6 @@ class RMSprop(_WithOptionalMomentum):
         centered: Divide by the root of the variance instead of the square.
         maximize: Ascend instead.
         policy: See :class:`AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -323,8 +307,6 @@ class RMSprop(_WithOptionalMomentum):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -333,7 +315,7 @@ class RMSprop(_WithOptionalMomentum):
     ) -> None:
         super().__init__(
             params, eb.rmsprop, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
-            maximize=maximize, policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            maximize=maximize, policy=policy, compile=compile, metrics=metrics, seed=seed,
             unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip

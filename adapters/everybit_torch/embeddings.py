@@ -15,7 +15,7 @@ from everybit.policies import ByLabel
 from everybit.protocol import map_parts, transforms_in
 from everybit_torch.choosing import Tree
 from everybit_torch.compiled.probing import Factory
-from everybit_torch.param_groups import Params, named_by
+from everybit_torch.optim.param_groups import Params, named_by
 
 P = TypeVar("P")
 

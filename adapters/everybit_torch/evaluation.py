@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.optim.optimizer import TorchOptimizer
 
 
 @runtime_checkable

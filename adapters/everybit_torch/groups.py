@@ -16,7 +16,6 @@ from everybit.combinators import needs_whole_tensors
 from everybit.policies import AnyPolicy
 from everybit.protocol import periods
 from everybit.stepping import Metrics, OptimizerState, Unsafe, with_policy
-from everybit_torch import stepping
 from everybit_torch.arguments import by_given_name, differ
 from everybit_torch.asking import Partial, ask_unit, partial_result
 from everybit_torch.choosing import Decision, applied
@@ -26,7 +25,8 @@ from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
 from everybit_torch.migration import Migration, plan_migration, skeleton
-from everybit_torch.stepping import EXPANDED_PIECE, Compile, step_in_pieces, step_in_place, step_unit
+from everybit_torch.segments.steps import WORTH_COMPILING, Compile
+from everybit_torch.stepping import EXPANDED_PIECE, step_in_pieces, step_in_place, step_unit
 from everybit_torch.streams import copies_need_no_wait, is_capturing
 from everybit_torch.units import Unit, map_state
 
@@ -228,7 +228,7 @@ class Group:
             return False  # the step is a part of what the user compiles
         if self.compile != "auto":
             return self.compile
-        worth_it = self.elements.get(unit.tensor.dtype, 0) >= stepping.WORTH_COMPILING
+        worth_it = self.elements.get(unit.tensor.dtype, 0) >= WORTH_COMPILING
         return worth_it and may_compile(unit.tensor.device)
 
     def due(self, unit: Unit) -> Due:

@@ -14,10 +14,9 @@ from everybit.policies import PolicyOrName
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import ImplementationArguments
 from everybit_torch.drop_in import IMPLEMENTATION, DropIn
-from everybit_torch.front import TorchNames
-from everybit_torch.optimizer import Layout
-from everybit_torch.param_groups import Params
-from everybit_torch.stepping import Compile
+from everybit_torch.optim.front import TorchNames
+from everybit_torch.optim.param_groups import Params
+from everybit_torch.segments.steps import Compile
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
 
@@ -35,8 +34,6 @@ class NAdam(DropIn):
         decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
         maximize: Ascend instead.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -59,8 +56,6 @@ class NAdam(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -70,7 +65,7 @@ class NAdam(DropIn):
         super().__init__(
             params, eb.nadam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay,
             decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -87,8 +82,6 @@ class RAdam(DropIn):
         decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
         maximize: Ascend instead.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -110,8 +103,6 @@ class RAdam(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -121,7 +112,7 @@ class RAdam(DropIn):
         super().__init__(
             params, eb.radam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
             decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -138,8 +129,6 @@ class Adagrad(DropIn):
         eps: Added outside the root.
         maximize: Ascend instead.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -167,8 +156,6 @@ class Adagrad(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -178,7 +165,7 @@ class Adagrad(DropIn):
         super().__init__(
             params, eb.adagrad, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
             initial_accumulator_value=initial_accumulator_value, eps=eps, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -194,8 +181,6 @@ class Adamax(DropIn):
         weight_decay: L2 penalty.
         maximize: Ascend instead.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -216,8 +201,6 @@ class Adamax(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -226,7 +209,7 @@ class Adamax(DropIn):
     ) -> None:
         super().__init__(
             params, eb.adamax, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -242,8 +225,6 @@ class Adadelta(DropIn):
         weight_decay: L2 penalty.
         maximize: Ascend instead.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -264,8 +245,6 @@ class Adadelta(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -274,7 +253,7 @@ class Adadelta(DropIn):
     ) -> None:
         super().__init__(
             params, eb.adadelta, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -292,8 +271,6 @@ class Adafactor(DropIn):
         weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
         maximize: Ascend instead.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -317,8 +294,6 @@ class Adafactor(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -327,7 +302,7 @@ class Adafactor(DropIn):
     ) -> None:
         super().__init__(
             params, eb.torch_adafactor, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -342,8 +317,6 @@ class Rprop(DropIn):
         step_sizes: The least and the greatest size of a step.
         maximize: Ascend instead.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -363,8 +336,6 @@ class Rprop(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -373,7 +344,7 @@ class Rprop(DropIn):
     ) -> None:
         super().__init__(
             params, eb.rprop, lr=lr, etas=etas, step_sizes=step_sizes, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -395,8 +366,6 @@ class ASGD(DropIn):
         weight_decay: L2 penalty.
         maximize: Ascend instead.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -418,8 +387,6 @@ class ASGD(DropIn):
         *,
         maximize: bool = False,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -428,7 +395,7 @@ class ASGD(DropIn):
     ) -> None:
         super().__init__(
             params, eb.asgd, lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
             **torch_arguments,
         )  # fmt: skip
 
@@ -449,8 +416,6 @@ class Muon(DropIn):
         ns_steps: Steps of the iteration, from 1 to 99.
         adjust_lr_fn: Factor of the update, from rows and columns: ``"original"``, the default, or ``"match_rms_adamw"``.
         policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        layout: See there.
-        flat_gradients: See there.
         compile: See there.
         metrics: See there.
         seed: See there.
@@ -474,8 +439,6 @@ class Muon(DropIn):
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         *,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
@@ -484,7 +447,7 @@ class Muon(DropIn):
         super().__init__(
             params, eb.torch_muon, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
             ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
-            policy=policy, layout=layout, flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

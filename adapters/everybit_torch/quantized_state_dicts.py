@@ -21,13 +21,14 @@ from torch import Tensor
 import everybit as eb
 from everybit.formats.blockwise import spread, unpacked
 from everybit.stepping.entries import STEP, WEIGHTS
-from everybit_torch import loading
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.dtensors import is_dtensor
-from everybit_torch.full_precision import RoundingLoss, decoded, rounding_loss
-from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.places import parameters_of
-from everybit_torch.saved_structure import Saved, names, read, shown
+from everybit_torch.full_precision import RoundingLoss, rounding_loss
+from everybit_torch.optim import loading
+from everybit_torch.optim.full_precision import decoded_all
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.parameters import parameters_of
+from everybit_torch.optim.saved_structure import Saved, names, read, shown
 
 BITSANDBYTES_BLOCK = 256
 _NESTED = "__bnb_optimizer_quant_state__"
@@ -182,10 +183,7 @@ def _require_whole(optimizer: TorchOptimizer) -> None:
 def _formats(optimizer: TorchOptimizer) -> dict[int, Callable[[str], Any]]:
     """By id of the parameter, from the name of a slot to its format."""
     return {
-        id(member.parameter): unit.stored.slot
-        for unit, _ in optimizer.engine.stepped()
-        for member in unit.members
-        if unit.stored is not None
+        id(parameter): one.of.segment.stored.slot for one in optimizer.own.stepped for parameter in one.of.parameters
     }
 
 
@@ -238,9 +236,9 @@ def _given(
     """The state in the words of a peer. What other code keeps in ``state`` is left out."""
     _require_whole(optimizer)
     stored = optimizer.state_dict()
-    optimizer.place()
+    optimizer.begin()
     parameters, formats = _parameters(optimizer), _formats(optimizer)
-    wide = decoded(optimizer.engine.stepped())
+    wide = decoded_all(optimizer.own)
     state: dict[int, dict[str, Any]] = {}
     slots: dict[str, None] = {}
     for number, parameter in enumerate(parameters):

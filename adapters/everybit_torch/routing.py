@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from everybit.combinators import matrices_of, routing_tables, shown_matrices
 from everybit_torch.choosing import require_labels_used, tree_of
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.optim.optimizer import TorchOptimizer
 
 
 @runtime_checkable
@@ -78,7 +78,7 @@ def routing(optimizer: TorchOptimizer | Labelled) -> str:
 def _of_groups(optimizer: TorchOptimizer) -> str:
     each = [
         (next(iter(group.optimizers.values())).transform, tree_of(values))
-        for group, values in zip(optimizer.engine.groups, optimizer.own_groups, strict=True)
+        for group, values in zip(optimizer.own.groups, optimizer.own_groups, strict=True)
     ]
     lines: list[str] = []
     for number, (transform, tree) in enumerate(each):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,22 +25,6 @@ PIECE = 1 << 18
 DEVICE_PIECE = 1 << 24
 # Elements stepped at a time on a CPU by compiled code that gives each element a number of its parameter: those numbers are written out.
 EXPANDED_PIECE = 1 << 20
-
-# Elements of a param group from which on its step is compiled if nobody says whether it is to be: a first step that takes ten seconds
-# longer is worth it after about a thousand steps of so many.
-WORTH_COMPILING = 1 << 18
-
-Compile = bool | Literal["auto"]
-
-
-def require_compile(value: object) -> None:
-    """Refuse what says neither yes nor no.
-
-    Raises:
-        ValueError: Neither True, nor False, nor ``"auto"``.
-    """
-    if not isinstance(value, bool) and value != "auto":
-        raise ValueError(f"compile: got {value!r}; accepted are True, False and 'auto'.")
 
 
 class Parts(Protocol):

@@ -128,7 +128,7 @@ def test_a_steps_allocations_are_seen() -> None:
 
 
 def test_measured_bytes_are_the_policys() -> None:
-    result = memory.measure("KAHAN_BF16", 5000, flat=True, compile=False)
+    result = memory.measure("KAHAN_BF16", 5000, compile=False)
     assert result.predicted == result.measured == 10
     assert result.step_peak > 5000  # without a compiler there are temporaries
 

@@ -35,7 +35,7 @@ RANK = textwrap.dedent(
     if name == "SGD":
         optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
     else:
-        optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], flat_gradients=flat, compile=compile)
+        optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], compile=compile)
     generator = torch.Generator().manual_seed(3)
     for step in range(5):
         x = torch.randn(8, 6, generator=generator)[4 * rank : 4 * rank + 4].to(dtype)

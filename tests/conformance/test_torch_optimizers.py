@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 import everybit_torch
 from everybit_torch import SGD, AdamW, TorchOptimizer
-from tests.support.closed_optim import layout_of, wide_numbers
+from tests.support.closed_optim import wide_numbers
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
 from torch.testing._internal.common_optimizers import optim_db
@@ -108,12 +108,12 @@ def primed(kind: Any, arguments: dict[str, Any], steps: int = 3, **how: Any) -> 
 
 @every_case
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("layout", ["flat", "tree"])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 def test_the_loss_goes_where_it_should_and_where_torchs_goes(
-    ours: Any, theirs: Any, arguments: dict[str, Any], strided: bool, layout: Any
+    ours: Any, theirs: Any, arguments: dict[str, Any], strided: bool, alone: bool
 ) -> None:
     model, optimizer = Affine(strided=strided), None
-    optimizer = ours(model.parameters(), layout=layout_of(ours, layout), **copies(arguments))
+    optimizer = ours(model.parameters(), **copies(arguments))
     before = model.loss()
     returned: Any = None
     for _ in range(20):
@@ -507,10 +507,10 @@ def network() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("average", "buffers"), [("swa", False), ("ema", False), ("ema", True), ("function", False), ("function", True)]
 )
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_averages_follow_the_weights_as_they_follow_torchs(average: str, buffers: bool, layout: str) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_averages_follow_the_weights_as_they_follow_torchs(average: str, buffers: bool, alone: bool) -> None:
     results = []
-    for kind, how in ((SGD, {"layout": layout}), (torch.optim.SGD, {})):
+    for kind, how in ((SGD, {}), (torch.optim.SGD, {})):
         model = network()
         optimizer: Any = cast(Any, kind)(model.parameters(), lr=0.1, momentum=0.9, **how)
         functions: dict[str, dict[str, Any]] = {
@@ -551,7 +551,7 @@ def test_what_is_refused_on_purpose_is_refused_with_the_reason(kind: Any) -> Non
             lambda: kind(real, lr=torch.tensor(0.1, dtype=torch.float16)),
             r"lr: got a tensor .*a lower precision would round it",
         ),
-        (lambda: kind(real, foreach=True), r"foreach: got True; accepted are None and False: layout='flat'"),
+        (lambda: kind(real, foreach=True), r"foreach: got True; accepted are None and False: short parameters"),
         (lambda: kind(real, fused=True), r"fused: got True; accepted are None and False: compile=True"),
         (lambda: kind(real, differentiable=True), r"differentiable: got True; .*everybit.with_policy"),
         (lambda: kind(real * 2), r"parameters 0 and 1 are the same tensor"),

@@ -57,7 +57,7 @@ def trainer(directory: Path, policy: eb.Policy | None, **arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["FP32", "KAHAN_BF16", "LEAN_BF16"])
-@pytest.mark.parametrize("arguments", [{}, {"flat_gradients": True}])
+@pytest.mark.parametrize("arguments", [{}])
 def test_resume_is_continue(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
     policy = None if name == "FP32" else eb.policies.PRESETS[name]
     whole = trainer(tmp_path / "whole", policy, **arguments)

@@ -39,11 +39,10 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("flat_gradients", [False, True])
-def test_a_compiled_model(name: str, flat_gradients: bool) -> None:
+def test_a_compiled_model(name: str) -> None:
     """The compiled model reads its weights from the optimizer's buffer; the same compiled code, the same bits."""
     results = []
-    for arguments in ({"layout": "tree"}, {"layout": "flat", "compile": True, "flat_gradients": flat_gradients}):
+    for arguments in ({}, {"compile": True}):
         torch._dynamo.reset()
         model, optimizer = make(name, **arguments)
         compiled = torch.compile(model)
@@ -78,10 +77,10 @@ def test_autocast_over_float32_weights_follows_torch(compile: bool) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["copy_", "load_state_dict", "data"])
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_averaged_weights_may_be_swapped_in_for_a_while(name: str, how: str, layout: Any) -> None:
-    model, optimizer = make(name, layout=layout)
-    plain, reference = make(name, layout=layout)
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_averaged_weights_may_be_swapped_in_for_a_while(name: str, how: str, alone: bool) -> None:
+    model, optimizer = make(name)
+    plain, reference = make(name)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     x = torch.ones(1, 6, dtype=next(model.parameters()).dtype)
     for step in range(6):
@@ -115,10 +114,10 @@ def test_averaged_weights_may_be_swapped_in_for_a_while(name: str, how: str, lay
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_a_model_that_goes_on_from_its_average(name: str, layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_a_model_that_goes_on_from_its_average(name: str, alone: bool) -> None:
     """The average is written into the model for good: it is what the optimizer steps, without what residuals held of other weights."""
-    model, optimizer = make(name, layout=layout)
+    model, optimizer = make(name)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
     for step in range(3):
         train(model, optimizer, range(step, step + 1))
@@ -188,7 +187,7 @@ def test_a_shared_model_stays_shared() -> None:
 
 
 def test_a_model_that_is_shared_after_the_first_step_is_refused() -> None:
-    model, optimizer = make("FP32", layout="flat")
+    model, optimizer = make("FP32")
     train(model, optimizer, range(1))
     model.share_memory()
     before = [p.detach().clone() for p in model.parameters()]

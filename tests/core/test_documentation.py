@@ -24,7 +24,7 @@ WITH_EXAMPLES = {
     "everybit.stepping.metrics",
     "everybit.combinators.chain",
     "everybit_torch.drop_ins",
-    "everybit_torch.gradient_release",
+    "everybit_torch.optim.gradient_release",
     "everybit_torch.weight_decay",
     "everybit.policies.names",
 }

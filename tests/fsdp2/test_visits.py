@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import everybit as eb
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.dtensors import local, row_edges
-from everybit_torch.fsdp2.visits import Visitor, Visits, shared_out
+from everybit_torch.optim.visits import Visitor, Visits, shared_out
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.totals import Work, find_totals
 from tests.support.exact_models import mesh_of, weights_of

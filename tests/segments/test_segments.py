@@ -65,18 +65,26 @@ def pure(factory: Callable[..., eb.Transform[Any]], policy: Any, steps: int) -> 
     return tree
 
 
+def steps_of(factory: Callable[..., eb.Transform[Any]], policy: Any, compile: bool) -> tuple[Steps, eb.Optimizer[Any]]:
+    steps = Steps(factory, eb.policies.PRESETS[policy], seed=5, compile=compile)
+    steps.follow({"learning_rate": 0.03})
+    return steps, eb.with_policy(factory(learning_rate=0.03), policy, seed=5)
+
+
 class Drive:
     """Long parameters as segments, short ones in buckets."""
 
-    def __init__(self, steps: Steps, parameters: list[Tensor], short: Sequence[Sequence[int]]) -> None:
-        self.steps, self.parameters = steps, parameters
+    def __init__(
+        self, made: tuple[Steps, eb.Optimizer[Any]], parameters: list[Tensor], short: Sequence[Sequence[int]]
+    ) -> None:
+        (self.steps, optimizer), self.parameters = made, parameters
         gathered = {number for bucket in short for number in bucket}
         self.long = {
-            n: Segment.new(steps.optimizer, p.detach().view(-1), FIRSTS[n])
+            n: Segment.new(optimizer, p.detach().view(-1), FIRSTS[n])
             for n, p in enumerate(parameters) if n not in gathered
         }  # fmt: skip
         self.buckets = [
-            (list(bucket), Bucket(steps.optimizer, [parameters[n] for n in bucket], [FIRSTS[n] for n in bucket]))
+            (list(bucket), Bucket(optimizer, [parameters[n] for n in bucket], [FIRSTS[n] for n in bucket]))
             for bucket in short
         ]
 
@@ -91,7 +99,7 @@ class Drive:
 
     def come_apart(self) -> None:
         for numbers, bucket in self.buckets:
-            self.long |= dict(zip(numbers, bucket.apart(), strict=True))
+            self.long |= {n: one.segment for n, one in zip(numbers, bucket.apart(), strict=True)}
         self.buckets = []
 
 
@@ -117,7 +125,7 @@ def test_segments_have_the_bits_of_the_whole(
 ) -> None:
     factory, parameters = FACTORIES[name], weights(policy)
     at = [p.data_ptr() for p in parameters]
-    drive = Drive(Steps(factory, policy, {"learning_rate": 0.03}, seed=5, compile=False), parameters, short)
+    drive = Drive(steps_of(factory, policy, compile=False), parameters, short)
     for step in range(4):
         drive.step(gradients(step, parameters))
     drive.come_apart()
@@ -132,7 +140,7 @@ def test_segments_have_the_bits_of_the_whole(
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
 def test_compiled_steps_have_the_bits_of_the_whole(name: str, policy: Any) -> None:
     factory, parameters = FACTORIES[name], weights(policy)
-    drive = Drive(Steps(factory, policy, {"learning_rate": 0.03}, seed=5), parameters, [[1, 2, 3, 4]])
+    drive = Drive(steps_of(factory, policy, compile=True), parameters, [[1, 2, 3, 4]])
     for step in range(3):
         drive.step(gradients(step, parameters))
     for found, expected in zip(parameters, pure(factory, policy, 3), strict=True):
@@ -174,6 +182,8 @@ def test_a_bucket_follows_its_parameters_and_takes_any_strides() -> None:
         tree, state = optimizer.step(tree, grads, state)
         assert all(torch.equal(p, x) for p, x in zip(parameters, tree, strict=True))
         parameters[step % 2].data = parameters[step % 2].data.clone()
+        assert not bucket.in_place()
+        bucket.follow()
     assert parameters[0]._version > 0
 
 
@@ -205,14 +215,15 @@ def test_segments_that_make_different_requests_are_refused() -> None:
 
 
 def test_new_values_of_hyperparameters_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    steps = Steps(eb.adamw, "FP32", {"learning_rate": 0.1})
-    segment, reference = (Segment.new(steps.optimizer, torch.ones(100)) for _ in range(2))
+    steps, optimizer = steps_of(eb.adamw, "FP32", compile=True)
+    segment, reference = (Segment.new(optimizer, torch.ones(100)) for _ in range(2))
     steps.step(segment, torch.ones(100))
     with torch.compiler.set_stance("fail_on_recompile"):
-        steps.follow({"learning_rate": 0.2}, [(segment, None)])
+        steps.follow({"learning_rate": 0.2})
+        segment.optimizer = eb.with_policy(eb.adamw(0.2), "FP32", seed=5)
         steps.step(segment, torch.ones(100))
     reference.step(torch.ones(100))
-    reference.optimizer = steps.optimizer
+    reference.optimizer = segment.optimizer
     reference.step(torch.ones(100))
     assert torch.equal(segment.tensor, reference.tensor)
 

@@ -25,7 +25,7 @@ from everybit_torch.sharded.row_blocks import RowBlocks
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.exact_models import whole_of
-from tests.support.programs import FLAT
+from tests.support.programs import FLAT, on_buffers
 from tests.support.ranks import run
 from tests.support.weights import Weights, equal
 
@@ -112,7 +112,7 @@ def used(step: int, rank: int) -> tuple[int, ...]:
 def one_process(policy: str, size: int, steps: int = STEPS) -> Weights:
     model = new_model(policy)
     optimizer = TorchOptimizer(
-        model.named_parameters(), lambda lr: muon_at(lr, policy), lr=1e-2, policy=stored(policy), seed=5, layout="tree"
+        model.named_parameters(), lambda lr: muon_at(lr, policy), lr=1e-2, policy=stored(policy), seed=5
     )
     for step in range(steps):
         optimizer.zero_grad()
@@ -146,7 +146,7 @@ def every_strategy(policy: str, comm: str) -> tuple[dict[str, Weights], dict[str
     for strategy in FLAT:
         model = new_model(policy)
         stepper = new_stepper(model, policy, comm, strategy=strategy)
-        shapes[strategy] = [tuple(unit.tensor.shape) for unit in stepper.as_optimizer().engine.units]
+        shapes[strategy] = [tuple(unit.tensor.shape) for unit in on_buffers(stepper).as_optimizer().engine.units]
         found[strategy] = train(model, stepper, range(STEPS))
         stepper.close()
     return found, shapes

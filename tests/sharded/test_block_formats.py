@@ -17,6 +17,7 @@ from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.block_formats import Int8Blocks, Int8Residual
 from tests.support.exact_models import whole_of
+from tests.support.programs import on_buffers
 from tests.support.ranks import run
 
 STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")
@@ -54,9 +55,9 @@ def adamw() -> eb.Transform[Any]:
     return eb.adamw(0.01)
 
 
-def whole(policy: eb.Policy, steps: int, layout: Any = "tree") -> tuple[Model, TorchOptimizer]:
+def whole(policy: eb.Policy, steps: int) -> tuple[Model, TorchOptimizer]:
     module = model()
-    optimizer = TorchOptimizer(module.parameters(), adamw, policy=policy, layout=layout)
+    optimizer = TorchOptimizer(module.parameters(), adamw, policy=policy)
     for step in range(steps):
         optimizer.zero_grad()
         module(step).backward()
@@ -78,7 +79,7 @@ def weights(stepper: FlatStepper, module: Model) -> list[Tensor]:
 
 def exact(stepper: FlatStepper) -> int:
     """Bytes of what the optimizer keeps on this rank: slots and compensation."""
-    units = stepper.as_optimizer().engine.units
+    units = on_buffers(stepper).as_optimizer().engine.units
     return sum(x.nbytes for unit in units for x in eb.tree.leaves((unit.state.extra, unit.state.inner)) if x.ndim)
 
 

@@ -82,7 +82,7 @@ def measured(
             for name, size in communicator.sent.items():
                 sent[name] = sent.get(name, 0) + size
         predicted = stepper.plan(microbatches=microbatches)
-        engine, counts = stepper.as_optimizer().engine, on_buffers(stepper)._pass_counts
+        engine, counts = on_buffers(stepper).as_optimizer().engine, on_buffers(stepper)._pass_counts
         # Tensors of one element that persist are in the plan; the counter leaves them out.
         kept = [x for unit in engine.units for x in eb.tree.leaves((unit.first_tensor, unit.state))]
         kept += [on_buffers(stepper)._passes.nonfinite, *([] if counts is None else [counts.numbers])]
@@ -177,9 +177,10 @@ def kept_by_fsdp2(policy: str, shape: tuple[int, ...], outer: OuterStrategy, tra
     stepper = FlatStepper(model, transform, mesh=mesh_of(shape), **options)
     train(stepper, model, range(1), 1)
     assert isinstance(stepper.engine, FSDP2Stepper)
+    optimizer = stepper.engine.as_optimizer()
     rows = sum(local(p).untyped_storage().nbytes() for p in model.parameters())
     mains = sum(main.main.nbytes for main in stepper.engine.main_gradients if main.main is not None)
-    leaves = [x for unit in stepper.as_optimizer().engine.units for x in eb.tree.leaves(unit.state) if x.ndim]
+    leaves = [x for one in optimizer.own.stepped for x in eb.tree.leaves(one.of.segment.state) if x.ndim]
     state = sum(x.nbytes for x in leaves)
     after = stepper.plan()
     beside = {"parameters", "gradients", "counters", "bookkeeping"}

@@ -142,9 +142,7 @@ def test_joined_and_cut_the_weights_are_those_of_tensors_stepped_one_by_one(
     mine, theirs = Mixture(7).to(dtype), Mixture(7).to(dtype)
     theirs.load_state_dict(mine.state_dict())
     stepper = FlatStepper(mine, TRANSFORMS[transform](1e-2), policy=policy)
-    reference = TorchOptimizer(
-        theirs.parameters(), TRANSFORMS[transform], lr=1e-2, policy=policy, layout="tree", compile=False
-    )
+    reference = TorchOptimizer(theirs.parameters(), TRANSFORMS[transform], lr=1e-2, policy=policy, compile=False)
     chosen = random.Random(2)
     for step in range(40):
         firing = list(range(7)) if step % 5 == 4 else sorted(chosen.sample(range(7), 1 + step % 5))

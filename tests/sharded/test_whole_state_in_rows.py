@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import everybit as eb
 from everybit.policies import PolicyName
-from everybit_torch import TorchOptimizer, exchange, nonfinite_state
+from everybit_torch import TorchOptimizer, nonfinite_state
+from everybit_torch.optim import visits
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
 from everybit_torch.sharded.stepper import FlatStepper
 from tests.support.matrix_model import Small, small
@@ -147,9 +148,7 @@ def make(model: Layers, name: str, **arguments: Any) -> TorchOptimizer:
     named: Any = model.named_parameters()
     if factory == "dion":
         named = [(key, p) for key, p in model.named_parameters() if key != "layers.0.short.weight"]
-    return TorchOptimizer(
-        named, FACTORIES[factory], lr=1e-2, policy=policy, seed=5, layout="tree", **({"compile": False} | arguments)
-    )
+    return TorchOptimizer(named, FACTORIES[factory], lr=1e-2, policy=policy, seed=5, **({"compile": False} | arguments))
 
 
 def full(x: Any) -> Any:
@@ -161,11 +160,12 @@ def full(x: Any) -> Any:
 
 
 def state_of(model: nn.Module, optimizer: TorchOptimizer) -> Weights:
-    """All entries of all parameters, whole, by names of both."""
+    """All entries of all parameters, whole, by names of both. Every rank has to call it."""
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
     return {
-        f"{name} {entry}": full(x)
-        for name, p in model.named_parameters()
-        for entry, x in optimizer.state.get(p, {}).items()
+        f"{names[number]} {entry}": full(x).short() if x.dtype is torch.int32 else full(x)
+        for number, entries in sorted(optimizer.state_dict()["state"].items())
+        for entry, x in entries.items()
     }
 
 
@@ -179,7 +179,7 @@ def one_process(name: str) -> tuple[Weights, Weights]:
 
 def in_rows(names: tuple[str, ...], shape: tuple[int, ...] | None, at_least: int) -> dict[str, tuple[Weights, Weights]]:
     found, mesh = {}, mesh_of(shape)
-    with patch.object(exchange, "AT_LEAST", at_least):
+    with patch.object(visits, "ROUND", at_least):
         for name in names:
             model = new_model(CASES[name][1])
             cut(model, list(model.layers), mesh)
@@ -249,13 +249,12 @@ def shares() -> dict[str, tuple[int, int]]:
     optimizer = make(model, "soap")
     train(model, optimizer, range(1))
     found: dict[str, tuple[int, int]] = {}
-    for entries in optimizer.state.values():
+    table = optimizer.bytes_table()
+    for entries in optimizer.state_dict()["state"].values():
         for name, x in entries.items():
             if isinstance(x, DTensor):
-                here, there = found.get(name.split(".")[0], (0, 0))
-                found[name.split(".")[0]] = here + x.to_local().nbytes, there + x.nbytes
-    table = optimizer.bytes_table()
-    assert all(table[name] == here for name, (here, _) in found.items())
+                field = name.split(".")[0]
+                found[field] = table[field], found.get(field, (0, 0))[1] + x.nbytes
     return found
 
 
@@ -263,7 +262,8 @@ def test_every_rank_has_its_share_of_all_state_and_no_more() -> None:
     ranks = run(2, shares)
     for name in ("momentum", "variance", "factors", "basis"):
         assert sum(rank[name][0] for rank in ranks) == ranks[0][name][1]
-        assert max(rank[name][0] for rank in ranks) < 0.65 * ranks[0][name][1]
+        # Owners are balanced by cost; of six matrices one has at most four.
+        assert max(rank[name][0] for rank in ranks) < 0.75 * ranks[0][name][1]
 
 
 def compiled(names: list[str]) -> dict[str, tuple[Weights, Weights]]:
@@ -454,11 +454,11 @@ def in_blocks(name: str) -> tuple[Weights, Weights, Weights]:
     if torch.distributed.is_initialized():
         cut(model, [])
     optimizer = TorchOptimizer(
-        model.named_parameters(), factory, lr=1e-2, policy=EIGHT, seed=5, unsafe="allow", compile=False, layout="tree"
+        model.named_parameters(), factory, lr=1e-2, policy=EIGHT, seed=5, unsafe="allow", compile=False
     )
     train(model, optimizer, range(4))
     third = TorchOptimizer(
-        model.named_parameters(), factory, lr=1e-2, policy=EIGHT, seed=5, unsafe="allow", compile=False, layout="tree"
+        model.named_parameters(), factory, lr=1e-2, policy=EIGHT, seed=5, unsafe="allow", compile=False
     )
     third.load_full_state_dict(optimizer.full_state_dict())
     return whole(model), state_of(model, optimizer), state_of(model, third)
@@ -475,9 +475,7 @@ def test_blocks_of_the_whole_are_those_of_one_process(name: str) -> None:
         assert equal(found[2], again)
 
 
-def with_another_slot() -> tuple[Weights, Weights, list[str]]:
-    """Momentum begins and ends around the work, whose state stays; and infinities are found."""
-
+def with_an_infinity() -> tuple[Weights, list[str]]:
     def factory(lr: eb.Hyperparameter, momentum: float = 0.0) -> eb.Transform[Any]:
         around = [eb.trace(momentum)] if momentum else []
         return eb.chain(*around, eb.scale_by_soap(period=2), eb.scale_by_learning_rate(lr))
@@ -485,23 +483,25 @@ def with_another_slot() -> tuple[Weights, Weights, list[str]]:
     model = new_model("FP32")
     if torch.distributed.is_initialized():
         cut(model, list(model.layers))
-    optimizer = TorchOptimizer(model.named_parameters(), factory, lr=1e-2, compile=False, layout="tree")
-    for step, momentum in enumerate((0.0, 0.0, 0.9, 0.9, 0.0)):
-        optimizer.param_groups[0]["momentum"] = momentum
-        train(model, optimizer, range(step, step + 1))
-    state = state_of(model, optimizer)
-    weight: Any = model.get_parameter("layers.0.qkv.weight")
-    factor = optimizer.state[weight]["factors.along0"]
+    optimizer = TorchOptimizer(model.named_parameters(), factory, lr=1e-2, momentum=0.0, compile=False)
+    train(model, optimizer, range(2))
+    if torch.distributed.is_initialized():
+        optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(ValueError, match=r"param group 0: its transform would keep other state"):
+            train(model, optimizer, range(2, 3))
+        optimizer.param_groups[0]["momentum"] = 0.0
+    state = optimizer.state_dict()
+    number = optimizer.param_groups[0]["param_names"].index("layers.0.qkv.weight")
+    factor = state["state"][number]["factors.along0"]
     here: Tensor = factor.to_local() if isinstance(factor, DTensor) else factor
     here[-1, 0] = torch.inf
-    named = [f"{one.name} {one.entry}" for one in nonfinite_state(optimizer)]
-    return whole(model), state, named
+    optimizer.load_state_dict(state)
+    return whole(model), [f"{one.name} {one.entry}" for one in nonfinite_state(optimizer)]
 
 
-def test_slots_begin_and_end_around_the_work_and_infinities_are_named() -> None:
-    weights, state, named = with_another_slot()
+def test_infinities_of_state_at_owners_are_named_and_other_state_is_refused() -> None:
+    weights, named = with_an_infinity()
     assert named == ["layers.0.qkv.weight factors.along0"]
-    for found in run(2, with_another_slot):
+    for found in run(2, with_an_infinity):
         assert equal(found[0], weights)
-        assert equal(found[1], state)
-        assert found[2] == named
+        assert found[1] == named

@@ -51,9 +51,7 @@ def new_model(policy: str) -> Model:
 def one_process(name: str, policy: str, size: int, steps: int = STEPS) -> Weights:
     """The torch optimizer on the whole model, with the mean of all ranks' gradients."""
     model = new_model(policy)
-    optimizer = TorchOptimizer(
-        model.named_parameters(), TRANSFORMS[name], lr=1e-2, policy=stored(policy), seed=5, layout="tree"
-    )
+    optimizer = TorchOptimizer(model.named_parameters(), TRANSFORMS[name], lr=1e-2, policy=stored(policy), seed=5)
     for step in range(steps):
         optimizer.zero_grad()
         for rank in range(size):
@@ -169,7 +167,7 @@ def one_tensor() -> Weights:
 
 def test_a_rank_without_a_tensor_takes_part_in_the_reductions() -> None:
     model = Two()
-    optimizer = TorchOptimizer(model.parameters(), TRANSFORMS["clipped"], lr=1e-2, layout="tree")
+    optimizer = TorchOptimizer(model.parameters(), TRANSFORMS["clipped"], lr=1e-2)
     for step in range(STEPS):
         optimizer.zero_grad()
         model(torch.full((3, 4), 1.5 + step)).backward()
@@ -193,7 +191,7 @@ def untouched() -> tuple[Weights, list[str]]:
 
 def test_tensors_without_a_gradient_are_left_as_they_are() -> None:
     model = new_model("FP32")
-    optimizer = TorchOptimizer(model.named_parameters(), TRANSFORMS["clipped"], lr=1e-2, seed=5, layout="tree")
+    optimizer = TorchOptimizer(model.named_parameters(), TRANSFORMS["clipped"], lr=1e-2, seed=5)
     for step in range(4):
         optimizer.zero_grad()
         x = inputs(step, 0, torch.float32)

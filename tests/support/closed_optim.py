@@ -11,7 +11,6 @@ from torch import optim
 
 from everybit_torch import ASGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, Rprop
 from everybit_torch.drop_in import DropIn
-from everybit_torch.optimizer import Layout
 
 CLOSED: list[tuple[type[DropIn], type[optim.Optimizer], dict[str, Any]]] = [
     (AdamW, optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "betas": (0.9, 0.9)}),
@@ -49,8 +48,3 @@ def wide_numbers() -> Iterator[None]:
 def lacks_gradient(kind: type[object], name: str) -> bool:
     """Whether a parameter gets no gradient: torch's Adafactor divides by the number of its elements, which is zero."""
     return issubclass(kind, Adafactor) and name == "empty"
-
-
-def layout_of(kind: type[object], layout: Layout) -> Layout:
-    """The layout that stands for another where tensors are not cut."""
-    return "tree" if issubclass(kind, Adafactor) else layout

@@ -47,30 +47,29 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 1e-3, "mine": {"a": [1]}}]
 
 
-Make = Callable[[nn.Module, Any, Any], TorchOptimizer]
+Make = Callable[[nn.Module, Any], TorchOptimizer]
 KINDS: dict[str, Make] = {
-    "AdamW": lambda m, policy, layout: AdamW(m.parameters(), lr=1e-2, betas=(0.9, 0.95), policy=policy, layout=layout),
-    "Adam": lambda m, policy, layout: Adam(
+    "AdamW": lambda m, policy: AdamW(m.parameters(), lr=1e-2, betas=(0.9, 0.95), policy=policy),
+    "Adam": lambda m, policy: Adam(
         groups(m),
-        lr=1e-2, betas=(0.9, 0.95), maximize=True, policy=policy, layout=layout,
+        lr=1e-2, betas=(0.9, 0.95), maximize=True, policy=policy,
     ),
-    "SGD": lambda m, policy, layout: SGD(m.named_parameters(), lr=1e-2, momentum=0.9, nesterov=True, policy=policy, layout=layout),
-    "RMSprop": lambda m, policy, layout: RMSprop(
-        m.parameters(), lr=1e-2, alpha=0.95, momentum=0.9, centered=True, policy=policy, layout=layout
+    "SGD": lambda m, policy: SGD(m.named_parameters(), lr=1e-2, momentum=0.9, nesterov=True, policy=policy),
+    "RMSprop": lambda m, policy: RMSprop(
+        m.parameters(), lr=1e-2, alpha=0.95, momentum=0.9, centered=True, policy=policy
     ),
-    "Lion": lambda m, policy, layout: Lion(m.parameters(), lr=torch.tensor(1e-2), betas=(0.9, 0.95), policy=policy, layout=layout),
-    "clipped": lambda m, policy, layout: TorchOptimizer(
-        m.parameters(), clipped, lr=1e-2, betas=(0.9, 0.95), policy=policy, layout="auto"
+    "Lion": lambda m, policy: Lion(m.parameters(), lr=torch.tensor(1e-2), betas=(0.9, 0.95), policy=policy),
+    "clipped": lambda m, policy: TorchOptimizer(
+        m.parameters(), clipped, lr=1e-2, betas=(0.9, 0.95), policy=policy
     ),
 }  # fmt: skip
 POLICIES = ("FP32", "EXACT_BF16", "KAHAN_BF16", "FLOOR_BF16", "PURE_BF16", "MIXED_BF16")
-LAYOUTS = ("flat", "tree")
 
 
-def make(kind: str, policy: str, layout: str, *, steps: int, seed: int) -> tuple[Small, TorchOptimizer]:
+def make(kind: str, policy: str, *, steps: int, seed: int) -> tuple[Small, TorchOptimizer]:
     """A model and its optimizer, after some steps; one parameter falls behind."""
     model = Small(torch.float32 if policy == "FP32" else torch.bfloat16, seed)
-    optimizer = KINDS[kind](model, eb.policies.PRESETS[policy], layout)
+    optimizer = KINDS[kind](model, eb.policies.PRESETS[policy])
     for step in range(steps):
         take_step(model, optimizer, step, without="vector" if step == 1 and kind != "clipped" else "")
     return model, optimizer
@@ -346,16 +345,11 @@ def run(seed: int, count: int, failed: Callable[[str], None] | None = None) -> C
     sources: dict[Any, Any] = {}
     targets: dict[Any, tuple[Small, TorchOptimizer]] = {}
     for number in range(count):
-        kind, policy, layout, loader = (
-            draw.choice(list(KINDS)),
-            draw.choice(POLICIES),
-            draw.choice(LAYOUTS),
-            draw.choice(LOADERS),
-        )
+        kind, policy, loader = draw.choice(list(KINDS)), draw.choice(POLICIES), draw.choice(LOADERS)
         if loader == "load_torch_state_dict" and kind in ("Lion", "clipped"):
             loader = "load_full_state_dict"
         steps = draw.choice([0, 0, 3])
-        key = (kind, policy, layout)
+        key = (kind, policy)
         if (*key, loader) not in sources:
             sources[*key, loader] = saved_by(loader, *make(*key, steps=4, seed=1))
         if (*key, steps) not in targets:

@@ -118,17 +118,6 @@ def test_the_remedy_does_not_warn_and_works() -> None:
     assert abs(optimizer.state[parameter]["variance"].double().mean() / expected - 1) < 0.05
 
 
-def test_gradients_may_lie_in_one_buffer() -> None:
-    results = []
-    for flat in (False, True):
-        model = Awkward(torch.bfloat16)
-        optimizer = AnyPrecisionAdamW(
-            model.parameters(), use_kahan_summation=True, variance_dtype=torch.float32, flat_gradients=flat
-        )
-        results.append(train(model, optimizer, 4))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Kahan splits a number .* got a float32 tensor"):
         AnyPrecisionAdamW(Awkward().parameters(), use_kahan_summation=True, variance_dtype=torch.float32)

@@ -58,7 +58,7 @@ def test_adams_too(kind: Any, decoupled: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("foreach", r"foreach: got True; accepted are None and False: layout='flat', .* compile=True"),
+        ("foreach", r"foreach: got True; accepted are None and False: short parameters .* compile=True"),
         ("fused", r"fused: got True; accepted are None and False: compile=True"),
         ("differentiable", r"differentiable: got True; accepted is False: everybit.with_policy"),
     ],
@@ -219,14 +219,6 @@ class Trust:
         return eb.tree.map(lambda u: u / u.norm(), updates), state
 
 
-def test_the_flat_layout_is_refused_to_what_must_see_whole_tensors_and_to_nothing_else() -> None:
-    def trust(learning_rate: float) -> eb.Transform[Any]:
-        return eb.chain(Trust(), eb.scale_by_learning_rate(learning_rate))
-
-    with pytest.raises(ValueError, match=r"layout: got 'flat' for a transform that must see whole tensors"):
-        TorchOptimizer(Awkward().parameters(), trust, lr=0.1, layout="flat")
-
-
 # -- fully decoupled decay ------------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +346,7 @@ def test_after_the_first_step_it_is_refused_and_what_is_in_force_is_shown() -> N
             use()
     assert same_bits(before, values(model))
     shown = repr(optimizer)
-    assert "param group 0: flat, 5 parameters in 1 run, uncompiled; LEAN_BF16" in shown
+    assert "param group 0: 5 parameters, 5 of them in 1 vectors, uncompiled; LEAN_BF16" in shown
     assert "KAHAN_BF16" in shown
     assert "not in force" in shown
     optimizer.param_groups[0]["policy"] = eb.policies.LEAN_BF16  # the one that is

@@ -23,7 +23,6 @@ from tests.support.small_models import Awkward, give_gradients, same_bits, train
         ({"betas": (0.9, -0.1)}, r"betas\[1\]: got -0.1"),
         ({"betas": (0.9,)}, r"betas: got \(0.9,\); accepted are 2 numbers"),
         ({"weight_decay": -0.1}, r"weight_decay: got -0.1"),
-        ({"layout": "round"}, r"layout: got 'round'; accepted are 'auto', 'flat', 'tree'"),
         ({"policy": eb.policies.LEAN_BF16}, r"Split splits a number .* got a float32 tensor"),
         (
             {"policy": eb.policies.ANYPRECISION},
@@ -151,3 +150,9 @@ def test_an_impossible_hyperparameter_at_the_first_step_moves_no_parameter() -> 
         for p, (address, old) in zip(model.parameters(), before, strict=True)
     )
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("gone", [{"layout": "flat"}, {"flat_gradients": True}])
+def test_options_that_are_gone_say_what_stands_in_their_place(gone: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"there is nothing to choose any more, .* FlatStepper is the flat way"):
+        AdamW(torch.nn.Linear(2, 2).parameters(), **gone)

@@ -57,14 +57,9 @@ def core(shapes: list[tuple[int, ...]], steps: int, policy: eb.Policy = POLICY) 
     return params, state
 
 
-@pytest.mark.parametrize("flat_gradients", [False, True])
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_every_layout_steps_as_the_core_does_and_resumes(layout: Any, flat_gradients: bool) -> None:
-    if flat_gradients and layout == "tree":
-        return
-    made = TorchOptimizer(
-        parameters(SHAPES), eb.adamw, lr=0.01, policy=POLICY, layout=layout, flat_gradients=flat_gradients
-    )
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_every_layout_steps_as_the_core_does_and_resumes(alone: bool) -> None:
+    made = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=POLICY)
     train(made, range(3))
     params, state = core(SHAPES, 3)
     assert same(made.param_groups[0]["params"], params)
@@ -82,16 +77,16 @@ def test_every_layout_steps_as_the_core_does_and_resumes(layout: Any, flat_gradi
     fresh = parameters(SHAPES)
     for p, value in zip(fresh, loaded["model"], strict=True):
         p.data.copy_(value)
-    again = TorchOptimizer(fresh, eb.adamw, lr=0.01, policy=POLICY, layout="tree" if layout == "flat" else "flat")
+    again = TorchOptimizer(fresh, eb.adamw, lr=0.01, policy=POLICY)
     again.load_state_dict(loaded["state"])
     train(made, range(3, 5))
     train(again, range(3, 5))
     assert same(stored(made), stored(again))
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_blockwise_state_is_that_of_the_core_in_every_layout_saved_and_loaded(layout: Any) -> None:
-    made = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=BLOCKWISE, layout=layout)
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_blockwise_state_is_that_of_the_core_in_every_layout_saved_and_loaded(alone: bool) -> None:
+    made = TorchOptimizer(parameters(SHAPES), eb.adamw, lr=0.01, policy=BLOCKWISE)
     train(made, range(3))
     params, state = core(SHAPES, 3, BLOCKWISE)
     assert same(made.param_groups[0]["params"], params)
@@ -103,7 +98,7 @@ def test_blockwise_state_is_that_of_the_core_in_every_layout_saved_and_loaded(la
     fresh = parameters(SHAPES)
     for p, value in zip(fresh, params, strict=True):
         p.data.copy_(value)
-    again = TorchOptimizer(fresh, eb.adamw, lr=0.01, policy=BLOCKWISE, layout="tree" if layout == "flat" else "flat")
+    again = TorchOptimizer(fresh, eb.adamw, lr=0.01, policy=BLOCKWISE)
     again.load_state_dict(made.state_dict())
     train(made, range(3, 5))
     train(again, range(3, 5))

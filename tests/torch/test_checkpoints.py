@@ -24,8 +24,8 @@ def skip(step: int, name: str) -> bool:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layouts", [("flat", "flat"), ("flat", "tree"), ("tree", "flat")])
 def test_resume_is_continue_bit_for_bit(name: str, layouts: tuple[Any, Any]) -> None:
-    def make(model: Awkward, layout: Any) -> AdamW:
-        return AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), policy=eb.policies.PRESETS[name], layout=layout)
+    def make(model: Awkward, alone: bool) -> AdamW:
+        return AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), policy=eb.policies.PRESETS[name])
 
     model = Awkward(torch.bfloat16)
     optimizer = make(model, layouts[0])

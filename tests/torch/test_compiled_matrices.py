@@ -19,7 +19,7 @@ def test_compiled_code_takes_tensors_of_several_shapes_and_gives_the_bits_of_unc
     def trained(compile: bool) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-        optimizer = TorchOptimizer(params, REGISTRY[name], lr=1e-2, policy="FP32", compile=compile, layout="tree")
+        optimizer = TorchOptimizer(params, REGISTRY[name], lr=1e-2, policy="FP32", compile=compile)
         for _ in range(3):
             for parameter in params:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer, stepping
+from everybit_torch import SGD, AdamW, AnyPrecisionAdamW, Lion, TorchOptimizer
 from everybit_torch.compiled import compilation
+from everybit_torch.segments import steps
 from tests.support.small_models import Awkward, same_bits, train
 
 HERE = sum(p.numel() for p in Awkward().parameters())
@@ -22,7 +23,7 @@ HERE = sum(p.numel() for p in Awkward().parameters())
 
 @pytest.fixture
 def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepping, "WORTH_COMPILING", HERE)
+    monkeypatch.setattr(steps, "WORTH_COMPILING", HERE)
 
 
 def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -64,7 +65,7 @@ def test_it_is_the_default_and_does_not_compile_small_models(kind: Any, monkeypa
     train(model, optimizer, 1)
     assert "compile='auto'" in repr(optimizer)
     assert ", uncompiled; " in repr(optimizer)
-    assert stepping.WORTH_COMPILING > HERE
+    assert steps.WORTH_COMPILING > HERE
 
 
 @pytest.mark.usefixtures("worth_it")

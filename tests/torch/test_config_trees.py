@@ -78,7 +78,7 @@ def literals(kind: type[Any], field: str) -> st.SearchStrategy[Any]:
 
 
 OPTIMIZERS = st.builds(
-    OptimizerConfig, algorithm=ALGORITHMS, policy=ANY_POLICY, no_decay=NAMES, layout=literals(OptimizerConfig, "layout"),
+    OptimizerConfig, algorithm=ALGORITHMS, policy=ANY_POLICY, no_decay=NAMES,
     compile=literals(OptimizerConfig, "compile"), seed=st.integers(0, 2**40), metrics=st.booleans(),
 )  # fmt: skip
 STEPPERS = st.builds(
@@ -185,8 +185,6 @@ def test_defaults_are_those_of_the_optimizer(name: str, kind: type[Any]) -> None
     own = {
         "params",
         "policy",
-        "layout",
-        "flat_gradients",
         "compile",
         "metrics",
         "seed",
@@ -333,13 +331,12 @@ def test_what_matches_nothing_in_a_model_is_refused() -> None:
 def test_flags_change_what_a_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     save_config(OptimizerConfig(algorithm=LionConfig(lr=0.5, weight_decay=0.25), policy=BY_NAME, seed=3), file)
-    flags = ["--config", str(file), "--algorithm.lr", "0.125", "--no-decay", "*.bias", "--flat-gradients"]
+    flags = ["--config", str(file), "--algorithm.lr", "0.125", "--no-decay", "*.bias"]
     assert config_from_flags(OptimizerConfig, flags) == OptimizerConfig(
         algorithm=LionConfig(lr=0.125, weight_decay=0.25),
         policy=BY_NAME,
         seed=3,
         no_decay=("*.bias",),
-        flat_gradients=True,
     )
     changed = config_from_flags(OptimizerConfig, ["--config", str(file), "--algorithm", "sgd", "--policy", "FP32"])
     assert changed == OptimizerConfig(algorithm=SGDConfig(), policy=eb.policies.FP32, seed=3)

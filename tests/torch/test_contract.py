@@ -44,7 +44,7 @@ def test_a_grad_scaler_skips_the_step_that_overflowed_and_follows_torch_else() -
         torch.testing.assert_close(a, b, rtol=0, atol=5 * 4 * 2**-24)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"flat_gradients": True}, {"compile": True}])
+@pytest.mark.parametrize("arguments", [{}, {"compile": True}])
 def test_a_step_that_overflowed_leaves_every_bit_of_weights_and_state(arguments: dict[str, Any]) -> None:
     model = nn.Linear(4, 3, dtype=torch.bfloat16)
     # A step that draws no random bits is compiled in half the time.
@@ -94,9 +94,7 @@ def test_a_learning_rate_may_be_a_tensor_and_is_read_at_every_step(compile: bool
 
 @pytest.mark.parametrize("kind", [AdamW, Adam, Lion, RMSprop, SGD])
 @pytest.mark.parametrize("name", ["FP32", "LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"])
-@pytest.mark.parametrize(
-    "arguments", [{"layout": "flat"}, {"layout": "tree"}, {"flat_gradients": True}, {"metrics": True}]
-)
+@pytest.mark.parametrize("arguments", [{}, {"metrics": True}])
 def test_a_step_never_waits_for_the_device(kind: Any, name: str, arguments: dict[str, Any]) -> None:
     model = nn.Linear(5, 3, dtype=torch.float32 if name == "FP32" else torch.bfloat16)
     rate = torch.tensor(1e-3)
@@ -111,10 +109,10 @@ def test_a_step_never_waits_for_the_device(kind: Any, name: str, arguments: dict
         rate.item()
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_a_graph_from_before_a_step_is_not_run_on_the_weights_after_it(layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_a_graph_from_before_a_step_is_not_run_on_the_weights_after_it(alone: bool) -> None:
     """As in torch: the gradients would be wrong, so backward refuses."""
-    for kind, arguments in ((AdamW, {"layout": layout}), (torch.optim.AdamW, {})):
+    for kind, arguments in ((AdamW, {}), (torch.optim.AdamW, {})):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         optimizer: torch.optim.Optimizer = kind(model.parameters(), **arguments)
         loss = model(torch.ones(2, 3)).square().sum()
@@ -158,7 +156,7 @@ def test_tied_weights_are_stepped_once_and_stay_tied() -> None:
 
 @pytest.mark.parametrize("how", ["labels", "groups"])
 def test_a_model_of_several_dtypes(how: str) -> None:
-    """Policies chosen by label, which sees whole parameters and so needs the tree layout, or by param group."""
+    """Policies chosen by label or by param group."""
     model, reference = Awkward(), Awkward()
     for network in (model, reference):
         for parameter in (network.matrix, network.other):
@@ -176,7 +174,7 @@ def test_a_model_of_several_dtypes(how: str) -> None:
             {"params": [p for p in model.parameters() if p.dtype is dtype], "policy": policy}
             for dtype, policy in ((torch.float32, wide), (torch.bfloat16, narrow))
         ]
-        mine = AdamW(groups, layout="flat")
+        mine = AdamW(groups)
     theirs = AdamW(reference.parameters())
     for step in range(4):
         for network, optimizer in ((model, mine), (reference, theirs)):

@@ -70,10 +70,9 @@ def test_a_group_has_values_of_its_own() -> None:
 
 
 def test_policies_and_options_are_passed_on() -> None:
-    made = create("lamb", model(torch.bfloat16), policy="LEAN_BF16", lr=1e-2, betas=(0.8, 0.9), layout="tree", seed=3)
+    made = create("lamb", model(torch.bfloat16), policy="LEAN_BF16", lr=1e-2, betas=(0.8, 0.9), seed=3)
     assert made.param_groups[0]["betas"] == (0.8, 0.9)
     assert "LEAN_BF16" in repr(made)
-    assert "layout='tree'" in repr(made)
     assert type(create("adamw", model().parameters())) is everybit_torch.AdamW
 
 

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import everybit as eb
-from everybit_torch import SGD, AdamW, TorchOptimizer, stepping
+from everybit_torch import SGD, AdamW, TorchOptimizer
 from everybit_torch.fused_sums import FusedSums
+from everybit_torch.segments import steps
 from tests.support.small_models import Awkward, same_bits, train
 
 dynamo: Any = torch._dynamo
@@ -127,7 +128,7 @@ def test_a_compiler_that_is_switched_off_is_tried_ever_more_rarely(monkeypatch: 
 def test_the_warning_says_what_was_given_and_points_at_the_users_line(
     compile: Any, got: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stepping, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(steps, "WORTH_COMPILING", 1)
     model = Awkward()
     optimizer = AdamW(model.parameters(), lr=1e-2, compile=compile)
     for parameter in model.parameters():

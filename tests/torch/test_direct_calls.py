@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
-from everybit_torch.compiled import variants
 from everybit_torch.compiled.direct_calls import DirectCalls, is_settled
 from tests.support.small_models import same_bits
-from tests.support.transforms import lamb
 
 LEAN, EXACT, FP32 = eb.policies.LEAN_BF16, eb.policies.EXACT_BF16, eb.policies.FP32
 
@@ -59,7 +57,7 @@ def stepped(
     generator = torch.Generator().manual_seed(7)
     dtype = torch.float32 if policy is FP32 else torch.bfloat16
     parameter = nn.Parameter(torch.randn(50, generator=generator).to(dtype))
-    optimizer = TorchOptimizer([parameter], factory, lr=1e-2, policy=policy, compile=compile, layout="tree")
+    optimizer = TorchOptimizer([parameter], factory, lr=1e-2, policy=policy, compile=compile)
     for step in range(5):
         optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
         parameter.grad = gradient(step, parameter)
@@ -80,11 +78,14 @@ def test_from_the_second_step_on_dynamo_is_not_asked(policy: eb.Policy, through_
     assert same_bits(direct, stepped(random_like, compile=False, policy=policy))
 
 
-def test_parameters_of_all_lengths_are_called_directly_by_the_code_of_the_first(through_dynamo: list[int]) -> None:
+@pytest.mark.parametrize("alone", [True], indirect=True)
+def test_parameters_of_all_lengths_are_called_directly_by_the_code_of_the_first(
+    alone: bool, through_dynamo: list[int]
+) -> None:
     found = []
     for compile in (False, True):
         parameters = [nn.Parameter(torch.full((size,), 1.0)) for size in (40, 1, 7, 2, 1000)]
-        optimizer = AdamW(parameters, lr=1e-2, compile=compile, layout="tree")
+        optimizer = AdamW(parameters, lr=1e-2, compile=compile)
         for step in range(2):
             for parameter in parameters:
                 parameter.grad = random_like(step, parameter)
@@ -112,12 +113,13 @@ def the_weights(step: int, parameter: nn.Parameter) -> Tensor:
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("alone", [True], indirect=True)
 @pytest.mark.parametrize(
     "kind",
     [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in (wider, the_weights)), every_second, with_a_graph],
 )
 def test_gradients_of_another_kind_go_through_dynamo(
-    kind: Callable[[int, nn.Parameter], Tensor], through_dynamo: list[int]
+    alone: bool, kind: Callable[[int, nn.Parameter], Tensor], through_dynamo: list[int]
 ) -> None:
     """Gradients in another dtype, with strides, that need gradients, or in the memory of the weights, at the third of five steps."""
 
@@ -164,30 +166,9 @@ def test_what_may_change_besides_is_left_to_dynamo(through_dynamo: list[int]) ->
 
 
 @pytest.mark.usefixtures("traced")
-def test_numbers_of_each_parameter_are_left_to_dynamo(
-    monkeypatch: pytest.MonkeyPatch, through_dynamo: list[int]
-) -> None:
-    """Two flat buffers of one length, whose parameters begin at different elements: with members, which no direct call looks at."""
-    monkeypatch.setattr(variants, "is_settled", lambda _: True)
-    found = []
-    for compile in (False, True):
-        parameters = [nn.Parameter(random_like(9, nn.Parameter(torch.empty(n)))) for n in (10, 30, 5, 30, 10)]
-        parameters[2].requires_grad_(False)  # between two buffers
-        optimizer = TorchOptimizer(parameters, lamb, lr=1e-2, compile=compile, policy=FP32)
-        for step in range(3):
-            for parameter in parameters[:2] + parameters[3:]:
-                parameter.grad = random_like(step, parameter)
-            optimizer.step()
-        assert [unit.tensor.numel() for unit in optimizer.engine.units] == [40, 40]
-        found.append([p.detach() for p in parameters])
-    assert same_bits(*found)
-    assert through_dynamo == list(range(6))
-
-
-@pytest.mark.usefixtures("traced")
 def test_no_gradient_is_kept_alive(through_dynamo: list[int]) -> None:
     parameter = nn.Parameter(torch.ones(50))
-    optimizer = AdamW([parameter], compile=True, layout="tree")
+    optimizer = AdamW([parameter], compile=True)
     for step in range(2):
         parameter.grad = random_like(step, parameter)
         held = weakref.ref(parameter.grad)

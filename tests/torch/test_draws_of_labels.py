@@ -24,16 +24,16 @@ def three(lr: float) -> Any:
     )
 
 
-@pytest.mark.parametrize("layout", ["auto", "tree"])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 @pytest.mark.parametrize("policy", ["LEAN_BF16", "KAHAN_BF16", "LEAN_8BIT"])
 @pytest.mark.parametrize("factory", [mini, three])
 @pytest.mark.parametrize("shapes", [[(5, 4), (7,)], [(7,), (3, 3)], [(5, 4), (3, 6)]])
 def test_core_and_adapter_draw_the_same_bits(
-    factory: Any, policy: str, layout: Any, shapes: list[tuple[int, ...]]
+    factory: Any, policy: str, alone: bool, shapes: list[tuple[int, ...]]
 ) -> None:
     begun = [torch.sin(torch.arange(torch.Size(shape).numel()) + 1.0).view(shape).bfloat16() for shape in shapes]
     params = [nn.Parameter(p.clone()) for p in begun]
-    optimizer = TorchOptimizer(params, factory, lr=0.01, policy=getattr(eb.policies, policy), layout=layout, seed=3)
+    optimizer = TorchOptimizer(params, factory, lr=0.01, policy=getattr(eb.policies, policy), seed=3)
     core = eb.with_policy(factory(0.01), getattr(eb.policies, policy), seed=3)
     pure: list[Tensor] = [p.clone() for p in begun]
     state = core.init(pure)

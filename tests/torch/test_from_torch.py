@@ -75,7 +75,7 @@ def test_float32_state_is_stored_under_the_policy() -> None:
     model = Awkward(torch.bfloat16)
     old = torch.optim.AdamW(model.parameters())
     train(model, old, 2)
-    taken = AdamW.from_torch(old, policy="EXACT_BF16", layout="tree")
+    taken = AdamW.from_torch(old, policy="EXACT_BF16")
     for parameter, entry in old.state.items():
         assert torch.equal(taken.state[parameter]["exp_avg"], entry["exp_avg"].float())
         assert taken.state[parameter]["variance"].dtype is torch.float32

@@ -23,13 +23,13 @@ def without_frozen(model: Awkward) -> Any:
     return lambda step, name: not model.get_parameter(name).requires_grad
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_a_frozen_parameter_has_no_state_and_stays(layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_a_frozen_parameter_has_no_state_and_stays(alone: bool) -> None:
     model = Awkward(torch.bfloat16)
     freeze(model, "matrix", "scalar")
     before = model.matrix.detach().clone()
     address = model.matrix.data_ptr()
-    optimizer = AdamW(model.parameters(), policy=eb.policies.LEAN_BF16, layout=layout)
+    optimizer = AdamW(model.parameters(), policy=eb.policies.LEAN_BF16)
     train(model, optimizer, 3, without=without_frozen(model))
     assert model.matrix not in optimizer.state
     assert torch.equal(model.matrix, before)
@@ -43,13 +43,13 @@ def test_a_frozen_parameter_has_no_state_and_stays(layout: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["LEAN_BF16", "FLOOR_BF16"])
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_unfreezing_begins_like_a_parameter_whose_gradients_begin(name: str, layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_unfreezing_begins_like_a_parameter_whose_gradients_begin(name: str, alone: bool) -> None:
     """Bit for bit: random bits belong to the parameter, whether or not it was frozen before."""
     results = []
     for frozen in (True, False):
         model = Awkward(torch.bfloat16)
-        optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], layout=layout)
+        optimizer = AdamW(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name])
         if frozen:
             freeze(model, "vector", "matrix")
         train(model, optimizer, 3, without=lambda step, name: name in ("vector", "matrix"))
@@ -148,13 +148,11 @@ def moments(optimizer: AdamW, parameter: nn.Parameter) -> list[Any]:
     return [value.clone() for value in optimizer.state[parameter].values()]
 
 
-@pytest.mark.parametrize(("layout", "flat_gradients"), [("flat", False), ("flat", True), ("tree", False)])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 @pytest.mark.parametrize("policy", ["LEAN_BF16", "KAHAN_BF16", "FLOOR_BF16"])
-def test_frozen_in_mid_run_keeps_weights_and_state_and_changes_no_bit_elsewhere(
-    policy: Any, layout: Any, flat_gradients: bool
-) -> None:
+def test_frozen_in_mid_run_keeps_weights_and_state_and_changes_no_bit_elsewhere(policy: Any, alone: bool) -> None:
     frozen, never = Awkward(torch.bfloat16), Awkward(torch.bfloat16)
-    arguments: dict[str, Any] = {"lr": 1e-2, "policy": policy, "layout": layout, "flat_gradients": flat_gradients}
+    arguments: dict[str, Any] = {"lr": 1e-2, "policy": policy}
     mine, other = AdamW(frozen.parameters(), **arguments), AdamW(never.parameters(), **arguments)
     train(frozen, mine, 3)
     train(never, other, 3)
@@ -174,14 +172,13 @@ def test_frozen_in_mid_run_keeps_weights_and_state_and_changes_no_bit_elsewhere(
     assert int(mine.state[frozen.vector]["step"]) == 7
 
 
-@pytest.mark.parametrize("flat_gradients", [False, True])
-def test_a_gradient_of_zeros_that_is_left_over_does_not_move_what_is_frozen(flat_gradients: bool) -> None:
+def test_a_gradient_of_zeros_that_is_left_over_does_not_move_what_is_frozen() -> None:
     """``requires_grad_(False)`` alone leaves it, and then torch's optimizers and ours go on by momentum and decay."""
     moved = {}
     for who in ("ours", "torch's"):
         model = nn.Linear(3, 3)
         make: Any = AdamW if who == "ours" else torch.optim.AdamW
-        optimizer = make(model.parameters(), **({"flat_gradients": flat_gradients} if who == "ours" else {}))
+        optimizer = make(model.parameters())
         for how in ("trained", "requires_grad_", "freeze"):
             before = model.bias.detach().clone()
             if how == "requires_grad_":

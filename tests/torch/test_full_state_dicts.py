@@ -12,7 +12,7 @@ from torch import nn
 
 import everybit as eb
 from everybit_torch import SGD, Adam, AdamW, Lion, RMSprop, RoundingLoss, TorchOptimizer
-from tests.support.closed_optim import CLOSED, lacks_gradient, layout_of
+from tests.support.closed_optim import CLOSED, lacks_gradient
 from tests.support.files import through_a_file
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
@@ -49,16 +49,16 @@ def goes_on_for(kind: type[object]) -> Callable[[int, str], bool]:
 
 
 @pytest.mark.parametrize(("ours", "theirs", "arguments"), PAIRS)
-@pytest.mark.parametrize("layout", ["flat", "tree"])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 def test_a_run_of_torch_goes_on_here(
-    ours: type[TorchOptimizer], theirs: type[torch.optim.Optimizer], arguments: dict[str, Any], layout: Any
+    ours: type[TorchOptimizer], theirs: type[torch.optim.Optimizer], arguments: dict[str, Any], alone: bool
 ) -> None:
     model, other = Awkward(), Awkward()
     reference = theirs(model.parameters(), **arguments)
     train(model, reference, 4, without=skip_for(ours))
     saved = through_a_file({"model": model.state_dict(), "optimizer": reference.state_dict()})
     other.load_state_dict(saved["model"])
-    mine = ours(other.parameters(), layout=layout_of(ours, layout), **(arguments | {"lr": 0.5}))
+    mine = ours(other.parameters(), **(arguments | {"lr": 0.5}))
     losses = mine.load_torch_state_dict(saved["optimizer"])
     assert mine.param_groups[0]["lr"] == arguments["lr"]
     assert all(str(loss) == "exact" and loss.relative == 0.0 for loss in losses.values())
@@ -228,9 +228,9 @@ def test_the_same_policy_loses_nothing(name: str, layouts: tuple[Any, Any]) -> N
     """Through full precision and back into the same formats nothing is lost: every stored number is representable."""
     policy = eb.policies.PRESETS[name]
     model, other = Awkward(torch.bfloat16), Awkward(torch.bfloat16)
-    optimizer = AdamW(model.parameters(), policy=policy, layout=layouts[0])
+    optimizer = AdamW(model.parameters(), policy=policy)
     train(model, optimizer, 3, without=skip)
-    resumed = AdamW(other.parameters(), policy=policy, layout=layouts[1])
+    resumed = AdamW(other.parameters(), policy=policy)
     losses = resumed.load_full_state_dict(optimizer.full_state_dict())
     assert {str(loss) for loss in losses.values()} == {"exact"}
     for mine, theirs in zip(optimizer.export_fp32()[0], resumed.export_fp32()[0], strict=True):

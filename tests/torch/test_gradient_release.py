@@ -76,14 +76,13 @@ def everything(model: nn.Module, optimizer: TorchOptimizer) -> list[Tensor]:
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("LEAN_8BIT", "LEAN_4BIT")),
     ],
 )
-@pytest.mark.parametrize("arguments", [{"layout": "flat"}, {"layout": "tree"}])
-@pytest.mark.parametrize("bucket", [1, 60, 1 << 22])
-def test_the_bits_are_the_plain_runs(name: str, arguments: dict[str, Any], bucket: int) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_the_bits_are_the_plain_runs(name: str, alone: bool) -> None:
     results = []
     for released in (False, True):
-        model, optimizer = make(name, **arguments)
+        model, optimizer = make(name)
         if released:
-            enable_gradient_release(model, optimizer, bucket=bucket)
+            enable_gradient_release(model, optimizer)
         for step in range(5):
             loss_of(model, step).backward()  # type: ignore[no-untyped-call]
             assert all((p.grad is None) == released for p in model.parameters())
@@ -100,7 +99,7 @@ def test_and_compiled() -> None:
     for released in (False, True):
         model, optimizer = make("KAHAN_BF16", compile=released)
         if released:
-            enable_gradient_release(model, optimizer, bucket=60)
+            enable_gradient_release(model, optimizer)
         for step in range(3):
             loss_of(model, step).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -109,12 +108,12 @@ def test_and_compiled() -> None:
     assert same_bits(*results)
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_accumulation_steps_with_the_last_pass(layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_accumulation_steps_with_the_last_pass(alone: bool) -> None:
     results = []
     for released in (False, True):
-        model, optimizer = make("LEAN_BF16", layout=layout)
-        release = enable_gradient_release(model, optimizer, bucket=60) if released else None
+        model, optimizer = make("LEAN_BF16")
+        release = enable_gradient_release(model, optimizer) if released else None
         for step in range(4):
             if release is None:
                 for part in range(3):
@@ -132,14 +131,13 @@ def test_accumulation_steps_with_the_last_pass(layout: Any) -> None:
     assert same_bits(*results)
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-@pytest.mark.parametrize("bucket", [1, 1 << 22])
-def test_parameters_that_receive_nothing_are_skipped(layout: Any, bucket: int) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_parameters_that_receive_nothing_are_skipped(alone: bool) -> None:
     results = []
     for released in (False, True):
-        model, optimizer = make("FLOOR_BF16", layout=layout)
+        model, optimizer = make("FLOOR_BF16")
         if released:
-            enable_gradient_release(model, optimizer, bucket=bucket)
+            enable_gradient_release(model, optimizer)
         for step in range(6):
             loss_of(model, step, without_middle=step in (1, 4)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -148,13 +146,13 @@ def test_parameters_that_receive_nothing_are_skipped(layout: Any, bucket: int) -
     assert same_bits(*results)
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_clipping_by_the_previous_steps_norm(layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_clipping_by_the_previous_steps_norm(alone: bool) -> None:
     """Against torch: the same clipping done by hand on a float64 run of torch.optim.AdamW."""
     max_norm = 0.05
     model, reference = Network(torch.float64), Network(torch.float64)
-    optimizer = AdamW(model.parameters(), lr=1e-2, layout=layout)
-    release = enable_gradient_release(model, optimizer, bucket=20, max_norm=max_norm)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    release = enable_gradient_release(model, optimizer, max_norm=max_norm)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     assert release.norm is None
     previous: Tensor | None = None
@@ -185,7 +183,7 @@ def test_a_schedule_and_a_metric_go_on_as_they_did() -> None:
         model, optimizer = make("PURE_BF16", metrics=True)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         if released:
-            enable_gradient_release(model, optimizer, bucket=30)
+            enable_gradient_release(model, optimizer)
         for step in range(4):
             loss_of(model, step).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -199,10 +197,11 @@ def test_a_schedule_and_a_metric_go_on_as_they_did() -> None:
     assert shares[0] > 0
 
 
-def test_gradients_never_exist_all_at_once() -> None:
-    """Seen at each parameter's arrival: the others' gradients are gone, up to a bucket."""
+@pytest.mark.parametrize("alone", [True], indirect=True)
+def test_gradients_of_long_parameters_never_exist_all_at_once(alone: bool) -> None:
+    """Seen at each parameter's arrival: the others' gradients are gone."""
     model, optimizer = make("FP32")
-    enable_gradient_release(model, optimizer, bucket=1)
+    enable_gradient_release(model, optimizer)
     present: list[int] = []
 
     def count(parameter: Tensor) -> None:
@@ -222,7 +221,7 @@ def test_a_checkpoint_and_frozen_parameters() -> None:
         model, optimizer = make("LEAN_BF16")
         model.middle.weight.requires_grad_(False)
         if released:
-            enable_gradient_release(model, optimizer, bucket=50)
+            enable_gradient_release(model, optimizer)
         for step in range(3):
             loss_of(model, step).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -232,7 +231,7 @@ def test_a_checkpoint_and_frozen_parameters() -> None:
         other.load_state_dict(model.state_dict())
         resumed.load_state_dict(optimizer.state_dict())
         if released:
-            enable_gradient_release(other, resumed, bucket=25)
+            enable_gradient_release(other, resumed)
         for step in range(3, 6):
             loss_of(other, step).backward()  # type: ignore[no-untyped-call]
             resumed.step()
@@ -245,7 +244,7 @@ def test_after_remove_it_is_the_plain_optimizer_again() -> None:
     results = []
     for released in (False, True):
         model, optimizer = make("KAHAN_BF16")
-        release = enable_gradient_release(model, optimizer, bucket=40) if released else None
+        release = enable_gradient_release(model, optimizer) if released else None
         for step in range(4):
             if release is not None and step == 2:
                 release.remove()
@@ -261,12 +260,8 @@ def test_what_cannot_be_is_refused() -> None:
     model, optimizer = make("FP32")
     with pytest.raises(TypeError, match=r"optimizer: got a AdamW; accepted are everybit_torch's optimizers"):
         enable_gradient_release(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"bucket: got 0; accepted is a whole number of elements, at least 1"):
-        enable_gradient_release(model, optimizer, bucket=0)
     with pytest.raises(ValueError, match=r"max_norm: got nan"):
         enable_gradient_release(model, optimizer, max_norm=float("nan"))
-    with pytest.raises(ValueError, match=r"flat_gradients=True, which keeps all gradients"):
-        enable_gradient_release(model, AdamW(model.parameters(), flat_gradients=True))
     with pytest.raises(ValueError, match=r"param group 0, parameter 0.* is no parameter of the model"):
         enable_gradient_release(nn.Linear(2, 2), optimizer)
 
@@ -325,21 +320,18 @@ def test_an_optimizer_of_another_algorithm() -> None:
 # -- parameters that come, and passes that do not end -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-@pytest.mark.parametrize("bucket", [1, 60, 1 << 22])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 @pytest.mark.parametrize("name", ["FP32", "FLOOR_BF16"])
-def test_what_is_unfrozen_frozen_or_added_later_is_trained_as_in_the_plain_run(
-    name: str, layout: Any, bucket: int
-) -> None:
+def test_what_is_unfrozen_frozen_or_added_later_is_trained_as_in_the_plain_run(name: str, alone: bool) -> None:
     results = []
     for released in (False, True):
         model = Network(torch.float32 if name == "FP32" else torch.bfloat16)
         policy = eb.policies.PRESETS[name]
         own = [p for part in (model.first, model.middle) for p in part.parameters()]
-        optimizer = AdamW(own, lr=1e-2, betas=(0.9, 0.95), policy=policy, layout=layout)
+        optimizer = AdamW(own, lr=1e-2, betas=(0.9, 0.95), policy=policy)
         model.middle.weight.requires_grad_(False)
         if released:
-            enable_gradient_release(model, optimizer, bucket=bucket)
+            enable_gradient_release(model, optimizer)
         for step in range(8):
             if step == 2:
                 model.middle.weight.requires_grad_(True)
@@ -383,14 +375,13 @@ def test_a_parameter_that_is_no_part_of_the_model_is_refused_when_it_is_added_la
         loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("bucket", [1, 60, 1 << 22])
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_a_bucket_of_which_some_received_nothing_is_cut_wherever_it_stands(layout: Any, bucket: int) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_a_bucket_of_which_some_received_nothing_is_cut_wherever_it_stands(alone: bool) -> None:
     results = []
     for released in (False, True):
-        model, optimizer = make("LEAN_BF16", layout=layout)
+        model, optimizer = make("LEAN_BF16")
         if released:
-            enable_gradient_release(model, optimizer, bucket=bucket)
+            enable_gradient_release(model, optimizer)
         for step in range(5):
             model.zero_grad()
             loss = model.middle.weight.float().square().sum() * (step + 1)
@@ -413,14 +404,14 @@ def break_at(parameter: Tensor) -> Any:
     return parameter.register_hook(fail)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("bucket", [1, 60])
+@pytest.mark.parametrize("alone", [True], indirect=True)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_after_an_exception_in_the_backward_pass_zero_grad_begins_a_new_step(
-    bucket: int, max_norm: float | None
+    alone: bool, max_norm: float | None
 ) -> None:
     """What was stepped before it stays stepped: the run goes on as one that was given these weights and this state."""
     model, optimizer = make("LEAN_BF16")
-    release = enable_gradient_release(model, optimizer, bucket=bucket, max_norm=max_norm)
+    release = enable_gradient_release(model, optimizer, max_norm=max_norm)
     for step in range(2):
         loss_of(model, step).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -440,8 +431,8 @@ def test_after_an_exception_in_the_backward_pass_zero_grad_begins_a_new_step(
     assert all(p.grad is None for p in model.parameters())
     release.remove()
     twin_model, twin = copy.deepcopy((model, optimizer))
-    enable_gradient_release(model, optimizer, bucket=bucket)
-    enable_gradient_release(twin_model, twin, bucket=bucket)
+    enable_gradient_release(model, optimizer)
+    enable_gradient_release(twin_model, twin)
     for step in range(3, 5):
         for network, one in ((model, optimizer), (twin_model, twin)):
             loss_of(network, step).backward()  # type: ignore[no-untyped-call]
@@ -466,7 +457,7 @@ def test_checkpointed_activations_make_passes_within_the_pass(reentrant: bool) -
     for released in (False, True):
         model, optimizer = make("KAHAN_BF16")
         if released:
-            enable_gradient_release(model, optimizer, bucket=1)
+            enable_gradient_release(model, optimizer)
         for step in range(3):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
             hidden = checkpoint(

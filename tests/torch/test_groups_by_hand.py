@@ -112,7 +112,7 @@ def test_a_group_is_not_stepped_twice_where_a_step_needs_a_number_of_all_gradien
 )
 def test_a_group_put_in_by_hand_is_there_for_everything(use: Callable[[Any], object], flat: bool) -> None:
     params = parameters()
-    optimizer = everybit_torch.AdamW(params[:1], lr=0.1, flat_gradients=flat, compile=False)
+    optimizer = everybit_torch.AdamW(params[:1], lr=0.1, compile=False)
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[1:]})
     use(optimizer)
     assert [len(group["params"]) for group in optimizer.state_dict()["param_groups"]] == [1, 2]

@@ -79,12 +79,12 @@ def pure(factory: Callable[..., eb.Transform[Any]], policy: Any, model: nn.Modul
     return params
 
 
-@pytest.mark.parametrize("layout", ["auto", "tree"])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 @pytest.mark.parametrize("name", list(FACTORIES))
-def test_the_optimizer_steps_as_the_pure_function_and_the_stepper_do(name: str, layout: Any) -> None:
+def test_the_optimizer_steps_as_the_pure_function_and_the_stepper_do(name: str, alone: bool) -> None:
     model = Small()
     expected = pure(FACTORIES[name], FP32, model, 3)
-    optimizer = TorchOptimizer(model.named_parameters(), FACTORIES[name], lr=0.1, layout=layout)
+    optimizer = TorchOptimizer(model.named_parameters(), FACTORIES[name], lr=0.1)
     stepped = Small()
     stepper = FlatStepper(stepped, FACTORIES[name](), policy=FP32)
     for step in range(3):
@@ -143,18 +143,18 @@ def test_a_function_is_asked_once_of_whole_parameters_with_one_name() -> None:
     assert {path for path, _ in seen} == {"[0]", "[1]", "[2]", "[3]"}
 
 
-def test_parameters_that_are_treated_alike_share_a_buffer() -> None:
+def test_parameters_that_are_treated_alike_are_stepped_together() -> None:
     model = Small()
     optimizer = TorchOptimizer(model.named_parameters(), masked, lr=0.1)
     for name, parameter in model.named_parameters():
         parameter.grad = gradients(model, 0)[name]
     optimizer.step()
-    assert "flat, 4 parameters in 4 runs" in repr(optimizer)
+    assert "4 parameters, 4 of them in 2 vectors" in repr(optimizer)
     every = TorchOptimizer(
         model.named_parameters(), lambda lr: eb.chain(eb.masked(eb.trace(0.9), where=lambda path, p: True)), lr=0.1
     )
     every.step()
-    assert "flat, 4 parameters in 1 run" in repr(every)
+    assert "4 parameters, 4 of them in 1 vectors" in repr(every)
 
 
 def test_policies_by_name_store_what_they_say() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit.linalg import Batching, orthogonalized
+from everybit.linalg import Batching
 from everybit_torch import FlatStepper, TorchOptimizer, create, plan, routing
 from everybit_torch.config import OptimizerConfig, algorithm
 from everybit_torch.config.trees import READER
@@ -363,31 +362,6 @@ def trained(front: str, batching: Batching, *, compile: bool, skip: int | None =
             model.layers[1].weight.grad = None
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    ("front", "skip"), [("torch", None), ("torch", 1), ("torch, clipped", None), ("stepper", None)]
-)
-def test_equal_shapes_of_several_parameters_are_computed_together(
-    front: str, skip: int | None, compile: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One call for each shape, of which there are three, and the steps that each matrix would have taken alone."""
-    expected = trained(front, "alone", compile=False, skip=skip)
-    shapes: list[tuple[int, ...]] = []
-
-    def noted(x: Tensor, *given: Any, **options: Any) -> Tensor:
-        shapes.append(tuple(x.shape))
-        return orthogonalized(x, *given, **options)
-
-    monkeypatch.setattr(sys.modules["everybit.transforms.orthogonalize"], "orthogonalized", noted)
-    found = trained(front, "together", compile=compile, skip=skip)
-    for p, q in zip(found, expected, strict=True):
-        # Rounding of weights of about 1 in float32, in three steps.
-        assert float((p - q).abs().max()) <= 3 * 8 * 2.0**-24
-    counts = [(2 if step == skip else 3) for step in range(3)]
-    together = sorted(shape for count in counts for shape in ((3, 2, 6), (count, 6, 6), (1, 4, 6)))
-    assert sorted(shapes) == together
 
 
 @pytest.mark.exhaustive

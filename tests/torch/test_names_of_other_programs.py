@@ -14,7 +14,7 @@ from torch import nn
 import everybit as eb
 from everybit_torch.creating import CLASSES
 from everybit_torch.names.optimizers import OPTIMIZERS, TIMM_NAMES, TRAINER_NAMES
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.optim.optimizer import TorchOptimizer
 
 PAGE = (Path(__file__).parents[2] / "docs/ecosystem.md").read_text(encoding="utf-8")
 
@@ -24,7 +24,7 @@ def test_every_optimizer_has_a_class_of_plain_arguments(name: eb.OptimizerName) 
     kind = OPTIMIZERS[name]
     assert issubclass(kind, CLASSES.get(name, TorchOptimizer))
     parameters = inspect.signature(kind).parameters
-    assert {"params", "lr", "policy", "layout", "flat_gradients", "compile", "metrics", "seed"} <= set(parameters)
+    assert {"params", "lr", "policy", "compile", "metrics", "seed"} <= set(parameters)
     assert parameters["lr"].default == eb.optimizers()[name].learning_rate
     plain = (bool, int, float, str, tuple, type(None))
     assert all(isinstance(one.default, plain) for one in parameters.values() if one.name != "params")

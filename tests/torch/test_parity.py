@@ -10,7 +10,7 @@ import torch
 
 import everybit as eb
 from everybit_torch import ASGD, SGD, Adafactor, Adam, AdamW, RMSprop, TorchOptimizer
-from tests.support.closed_optim import CLOSED, lacks_gradient, layout_of, wide_numbers
+from tests.support.closed_optim import CLOSED, lacks_gradient, wide_numbers
 from tests.support.small_models import Awkward, give_gradients, same_bits, train, values
 
 PAIRS: list[tuple[type[TorchOptimizer], type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -35,26 +35,26 @@ def cases() -> list[Any]:
     """Every pair with gradients missing and not, flat and as a tree; by default those with missing ones, of later pairs the flat one."""
     found = []
     for pair in PAIRS:
-        for skipping, layout in ((False, "flat"), (True, "flat"), (True, "tree"), (False, "tree")):
-            by_default = skipping and (layout == "flat" or pair not in CLOSED)
+        for skipping, alone in ((False, False), (True, False), (True, True), (False, True)):
+            by_default = skipping and (not alone or pair not in CLOSED)
             marks = () if by_default else pytest.mark.exhaustive
-            found.append(pytest.param(*pair, layout, skipping, marks=marks))
+            found.append(pytest.param(*pair, alone, skipping, marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("ours", "theirs", "arguments", "layout", "skipping"), cases())
+@pytest.mark.parametrize(("ours", "theirs", "arguments", "alone", "skipping"), cases(), indirect=["alone"])
 def test_float64_follows_torch_for_200_steps(
     ours: type[TorchOptimizer],
     theirs: type[torch.optim.Optimizer],
     arguments: dict[str, Any],
-    layout: Any,
+    alone: bool,
     skipping: bool,
 ) -> None:
     def without(step: int, name: str) -> bool:
         return lacks_gradient(ours, name) or (skipping and skip_sometimes(step, name))
 
     mine, reference = Awkward(torch.float64), Awkward(torch.float64)
-    optimizer = ours(mine.parameters(), layout=layout_of(ours, layout), **arguments)
+    optimizer = ours(mine.parameters(), **arguments)
     got = train(mine, optimizer, 200, without=without)
     with wide_numbers():
         expected = train(reference, theirs(reference.parameters(), **arguments), 200, without=without)

@@ -96,9 +96,7 @@ def train(model: Model, optimizer: TorchOptimizer, steps: range, absent: Absent 
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "flat": {"layout": "flat"},
-    "tree": {"layout": "tree"},
-    "flat gradients": {"flat_gradients": True},
+    "uncompiled": {},
     "released": {},
 }
 
@@ -111,19 +109,19 @@ def test_work_is_done_at_every_third_step_only_and_gives_the_bits_of_the_device_
     model = Model(policy)
     optimizer = made(model, policy=policy, **KINDS[kind])
     if kind == "released":
-        enable_gradient_release(model, optimizer, bucket=6)
+        enable_gradient_release(model, optimizer)
     assert sorted(train(model, optimizer, range(1, STEPS + 1))) == [1, 4, 7, 10]
     assert_same_bits(model.values(), decided_on_the_device(counted, policy), kind)
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 @pytest.mark.parametrize("factory", [counted_and_clipped, old_norm])
-def test_transforms_that_reduce_do_their_work_when_it_is_due_too(factory: Any, layout: Any) -> None:
+def test_transforms_that_reduce_do_their_work_when_it_is_due_too(factory: Any, alone: bool) -> None:
     """Whether they ask for reductions in the work itself or around it."""
     model = Model()
-    optimizer = made(model, factory, layout=layout)
+    optimizer = made(model, factory)
     assert sorted(train(model, optimizer, range(1, STEPS + 1))) == [1, 4, 7, 10]
-    assert_same_bits(model.values(), decided_on_the_device(factory), layout)
+    assert_same_bits(model.values(), decided_on_the_device(factory), str(alone))
 
 
 def test_work_is_done_for_a_tensor_that_must_be_whole_when_it_is_due() -> None:
@@ -241,7 +239,7 @@ def test_a_parameter_without_a_gradient_counts_for_itself(kind: str) -> None:
     model = Model()
     optimizer = made(model, **KINDS[kind])
     if kind == "released":
-        enable_gradient_release(model, optimizer, bucket=6)
+        enable_gradient_release(model, optimizer)
     readbacks = Readbacks()
     done: dict[int, set[int]] = {}
     for step in range(1, STEPS + 1):
@@ -263,36 +261,16 @@ def test_a_parameter_without_a_gradient_counts_for_itself(kind: str) -> None:
     assert readbacks.read == 0
 
 
-def test_units_that_are_joined_again_go_on_counting_without_a_look_at_the_device() -> None:
-    model = Model()
-    optimizer = made(model, layout="flat")
-    readbacks = Readbacks()
-    done: dict[int, set[int]] = {}
-    absent = {2: (0,), 3: (1,), 4: (2,)}
-    for step in range(1, STEPS + 1):
-        WORK.clear()
-        optimizer.zero_grad()
-        model.backward(step, absent.get(step, ()))
-        with readbacks.watching() if step > 1 else Readbacks(refuse=False).watching():
-            optimizer.step()
-        if WORK:
-            done[step] = set(WORK)
-    # Each missed one: the fourth update of all is at step 5, the third of the first two at step 4.
-    assert done == {1: {23}, 5: {23}, 8: {23}}
-    assert readbacks.read == 0
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=1, max_size=8),
     st.integers(1, 4),
-    st.sampled_from(["flat", "tree"]),
 )
 def test_whatever_parameters_have_gradients_each_is_worked_on_at_its_own_updates(
-    missing: list[set[int]], period: int, layout: Any
+    missing: list[set[int]], period: int
 ) -> None:
     model = Model()
-    optimizer = made(model, counted, period=period, layout=layout)
+    optimizer = made(model, counted, period=period)
     counts = [0, 0, 0]
     for step, absent in enumerate(missing):
         here = [number for number in range(3) if number not in absent]
@@ -334,21 +312,21 @@ def assert_rounded(model: Model, expected: list[Tensor], steps: int) -> None:
         torch.testing.assert_close(p.double(), right, rtol=0, atol=steps * 4 * 2.0**-24)
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_a_norm_that_is_asked_for_in_the_work_is_that_of_all_gradients_whoever_is_due(layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_a_norm_that_is_asked_for_in_the_work_is_that_of_all_gradients_whoever_is_due(alone: bool) -> None:
     """Where parameters have different counts: then all do the work, and the device chooses."""
     model = Model()
     absent: Absent = {2: (1,), 3: (1,), 4: (0,), 8: (0, 2)}
-    train(model, made(model, old_norm, layout=layout), range(1, 13), absent)
+    train(model, made(model, old_norm), range(1, 13), absent)
     assert_rounded(model, with_old_norms([PERIOD] * 3, absent, 12), 12)
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_groups_with_other_periods_take_part_in_one_sequence_of_reductions(layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_groups_with_other_periods_take_part_in_one_sequence_of_reductions(alone: bool) -> None:
     """Which reductions are asked for must not depend on whose work is due."""
     model = Model()
     param_groups = [{"params": [model.parts[0]], "period": 2}, {"params": list(model.parts)[1:], "period": 3}]
-    optimizer = TorchOptimizer(param_groups, old_norm, lr=0.1, period=3, policy=FP32, layout=layout, compile=False)
+    optimizer = TorchOptimizer(param_groups, old_norm, lr=0.1, period=3, policy=FP32, compile=False)
     train(model, optimizer, range(1, STEPS + 1))
     assert_rounded(model, with_old_norms([2, 3, 3], {}, STEPS), STEPS)
 
@@ -444,17 +422,17 @@ def test_many_periods_do_not_compile_without_end(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("factory", [counted, counted_and_clipped, old_norm])
-@pytest.mark.parametrize("kind", ["flat", "tree", "flat gradients"])
-def test_after_the_first_step_nothing_is_read_from_the_device(kind: str, factory: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_after_the_first_step_nothing_is_read_from_the_device(alone: bool, factory: Any) -> None:
     model = Model()
-    optimizer = made(model, factory, **KINDS[kind])
+    optimizer = made(model, factory)
     first, others = Readbacks(refuse=False), Readbacks()
     for step in range(1, 6):
         optimizer.zero_grad()
         model.backward(step)
         with (first if step == 1 else others).watching():
             optimizer.step()
-    assert first.read == len(optimizer.engine.units)  # one count each
+    assert first.read == len(optimizer.own.stepped)  # one count each
     assert others.read == 0
 
 

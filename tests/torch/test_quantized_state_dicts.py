@@ -91,9 +91,9 @@ def entries(optimizer: TorchOptimizer, number: int = 0) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_blocks_of_bitsandbytes_are_copied_and_the_rest_is_rounded(layout: str) -> None:
-    optimizer, given = made(layout=layout), bitsandbytes_dict()
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_blocks_of_bitsandbytes_are_copied_and_the_rest_is_rounded(alone: bool) -> None:
+    optimizer, given = made(), bitsandbytes_dict()
     losses = load_bitsandbytes_state_dict(optimizer, given)
     theirs = given["state"][0][NESTED]
     stored = entries(optimizer)

@@ -52,7 +52,7 @@ CHANGES: list[tuple[type[TorchOptimizer], dict[str, Any], list[dict[str, Any]]]]
 ]
 
 
-CASES = [(*case, {"layout": layout}) for case in CHANGES for layout in ("flat", "tree")]
+CASES: list[Any] = [(*case, {}) for case in CHANGES]
 COMPILED = [pytest.param(*case, {"compile": True}, marks=pytest.mark.exhaustive) for case in CHANGES[3:4]]
 
 
@@ -74,13 +74,13 @@ def test_flags_and_momentum_may_change_at_any_step_as_in_torch(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["flat", "tree"])
-def test_a_flag_that_goes_and_comes_back_leaves_every_bit(name: str, layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_a_flag_that_goes_and_comes_back_leaves_every_bit(name: str, alone: bool) -> None:
     """``maximize`` with negated gradients is the same step: multiplying by -1 is exact."""
     results = []
     for flips in (False, True):
         model = Awkward(torch.bfloat16)
-        optimizer = Adam(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name], layout=layout)
+        optimizer = Adam(model.parameters(), lr=1e-2, policy=eb.policies.PRESETS[name])
         for step in range(6):
             flip = flips and step in (1, 2, 4)
             optimizer.param_groups[0]["maximize"] = flip
@@ -119,9 +119,7 @@ LATE = [(SGD, {}, True), pytest.param(SGD, {"compile": True}, True, marks=pytest
 
 
 @pytest.mark.parametrize("schedule", list(MOMENTUM_SCHEDULES))
-@pytest.mark.parametrize(
-    ("kind", "arguments", "late"), [(SGD, {}, False), (SGD, {"layout": "tree"}, False), (RMSprop, {}, False), *LATE]
-)
+@pytest.mark.parametrize(("kind", "arguments", "late"), [(SGD, {}, False), (RMSprop, {}, False), *LATE])
 def test_a_scheduler_gives_momentum_to_an_optimizer_that_was_made_without(
     schedule: str, kind: Any, arguments: dict[str, Any], late: bool
 ) -> None:
@@ -310,14 +308,14 @@ def decorations(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]
     return [*found, dict(optimizer.state["everybody"])]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 @pytest.mark.parametrize("when", ["before the first step", "after it"])
 @pytest.mark.parametrize(
     "then", ["a gradient is missing", "released", "deepcopy", "pickle", "load", "load full", "another flag"]
 )
-def test_what_others_keep_in_the_state_stays(layout: Any, when: str, then: str) -> None:
+def test_what_others_keep_in_the_state_stays(alone: bool, when: str, then: str) -> None:
     model = Awkward()
-    optimizer: Any = Adam(model.parameters(), lr=1e-2, layout=layout)
+    optimizer: Any = Adam(model.parameters(), lr=1e-2)
     if when == "after it":
         train(model, optimizer, 2)
     decorate(model, optimizer)
@@ -328,7 +326,7 @@ def test_what_others_keep_in_the_state_stays(layout: Any, when: str, then: str) 
         train(model, optimizer, 3, start=2, without=lambda step, name: name == ("matrix" if step == 3 else "vector"))
     elif then == "released":
         optimizer.zero_grad()
-        enable_gradient_release(model, optimizer, bucket=10)
+        enable_gradient_release(model, optimizer)
         loss: Tensor = sum((p.square().sum() for p in model.parameters()), start=torch.zeros(()))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -341,7 +339,7 @@ def test_what_others_keep_in_the_state_stays(layout: Any, when: str, then: str) 
         train(model, optimizer, 1, start=2)
     else:
         other = Awkward()
-        resumed = Adam(other.parameters(), lr=1e-2, layout=layout)
+        resumed = Adam(other.parameters(), lr=1e-2)
         if then == "load":
             resumed.load_state_dict(through_a_file(optimizer.state_dict()))
         else:
@@ -433,13 +431,13 @@ WRAPPED: list[tuple[type[TorchOptimizer], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "arguments", "entry"), WRAPPED)
 @pytest.mark.parametrize("momentum", ["nothing", "reset", "pull", "reset in place"])
-@pytest.mark.parametrize("layout", ["flat", "tree"])
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
 def test_a_wrapper_that_uses_torchs_names_does_here_what_it_does_there(
-    kind: Any, arguments: dict[str, Any], entry: str, momentum: str, layout: Any
+    kind: Any, arguments: dict[str, Any], entry: str, momentum: str, alone: bool
 ) -> None:
     model, reference = Awkward(torch.float64), Awkward(torch.float64)
     mine, theirs = (
-        kind(model.parameters(), layout=layout, **arguments),
+        kind(model.parameters(), **arguments),
         getattr(torch.optim, kind.__name__)(reference.parameters(), **arguments),
     )
     for network, optimizer in ((model, mine), (reference, theirs)):

@@ -18,6 +18,7 @@ from everybit.base import barriers
 from everybit.protocol import ALONE
 from everybit.testing.registry import REGISTRY
 from everybit_torch import TorchOptimizer, asking, reductions, stepping
+from everybit_torch.segments.totals import Work, find_totals
 from everybit_torch.sharded.allocations import AllocationCounter
 from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 
@@ -111,7 +112,7 @@ def test_pieces_of_flat_buffers_give_the_bits_of_the_whole_tree(
     dtype = torch.float32 if policy is FP32 else torch.bfloat16
     model = Awkward(dtype)
     whole = Whole(FACTORIES[name], model, policy)
-    kinds: tuple[dict[str, Any], ...] = ({}, {"layout": "tree"}, {"flat_gradients": True})
+    kinds: tuple[dict[str, Any], ...] = ({},)
     models = [Awkward(dtype) for _ in kinds]
     optimizers = [
         TorchOptimizer(one.parameters(), FACTORIES[name], lr=1e-2, policy=policy, seed=3, **kind)
@@ -313,8 +314,8 @@ def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, policy: eb.P
     assert same_bits(*found)
 
 
-@pytest.mark.parametrize("layout", ["auto", "tree"])
-def test_one_norm_over_groups_as_torchs_clip_grad_norm(layout: Any) -> None:
+@pytest.mark.parametrize("alone", [False, True], indirect=True)
+def test_one_norm_over_groups_as_torchs_clip_grad_norm(alone: bool) -> None:
     """Each group with a limit of its own, float64 and float32 in one optimizer."""
 
     def sgd(learning_rate: Any, limit: Any) -> eb.Transform[Any]:
@@ -328,7 +329,7 @@ def test_one_norm_over_groups_as_torchs_clip_grad_norm(layout: Any) -> None:
 
     mine, theirs = build(), build()
     groups: list[Any] = [{"params": mine[:3]}, {"params": mine[3:], "limit": 0.1, "lr": 0.05}]
-    optimizer = TorchOptimizer(groups, sgd, lr=0.1, limit=0.5, layout=layout)
+    optimizer = TorchOptimizer(groups, sgd, lr=0.1, limit=0.5)
     others: list[Any] = [{"params": theirs[:3]}, {"params": theirs[3:], "lr": 0.05}]
     reference = torch.optim.SGD(others, lr=0.1, momentum=0.9)
     draw = torch.Generator().manual_seed(1)
@@ -467,11 +468,10 @@ def test_a_norm_is_found_from_the_gradients_alone(policy: eb.Policy) -> None:
     for _ in range(2):
         model[0].grad = torch.ones_like(model[0])
         optimizer.step()
-    engine = optimizer.engine
-    (unit,) = engine.units
-    part = reductions.Part(engine.optimizer_of(unit), unit, torch.ones(size, dtype=torch.bfloat16))
+    (one,) = optimizer.own.stepped
+    work = [Work(one.of.segment, torch.ones(size, dtype=torch.bfloat16))]
     with Elements() as elements:
-        (total,) = reductions.find_totals([part], eb.Local, engine.reads)
+        (total,) = find_totals(work)
     assert total.item() == size
     assert elements.count // size == 1
 

@@ -10,7 +10,7 @@ from everybit_torch import AdamW, AnyPrecisionAdamW, create
 model = torch.nn.Linear(2, 2)
 
 AdamW(model.parameters(), policy="KAHAN_BF61")  # E: arg-type "expected Policy | ByLabel | Literal['FP64'"
-AdamW(model.parameters(), layout="round")  # E: arg-type "Literal['round']"
+AdamW(model.parameters(), layout="flat")  # E: call-arg "layout"
 AdamW(model.parameters(), learning_rate=0.1)  # E: call-arg "learning_rate"
 AdamW(model.parameters(), betas=0.9)  # E: arg-type "tuple"
 AdamW(model, policy=eb.policies.FP32)  # E: arg-type "Linear"

@@ -13,7 +13,7 @@ model = torch.nn.Linear(2, 2)
 optimizer: torch.optim.Optimizer = AdamW(model.parameters(), lr=3e-4, policy=eb.policies.KAHAN_BF16, compile=True)
 groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
 grouped = SGD(groups, lr=0.2, momentum=0.9)
-named = Lion(model.named_parameters(), lr=torch.tensor(1e-4), layout="tree")
+named = Lion(model.named_parameters(), lr=torch.tensor(1e-4))
 old = AnyPrecisionAdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, True, torch.bfloat16)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 

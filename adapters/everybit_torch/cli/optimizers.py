@@ -18,8 +18,8 @@ from everybit.protocol import transforms_in
 from everybit_torch.cli.errors import OptionError
 from everybit_torch.creating import create
 from everybit_torch.hyperparameter_names import torch_arguments, torch_defaults
-from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.param_groups import Params
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.param_groups import Params
 
 _WORDS = {"true": True, "false": False, "none": None}
 

@@ -30,8 +30,8 @@ from everybit_torch.hyperparameter_names import (
     torch_arguments,
     torch_defaults,
 )
-from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.param_groups import Params
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.param_groups import Params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from everybit.stepping import Unsafe
 from everybit_torch.config.algorithms import ALGORITHM, AdamWConfig, Algorithm
 from everybit_torch.config.policies import POLICY_KINDS, PolicyByName, require_matches
 from everybit_torch.config.structure import Kinds, Reader
-from everybit_torch.optimizer import Layout, TorchOptimizer
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.segments.steps import Compile
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
-from everybit_torch.stepping import Compile
 
 if TYPE_CHECKING:
     from everybit_torch.collectives.meshes import Mesh
@@ -40,9 +40,7 @@ class OptimizerConfig:
         policy: How parameters and state are stored: a policy, a preset's name, one for each pattern of names, or None for float32 and
             float64 models stored as they are.
         no_decay: Patterns of the names of parameters that do not decay, such as ``"*.bias"``; they form a param group of their own.
-        layout: ``"flat"``: parameters become views of one buffer per group; ``"tree"``: they stay where they are; ``"auto"``: flat where
             the algorithm works element by element.
-        flat_gradients: Accumulate gradients in one buffer, which stays allocated.
         compile: Compile the step; ``"auto"``: of large groups, where there is a compiler.
         metrics: Measure every step.
         seed: Of stochastic rounding.
@@ -55,8 +53,6 @@ class OptimizerConfig:
     algorithm: Algorithm = AdamWConfig()
     policy: eb.Policy | PolicyByName | PolicyName | None = None
     no_decay: Sequence[str] = ()
-    layout: Layout = "auto"
-    flat_gradients: bool = False
     compile: Compile = "auto"
     metrics: bool = False
     seed: int = 0
@@ -85,7 +81,7 @@ class OptimizerConfig:
         groups.append({"params": [one for one in named if one[0] in exempt], "weight_decay": 0.0})
         return self.algorithm.build(
             [group for group in groups if group["params"]], model,
-            policy=_policy(self.policy), layout=self.layout, flat_gradients=self.flat_gradients, compile=self.compile,
+            policy=_policy(self.policy), compile=self.compile,
             metrics=self.metrics, seed=self.seed, unsafe=self.unsafe,
         )  # fmt: skip
 

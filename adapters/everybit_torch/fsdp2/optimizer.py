@@ -11,13 +11,12 @@ from torch import nn
 from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python
-from everybit_torch.group_maker import GroupMaker
-from everybit_torch.groups import Group
 from everybit_torch.hyperparameter_names import spread
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.optim.groups import Group, GroupMaker
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.segments.steps import Compile
 from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
-from everybit_torch.stepping import Compile
 
 
 class LabelledGroups(GroupMaker):
@@ -41,7 +40,7 @@ class LabelledGroups(GroupMaker):
         self.fields = {label: hyperparameter_fields(one.transform) for label, one in labelled.items()}
         super().__init__(
             "FlatStepper", Factory(self._labelled[0].transform), (), None,
-            seed=seed, unsafe=unsafe, compile=compile, only_flat=False, decoupled=None, mixed=mixed,
+            seed=seed, unsafe=unsafe, compile=compile, decoupled=None, mixed=mixed,
         )  # fmt: skip
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class RowOptimizer(TorchOptimizer):
         super().__init__(given, groups, seed=seed)
         self._is_made = True
         self.defaults |= dict.fromkeys((*names, "label"))  # schedulers look for what they may change
-        self.places.number_elements(parameters.values())
+        self.own.number_elements(parameters.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made.
@@ -108,6 +107,15 @@ class RowOptimizer(TorchOptimizer):
         if self._is_made:
             raise RuntimeError("add_param_group: a stepper's parameters are settled; accepted is to make another.")
         super().add_param_group(param_group)
+
+    def require_hyperparameters(self, number: int, group: Mapping[str, Any]) -> None:
+        """Refuse values of a param group that cannot work; the present ones stay.
+
+        Raises:
+            TypeError: A hyperparameter of another kind.
+            ValueError: One that is out of range.
+        """
+        self.own.groups[number].build(self.factory_arguments(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -9,6 +9,8 @@ from torch import Tensor
 from everybit.stepping.entries import Entry
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.fsdp2.stepper import FSDP2Stepper
+from everybit_torch.optim.full_precision import load_all
+from everybit_torch.optim.visiting import entries_of
 from everybit_torch.sharded.saved_fit import elements
 from everybit_torch.sharded.saved_parts import Flat, model_tensors
 from everybit_torch.sharded.shard_tensor import ShardTensor
@@ -21,7 +23,7 @@ class RowParts:
     def __init__(self, stepper: FSDP2Stepper) -> None:
         self._stepper, self._optimizer = stepper, stepper.as_optimizer()
         self.labels = stepper.labels
-        self._optimizer.place()
+        self._optimizer.begin()
         self._names = {id(p): name for name, p in stepper.stepped.items()}
 
     def model(self) -> Flat:
@@ -29,24 +31,21 @@ class RowParts:
         return {f"model.{name}": _run(x) for name, x in model_tensors(self._stepper.model).items()}
 
     def state(self) -> Flat:
-        """Return the entries of the optimizer's state dict."""
+        """Return the entries of the optimizer's state dict. Every rank has to call it."""
         found: Flat = {}
-        for unit in self._optimizer.engine.units:
-            factors = {entry.name for entry in unit.kept_entries() if entry.cut in ("tensor", "rows")}
-            for member in unit.members:
-                for name, value in unit.published(member).items() if member.parameter.numel() else ():
-                    if name not in factors or value.numel():
-                        found[f"optimizer.state.{self._names[id(member.parameter)]}.{name}"] = _run(value)
+        for parameter, entries, values in self._optimizer.own.kept():
+            factors = {entry.name for entry in entries if entry.cut in ("tensor", "rows")}
+            for name, value in values.items() if parameter.numel() else ():
+                if name not in factors or value.numel():
+                    found[f"optimizer.state.{self._names[id(parameter)]}.{name}"] = _run(value)
         return found
 
     def kept(self) -> dict[str, list[Entry]]:
         """Return the parameters that have elements. A rank may have no rows of one."""
-        return {
-            self._names[id(member.parameter)]: unit.kept_entries()
-            for unit in self._optimizer.engine.units
-            for member in unit.members
-            if member.parameter.numel()
-        }
+        own = self._optimizer.own
+        each = [(one.parameter, [entry for entry, _ in one.segment().entries()]) for one in own.own()]
+        each += [(one.parameter, entries_of(one)) for one in own.visited()]
+        return {self._names[id(parameter)]: entries for parameter, entries in each if parameter.numel()}
 
     def names(self) -> set[str]:
         """None that this rank does not have itself."""
@@ -58,15 +57,14 @@ class RowParts:
             if key.startswith("model."):
                 elements(value).copy_(elements(loaded[key]))
         given: dict[int, dict[str, Tensor]] = {}
-        for unit in self._optimizer.engine.units:
-            for member in unit.members:
-                prefix = f"optimizer.state.{self._names[id(member.parameter)]}."
-                given[id(member.parameter)] = {
-                    name: elements(loaded[prefix + name]).view(local(value).shape)
-                    for name, value in unit.published(member).items()
-                    if prefix + name in loaded
-                }
-        self._optimizer.engine.load(given)
+        for parameter, _, values in self._optimizer.own.kept():
+            prefix = f"optimizer.state.{self._names[id(parameter)]}."
+            given[id(parameter)] = {
+                name: elements(loaded[prefix + name]).view(local(value).shape)
+                for name, value in values.items()
+                if prefix + name in loaded
+            }
+        load_all(self._optimizer.own, given)
 
 
 def _run(x: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from everybit_torch import drop_ins
 from everybit_torch.creating import CLASSES
 from everybit_torch.embeddings import for_model
 from everybit_torch.hyperparameter_names import torch_defaults
-from everybit_torch.optimizer import Layout, TorchOptimizer
-from everybit_torch.param_groups import Params
-from everybit_torch.stepping import Compile
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.param_groups import Params
+from everybit_torch.segments.steps import Compile
 
 
 class EverybitAdamW(drop_ins.AdamW):
@@ -29,8 +29,6 @@ class EverybitAdamW(drop_ins.AdamW):
         eps: Added outside the root.
         weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
         policy: A preset's name, such as ``"LEAN_BF16"``; None for float32 and float64 models only.
-        layout: ``"auto"``, ``"flat"`` or ``"tree"``.
-        flat_gradients: Accumulate gradients in one buffer.
         compile: Compile the step.
         metrics: Measure every step.
         seed: Of stochastic rounding.
@@ -47,14 +45,12 @@ class EverybitAdamW(drop_ins.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         policy: PolicyName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, policy=policy, layout=layout, flat_gradients=flat_gradients,
+            params, lr, betas, eps, weight_decay, policy=policy,
             compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
@@ -69,14 +65,12 @@ class EverybitLion(drop_ins.Lion):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         policy: PolicyName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
-            params, lr, betas, weight_decay, policy=policy, layout=layout, flat_gradients=flat_gradients,
+            params, lr, betas, weight_decay, policy=policy,
             compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
@@ -93,15 +87,13 @@ class EverybitSGD(drop_ins.SGD):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         policy: PolicyName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(
-            params, lr, momentum, dampening, weight_decay, nesterov, policy=policy, layout=layout,
-            flat_gradients=flat_gradients, compile=compile, metrics=metrics, seed=seed,
+            params, lr, momentum, dampening, weight_decay, nesterov, policy=policy,
+            compile=compile, metrics=metrics, seed=seed,
         )  # fmt: skip
 
 
@@ -139,7 +131,7 @@ _CODE = ("mask", "labels", "view", "views", "others")
 """Arguments that are no plain values."""
 
 _SETTINGS: Mapping[str, Any] = {
-    "policy": None, "layout": "auto", "flat_gradients": False, "compile": "auto", "metrics": False, "seed": 0,
+    "policy": None, "compile": "auto", "metrics": False, "seed": 0,
 }  # fmt: skip
 
 OPTIMIZERS: dict[str, type[TorchOptimizer]] = {"adamw": EverybitAdamW, "lion": EverybitLion, "sgd": EverybitSGD}

@@ -1,6 +1,6 @@
 """Names for Hugging Face's Trainer, after ``import everybit_torch.names.trainer``: ``everybit_adamw``, ``everybit_ademamix``, ...
 
-    args = TrainingArguments(..., optim="everybit_adamw", optim_args="policy=LEAN_BF16, flat_gradients=true")
+    args = TrainingArguments(..., optim="everybit_adamw", optim_args="policy=LEAN_BF16")
 
 ``learning_rate``, ``weight_decay`` and, for AdamW and Adam, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are those of
 TrainingArguments. All other arguments of :mod:`everybit_torch.names.optimizers` go through ``optim_args``; pairs are written

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,10 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import Blocks, Scattered
+from everybit.stepping.entries import cut
+from everybit_torch.dtensors import local
 from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.single import Place, Single, place_of
 from everybit_torch.torch_internals.tensors import foreach_copy
 
 SHORT = 1 << 16
@@ -31,52 +33,90 @@ class Bucket:
 
     Parameters stay where they are: a step reads them into a vector, and writes the new values back. Their elements have the numbers that
     they have in the model, so that random bits are those of any other layout. If blocks of elements share a number, each parameter begins
-    at a multiple of a block, and the gaps before it hold zeros.
+    at a multiple of a block, and gaps hold zeros::
+
+        elements | a a a a a . . . | b b b b b b b b | b b . . . . . . |
+        blocks   | 0               | 1               | 2               |
+
+    A parameter that is not contiguous is in a bucket, maybe alone.
 
     Args:
         optimizer: The optimizer, as masks and labels came out.
-        parameters: At least one, in order.
+        parameters: At least one, in order. Of a DTensor this rank's part is stepped.
         firsts: Global index of the first element of each.
 
     Attributes:
         segment: The vector and its state.
+        places: The memory that the parameters had at the last step.
     """
 
     def __init__(self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int]) -> None:
+        vector, first = self._begin(optimizer, parameters, firsts)
+        self.segment = Segment.new(optimizer, vector, first)
+
+    @classmethod
+    def of(cls, segment: Segment, parameter: Tensor) -> Bucket:
+        """Return a parameter by itself, with the state of this segment."""
+        made = object.__new__(cls)
+        assert isinstance(segment.first, int)
+        vector, _ = made._begin(segment.optimizer, [parameter], [segment.first])
+        made.segment = Segment(segment.optimizer, vector, segment.state, segment.first)
+        return made
+
+    def _begin(
+        self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int]
+    ) -> tuple[Tensor, int | Blocks | Scattered]:
         self.parameters, self._firsts = list(parameters), list(firsts)
-        (stored,) = optimizer.formats([parameters[0].detach()])
-        lengths, block = [p.numel() for p in parameters], stored.policy.block
-        room = [-(-length // block) * block for length in lengths]
-        self._edges = list(accumulate(room, initial=0))
-        like = parameters[0].detach()
-        vector = like.new_zeros(self._edges[-1])
-        indices = _indices(lengths, firsts, block, like.device)
-        self._has_gaps, self._is_dense = self._edges[-1] != sum(lengths), False
+        here = [local(p).detach() for p in parameters]
+        (stored,) = optimizer.formats(here[:1])
+        block, end = stored.policy.block, 0
+        self._starts: list[int] = []
+        for x in here:
+            self._starts.append(-(-end // block) * block)
+            end = self._starts[-1] + x.numel()
+        if len(here) > 1:
+            end = -(-end // block) * block
+        vector = here[0].new_zeros(end)
         self._grad: Tensor | None = None
-        self._places: list[tuple[int, tuple[int, ...]]] = []
+        self._forget()
+        self._find(vector)
+        self._read(vector)
+        return vector, _indices([x.numel() for x in here], firsts, block, vector.device)
+
+    def _forget(self) -> None:
+        self.places: list[Place] = []
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
-        self._follow(vector)
-        self._read(vector)
-        self.segment = Segment.new(optimizer, vector, indices)
+        self._is_dense = False
 
-    def _cut(self, vector: Tensor) -> list[Tensor]:
-        """The parameters' elements of a vector."""
-        starts = self._edges[:-1]
-        return [vector[start : start + p.numel()] for start, p in zip(starts, self.parameters, strict=True)]
+    def __getstate__(self) -> dict[str, Any]:
+        # In a copy these would be no views any more.
+        return self.__dict__ | {"_targets": [], "_sources": [], "_is_dense": False, "_grad": None}
 
-    def _follow(self, vector: Tensor) -> None:
-        """Find the parameters' memory again, if it has changed since the last step."""
-        pointers = map(Tensor.data_ptr, self.parameters)
-        places = list(zip(pointers, map(Tensor.stride, self.parameters), strict=True))
-        if places == self._places and self._targets:
-            return
-        self._places, self._targets, self._sources = places, [], []
-        for p, piece in zip(self.parameters, self._cut(vector), strict=True):
-            target = p.detach()
-            self._targets.append(target.view(-1) if target.is_contiguous() else target)
-            self._sources.append(piece if target.is_contiguous() else piece.view(target.shape))
-        self._is_dense = not self._has_gaps and all(x.ndim == 1 for x in self._targets)
+    @property
+    def numel(self) -> int:
+        """The number of elements here."""
+        return sum(local(p).numel() for p in self.parameters)
+
+    def _ranges(self) -> list[slice]:
+        return [slice(a, a + local(p).numel()) for a, p in zip(self._starts, self.parameters, strict=True)]
+
+    def in_place(self) -> bool:
+        """Whether all parameters have the memory that they had at the last step."""
+        return bool(self._targets) and [place_of(local(p)) for p in self.parameters] == self.places
+
+    def follow(self) -> None:
+        """Step the memory that the parameters have now."""
+        self._find(self.segment.tensor)
+
+    def _find(self, vector: Tensor) -> None:
+        here = [local(p).detach() for p in self.parameters]
+        pieces = [vector[where] for where in self._ranges()]
+        self.places = [place_of(x) for x in here]
+        self._targets = [x.view(-1) if x.is_contiguous() else x for x in here]
+        self._sources = [x if t.ndim == 1 else x.view(t.shape) for t, x in zip(self._targets, pieces, strict=True)]
+        has_gaps = vector.numel() != sum(x.numel() for x in here)
+        self._is_dense = not has_gaps and all(x.ndim == 1 for x in self._targets)
 
     def _read(self, vector: Tensor) -> None:
         if self._is_dense:
@@ -88,39 +128,53 @@ class Bucket:
         """Read the parameters, and return their gradients as one vector.
 
         Args:
-            grads: The gradients of all parameters, in their shapes and of one dtype.
+            grads: The gradients of all parameters, in their shapes.
         """
         vector = self.segment.tensor
-        self._follow(vector)
         self._read(vector)
         dtype = grads[0].dtype
+        for grad in grads[1:]:
+            dtype = dtype if grad.dtype is dtype else torch.promote_types(dtype, grad.dtype)
         if self._grad is None or self._grad.dtype is not dtype:
             self._grad = torch.zeros(vector.numel(), dtype=dtype, device=vector.device)
         flat = [grad if grad.ndim == 1 else grad.reshape(-1) for grad in grads]
-        if self._has_gaps:
-            foreach_copy(self._cut(self._grad), flat)
-        else:
+        if self._is_dense:
             torch.cat(flat, out=self._grad)
+        else:
+            foreach_copy([self._grad[where] for where in self._ranges()], flat)
         return self._grad
 
     def scatter(self) -> None:
         """Write the new values back to the parameters."""
         foreach_copy(self._targets, self._sources)
 
-    def apart(self) -> list[Segment]:
-        """Return a segment for each parameter, with views of the present state and counts of its own.
+    def renumber(self, firsts: Sequence[int]) -> None:
+        """Give the elements other global indices, from which they draw their random bits."""
+        old, self._firsts = self.segment, list(firsts)
+        lengths = [local(p).numel() for p in self.parameters]
+        first = _indices(lengths, firsts, old.stored.policy.block, old.tensor.device)
+        self.segment = Segment(old.optimizer, old.tensor, old.state, first)
 
-        Its tensor is the parameter as a vector. A parameter that is not contiguous stays in a bucket.
+    def own(self, number: int, on_shared: Callable[[Tensor], Tensor] = lambda x: x) -> Segment:
+        """Return the segment of one parameter: its present weights, and views of the state.
 
-        Raises:
-            ValueError: A parameter is not contiguous.
+        Args:
+            number: The parameter's number here.
+            on_shared: Makes the counts and other shared state of the segment; by default they are those of all parameters.
         """
-        made = []
-        for (start, stop), p, first in zip(pairwise(self._edges), self.parameters, self._firsts, strict=True):
-            part = self.segment.cut(start, stop)
-            if stop - start != p.numel():
-                raise ValueError("apart: got a parameter with a gap after it; accepted are formats without blocks.")
-            made.append(Segment(part.optimizer, p.detach().view(-1), part.state, first))
+        parameter, where, whole = self.parameters[number], self._ranges()[number], self.segment
+        state = cut(whole.state, [whole.tensor], [whole.stored], where.start, where.stop, on_shared)
+        return Segment(whole.optimizer, local(parameter).detach().reshape(-1), state, self._firsts[number])
+
+    def apart(self) -> list[Single | Bucket]:
+        """Return each parameter by itself, with views of the present state and counts of its own."""
+        made: list[Single | Bucket] = []
+        steps = self.segment.count.known(self.segment.state.step)
+        for number, parameter in enumerate(self.parameters):
+            part = self.own(number, torch.clone)
+            one = Single(part, parameter) if local(parameter).is_contiguous() else Bucket.of(part, parameter)
+            one.segment.count.note(one.segment.state.step, steps)
+            made.append(one)
         return made
 
 
@@ -129,8 +183,8 @@ def _indices(
 ) -> int | Blocks | Scattered:
     """The global indices of the elements of a vector of parameters, each of which begins at a multiple of a block."""
     ends = [first + length for first, length in zip(firsts, lengths, strict=True)]
-    aligned = all(length % block == 0 for length in lengths[:-1])
-    if list(firsts[1:]) == ends[:-1] and aligned and (block == 1 or lengths[-1] % block == 0):
+    aligned = len(lengths) == 1 or all(length % block == 0 for length in lengths)
+    if list(firsts[1:]) == ends[:-1] and aligned:
         return firsts[0]
     if block == 1:
         return Scattered.of(firsts, lengths, device)

@@ -3,86 +3,106 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import everybit as eb
 from everybit.base import FirstElement
-from everybit.policies import AnyPolicy, PolicyOrName, with_name_resolved
-from everybit.stepping import Metrics, OptimizerState, Unsafe, with_policy
+from everybit.policies import AnyPolicy
+from everybit.stepping import Metrics, OptimizerState
 from everybit.stepping.entries import map_parts
-from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiled.compilation import can_compile
+from everybit_torch.choosing import Decision
+from everybit_torch.compiled.compilation import can_compile, may_compile
 from everybit_torch.compiled.probing import Factory, fits, is_number
-from everybit_torch.compiled.variants import Inputs, Variants
+from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 from everybit_torch.host_counts import Due
 from everybit_torch.segments.segment import Segment, step_in_place
-from everybit_torch.segments.totals import Partial, contribution, find_uncompiled
-from everybit_torch.streams import copies_need_no_wait
+from everybit_torch.segments.totals import Partial, Reads, contribution, find_uncompiled
+from everybit_torch.streams import copies_need_no_wait, is_capturing
+
+Compile = bool | Literal["auto"]
+
+WORTH_COMPILING = 1 << 18
+"""Elements of one dtype in a param group from which on its step is compiled by default: a first step that takes seconds longer is worth it
+after about a thousand steps."""
+
+MOST_PERIODS = LIMIT.bit_length() - 1
+"""Periods of which the host answers in compiled code, so that a step has no more variants than :data:`LIMIT` for its answers."""
+
+
+def require_compile(value: object) -> None:
+    """Refuse what is no choice of whether to compile.
+
+    Raises:
+        ValueError: Neither True, nor False, nor ``"auto"``.
+    """
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"compile: got {value!r}; accepted are True, False and 'auto'.")
 
 
 class Steps:
-    """A factory's optimizer with the present hyperparameters, and its compiled steps.
+    """The steps of a factory's optimizer under one policy, with its present hyperparameters.
 
     Args:
         factory: Makes a transform of hyperparameters.
         policy: The formats of weights and state.
-        arguments: The factory's keyword arguments.
         seed: The seed of stochastic rounding.
-        unsafe: See :func:`everybit.with_policy`.
-        compile: Whether steps are compiled.
+        compile: Whether steps are compiled. ``"auto"``: from :data:`WORTH_COMPILING` elements on, where there is a compiler.
         number: The param group's number, for messages.
 
     Attributes:
-        optimizer: The present optimizer.
+        elements: The number of elements that it steps.
+        arguments: The factory's present keyword arguments.
     """
 
     def __init__(
-        self,
-        factory: Factory,
-        policy: PolicyOrName,
-        arguments: Mapping[str, Any],
-        *,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        compile: bool = True,
-        number: int = 0,
+        self, factory: Factory, policy: AnyPolicy, *, seed: int = 0, compile: Compile = "auto", number: int = 0
     ) -> None:
-        self._factory, self._seed = factory, seed
-        self._unsafe: Unsafe = unsafe
-        self._policy: AnyPolicy = with_name_resolved(policy)
-        self._compiles = compile
-        self._numbers: dict[torch.device, Tensor] = {}
-        self._steps: Variants[Metrics | None] = Variants(number, factory, seed, _step, compile)
-        self._finds: Variants[Partial | None] = Variants(number, factory, seed, _contribution, compile)
+        self._factory, self._policy, self._seed, self._number = factory, policy, seed, number
+        self._compile: Compile = compile
+        self.elements = 0
         self.arguments: dict[str, Any] = {}
-        self.optimizer = self.follow(arguments, ())
+        self._numbers: dict[torch.device, Tensor] = {}
+        self._begin()
 
-    def follow(
-        self, arguments: Mapping[str, Any], segments: Sequence[tuple[Segment, Decision | None]]
-    ) -> eb.Optimizer[Any]:
-        """Step with other hyperparameters from here on. New values of numbers do not compile anew.
+    def _begin(self) -> None:
+        given = self._number, self._factory, self._seed
+        self._steps: Variants[Metrics | None] = Variants(*given, _step, self._compile)
+        self._finds: Variants[Partial | None] = Variants(*given, _contribution, self._compile)
+        self._in_graphs: list[Tensor] = []  # numbers that captured steps read, and that stay what they are
 
-        Args:
-            arguments: The factory's keyword arguments.
-            segments: The segments of this factory, and the results of masks and labels for them.
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in self.__dict__.items() if name not in ("_steps", "_finds", "_in_graphs")}
 
-        Raises:
-            TypeError: A hyperparameter of another kind.
-            ValueError: A hyperparameter that cannot work; the present ones stay.
-        """
-        optimizer = with_policy(self._factory(**arguments), self._policy, seed=self._seed, unsafe=self._unsafe)
-        made = [applied(optimizer, decision) for _, decision in segments]
-        self.arguments, self.optimizer = dict(arguments), optimizer
-        for (segment, _), own in zip(segments, made, strict=True):
-            segment.optimizer = own
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def follow(self, arguments: Mapping[str, Any]) -> None:
+        """Step with other hyperparameters from here on; segments are given the optimizer of these. Other numbers compile nothing anew."""
+        self.arguments = dict(arguments)
         self._steps.follow()
         self._finds.follow()
-        for device in self._numbers:
+        for device in [*self._numbers]:
             self._fill(device)
-        return optimizer
+
+    def compiles(self, device: torch.device) -> bool:
+        """Whether steps are compiled on a device."""
+        if torch.compiler.is_compiling():
+            return False  # the step is a part of what the user compiles
+        if self._compile != "auto":
+            return self._compile
+        return self.elements >= WORTH_COMPILING and may_compile(device)
+
+    def due(self, segment: Segment) -> Due:
+        """Return the periodic work that is due at a segment's next step, as far as the host says it.
+
+        Compiled code is made for each answer, so that there the host answers of the longest periods, and the device decides of others.
+        """
+        found = segment.due()
+        return found[-MOST_PERIODS:] if found and self.compiles(segment.tensor.device) else found
 
     def step(
         self,
@@ -126,13 +146,14 @@ class Steps:
         totals: Sequence[Tensor],
         due: Due = (),
         counts: bool = True,
+        reads: Reads = None,
         *,
         decision: Decision | None = None,
     ) -> Partial | None:
         """Find a segment's contribution to a total; see :func:`~everybit_torch.segments.totals.find_totals`."""
 
         def uncompiled() -> Partial | None:
-            return find_uncompiled(segment, grad, totals, due, counts)
+            return find_uncompiled(segment, grad, totals, due, counts, reads)
 
         if not self._can_compile(segment) or segment.is_whole:
             return uncompiled()  # code would be made for each shape
@@ -140,12 +161,8 @@ class Steps:
         return self._finds.step(inputs, self.arguments, self._numbers_on(segment.tensor.device), uncompiled)
 
     def _can_compile(self, segment: Segment) -> bool:
-        return (
-            self._compiles
-            and segment.tensor.numel() > 0
-            and not torch.compiler.is_compiling()
-            and can_compile(segment.tensor.device)
-        )
+        device = segment.tensor.device
+        return segment.tensor.numel() > 0 and self.compiles(device) and can_compile(device)
 
     def _inputs(
         self,
@@ -172,14 +189,18 @@ class Steps:
         )  # fmt: skip
 
     def _numbers_on(self, device: torch.device) -> Tensor:
+        """The numeric hyperparameters for compiled code that is about to run, and that may be captured."""
         held = self._numbers.get(device)
-        return self._fill(device) if held is None else held
+        numbers = self._fill(device) if held is None else held
+        if is_capturing() and not any(numbers is one for one in self._in_graphs):
+            self._in_graphs.append(numbers)
+        return numbers
 
     def _fill(self, device: torch.device) -> Tensor:
         """The numeric hyperparameters as one float64 tensor: a new value is new data, and not new code."""
         values = [float(value) if fits(value) else 0.0 for value in self.arguments.values() if is_number(value)]
         held = self._numbers.get(device)
-        if held is None or held.numel() != len(values):
+        if held is None or held.numel() != len(values) or any(held is one for one in self._in_graphs):
             held = self._numbers[device] = torch.empty(len(values), dtype=torch.float64, device=device)
         # A copy that blocks waits until the device has done all that it was told.
         held.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=copies_need_no_wait(device))

@@ -13,7 +13,7 @@ from torch import nn
 from everybit.stepping import Unsafe, with_policy
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.meshes import Mesh, communicators
-from everybit_torch.param_groups import require_float64
+from everybit_torch.optim.param_groups import require_float64
 from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.labelling import AnyPrecision, LabelledTransform, Labels, Transforms

@@ -34,8 +34,9 @@ from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.expected import as_count
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.optim.expected import as_count
+from everybit_torch.optim.full_precision import load_all
+from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.sharded import saved_hyperparameters
 from everybit_torch.sharded.agreement import from_first, on_all, same_kind
 from everybit_torch.sharded.checked_storage import CheckedReader, CheckedWriter, read_piece
@@ -237,30 +238,28 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: read_inventory_of(place, is_judged=_is_first(group)), group)
     weights = get_model_state_dict(model)
-    on_all(optimizer.place, group)
+    on_all(optimizer.begin, group)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
     aside: Flat = {key: torch.empty_like(value) for key, value in own.items()}
     given: dict[int, dict[str, Tensor]] = {}
     former: dict[str, str] = {}
-    for unit in optimizer.engine.units:
-        for member in unit.members:
-            parameter = member.parameter
-            if id(parameter) not in names:
-                raise ValueError(
-                    "optimizer: has a parameter that is not the model's; accepted is an optimizer of this model."
-                )
-            if parameter.numel():
-                given[id(parameter)] = {}
-                prefix = f"optimizer.state.{names[id(parameter)]}."
-                factors = {entry.name for entry in unit.kept_entries() if entry.cut in ("tensor", "rows")}
-                for name, value in unit.published(member).items():
-                    if name in factors and not value.numel():
-                        continue  # of which a stepper saves nothing
-                    own[prefix + name] = value
-                    aside[prefix + name] = given[id(parameter)][name] = torch.empty_like(value)
-                of_version_1 = former_names([entry for entry, _ in unit.entries(member)])
-                former |= {prefix + old: prefix + new for old, new in of_version_1.items()}
+    for parameter, kept, values in optimizer.own.kept():
+        if id(parameter) not in names:
+            raise ValueError(
+                "optimizer: has a parameter that is not the model's; accepted is an optimizer of this model."
+            )
+        if not parameter.numel():
+            continue
+        given[id(parameter)] = {}
+        prefix = f"optimizer.state.{names[id(parameter)]}."
+        factors = {entry.name for entry in kept if entry.cut in ("tensor", "rows")}
+        for name, value in values.items():
+            if name in factors and not value.numel():
+                continue  # of which a stepper saves nothing
+            own[prefix + name] = value
+            aside[prefix + name] = given[id(parameter)][name] = torch.empty_like(value)
+        former |= {prefix + old: prefix + new for old, new in former_names(kept).items()}
     found = found.renamed(former)
     require_same(own, found, set(own), group)
     with torch.no_grad():
@@ -273,9 +272,9 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
         on_all(judge, group)
         _verify_rest(found, aside, group)
         # All ranks have everything; nothing is refused from here on but a transform that steps what is apart in the model.
-        on_all(lambda: optimizer.places.number_elements(model.parameters()), group)
+        on_all(lambda: optimizer.own.number_elements(model.parameters()), group)
         set_model_state_dict(model, {name: aside.get(f"model.{name}", value) for name, value in weights.items()})
-        optimizer.engine.load(given)
+        load_all(optimizer.own, given)
     _warn_if_unverified(found, group)
 
 
@@ -285,11 +284,11 @@ def _require_counts(optimizer: TorchOptimizer, given: Mapping[int, Mapping[str, 
     Raises:
         ValueError: One is none; nothing is changed.
     """
-    for unit in optimizer.engine.units:
-        for member in unit.members:
-            for name, value in given.get(id(member.parameter), {}).items():
-                if value.dtype is torch.int64 and not value.ndim:
-                    as_count(f"state_dict: param group {unit.group}, {name!r}", value)
+    groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for parameter, entries in given.items():
+        for name, value in entries.items():
+            if value.dtype is torch.int64 and not value.ndim:
+                as_count(f"state_dict: param group {groups[parameter]}, {name!r}", value)
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------------------

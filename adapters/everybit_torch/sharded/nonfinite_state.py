@@ -8,17 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everybit.stepping.entries import WEIGHTS
+from everybit.stepping.entries import WEIGHTS, Entry
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.dtensors import is_counted, local, mesh_of
-from everybit_torch.optimizer import TorchOptimizer
-from everybit_torch.places import parameters_of
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.parameters import parameters_of
 from everybit_torch.sharded.agreement import Everyone
 from everybit_torch.sharded.buffer_stepper import BufferStepper
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.stepper import FlatStepper
-from everybit_torch.units import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +101,9 @@ Found = Iterator[tuple[str, str, Tensor]]
 
 def _of_buffers(stepper: BufferStepper) -> Found:
     for unit in stepper.as_optimizer().engine.units:
-        for number, member in enumerate(unit.members):
+        for member in unit.members:
             yield member.name, WEIGHTS, count_nonfinite(member.parameter.detach())
-            yield from _of_entries(unit, number, member.name)
+            yield from _of_entries(unit.entries(member), member.stop - member.start, member.name)
 
 
 def _of_optimizer(optimizer: TorchOptimizer) -> Found:
@@ -118,16 +117,14 @@ def _of_optimizer(optimizer: TorchOptimizer) -> Found:
             if mesh is None or is_counted(parameter, mesh):
                 names[id(parameter)] = name
                 yield name, WEIGHTS, count_nonfinite(local(parameter).detach())
-    for unit in optimizer.engine.units:
-        for number, member in enumerate(unit.members):
-            if id(member.parameter) in names:
-                yield from _of_entries(unit, number, names[id(member.parameter)])
+    for parameter, entries, values in optimizer.own.kept():
+        if id(parameter) in names:
+            own = [(entry, local(values[entry.name])) for entry in entries]
+            yield from _of_entries(own, local(parameter).numel(), names[id(parameter)])
 
 
-def _of_entries(unit: Unit, number: int, name: str) -> Found:
-    member = unit.members[number]
-    numel = member.stop - member.start
-    for entry, x in unit.entries(member):
+def _of_entries(entries: list[tuple[Entry, Tensor]], numel: int, name: str) -> Found:
+    for entry, x in entries:
         if entry.role == "shared" or not x.is_floating_point() or not x.numel():
             continue
         block = 1 if entry.part is None or entry.cut in ("tensor", "rows") else entry.part.block

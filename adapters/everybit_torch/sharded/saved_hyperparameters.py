@@ -20,7 +20,6 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 
-from everybit_torch.engine import Engine
 from everybit_torch.sharded.hyperparameters import RESERVED
 from everybit_torch.sharded.inventory import Inventory
 
@@ -38,14 +37,16 @@ class Labelled(Protocol):
     """An optimizer with a param group for each label.
 
     Attributes:
-        engine: That steps them.
         param_groups: As ``torch.optim``'s.
         fields: By label, the hyperparameters in its param group, and the fields of its transform that they stand for.
     """
 
-    engine: Engine
     param_groups: list[dict[str, Any]]
     fields: dict[str, dict[str, tuple[str, ...]]]
+
+    def require_hyperparameters(self, number: int, group: Mapping[str, Any]) -> None:
+        """Refuse values of a param group that cannot work, by a TypeError or ValueError; the present ones stay."""
+        ...
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a label's transform, from its param group."""
@@ -138,9 +139,9 @@ def restored(optimizer: Labelled, loaded: Mapping[str, Tensor], labels: Mapping[
         except ValueError as error:
             problems.append(f"param group {group['label']!r}: {error}")
     if not problems:
-        for own, group, new in zip(optimizer.engine.groups, optimizer.param_groups, groups, strict=True):
+        for number, (group, new) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             try:
-                own.build(optimizer.factory_arguments({**group, **new}))
+                optimizer.require_hyperparameters(number, {**group, **new})
             except (TypeError, ValueError) as error:
                 problems.append(str(error))
     if problems:

@@ -258,6 +258,10 @@ class ShardOptimizer(torch_optimizers.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def require_hyperparameters(self, number: int, group: Mapping[str, Any]) -> None:
+        """Refuse values of a param group that cannot work, by a TypeError or ValueError; the present ones stay."""
+        self.engine.groups[number].build(self.factory_arguments(group))
+
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the label's transform; a number that only another label's transform has is left out.
 

@@ -219,7 +219,7 @@ def _reasons(
     ]
     written = f"eb.policies.{best.policy}" if best.policy in eb.policies.PRESETS else f'load_policy("{best.policy}...")'
     if options.ranks == 1 and optimizer.shown == "adamw":
-        said.append(f"As code: AdamW(model.parameters(), policy={written}, flat_gradients=True)")
+        said.append(f"As code: AdamW(model.parameters(), policy={written})")
     elif options.ranks == 1:
         given = "".join(f", {name}={value!r}" for name, value in optimizer.given_to_torch().items())
         said.append(f"As code: create({optimizer.name!r}, model, policy={written}{given})")

@@ -15,7 +15,7 @@ import everybit as eb
 from everybit_torch.cli.device import timed
 from everybit_torch.cli.optimizers import Chosen
 from everybit_torch.creating import CLASSES
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.optim.optimizer import TorchOptimizer
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 BOTH_DTYPES = (torch.float32, torch.bfloat16)
@@ -100,11 +100,10 @@ def everybit_contestant(
 ) -> Contestant:
     """Ours, under a policy, with the names of the parameters: by them some optimizers tell embeddings and the head from other matrices."""
     usual = HYPERPARAMETERS if optimizer.shown == "adamw" else {}
-    flat = optimizer.entry.cut == "element"
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         named = list(zip(names, params, strict=True))
-        return optimizer.create(named, **usual, policy=policy, compile=compile, flat_gradients=flat)
+        return optimizer.create(named, **usual, policy=policy, compile=compile)
 
     return Contestant(name, getattr(torch, policy.model_dtype), make)
 

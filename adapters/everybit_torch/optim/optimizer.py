@@ -1,11 +1,11 @@
-"""A ``torch.optim.Optimizer`` that runs an everybit transform: torch's signatures and state dicts over an engine."""
+"""A ``torch.optim.Optimizer`` that runs an everybit transform: torch's signatures and state dicts over segments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, cast, get_args, overload
+from typing import Any, ClassVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -13,28 +13,32 @@ from torch import Tensor
 import everybit as eb
 from everybit.policies import LOW, PolicyOrName
 from everybit.stepping import Metrics, Unsafe
-from everybit_torch import full_weights, loading, notices, param_groups, saving, state_dicts
+from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
 from everybit_torch.compiled.probing import Factory
-from everybit_torch.dtensors import over_mesh
 from everybit_torch.embeddings import require_names
-from everybit_torch.engine import Engine
-from everybit_torch.entries import ParameterState, States, state_replaced
-from everybit_torch.following import require_followable
-from everybit_torch.front import Release, TorchNames
 from everybit_torch.full_precision import LoadReport
-from everybit_torch.group_maker import Followed, GroupMaker
-from everybit_torch.param_groups import Params
-from everybit_torch.places import Places, parameters_of
-from everybit_torch.saved_structure import Saved, read
-from everybit_torch.stepping import Compile, require_compile
+from everybit_torch.optim import (
+    full_weights,
+    hyperparameters,
+    loading,
+    param_groups,
+    saving,
+    stepping,
+    torch_format,
+)
+from everybit_torch.optim.bytes import bytes_table
+from everybit_torch.optim.front import Release, TorchNames
+from everybit_torch.optim.groups import Followed, GroupMaker
+from everybit_torch.optim.param_groups import Params
+from everybit_torch.optim.parameters import Parameters, Stepped, parameters_of
+from everybit_torch.optim.saved_structure import Saved, read
+from everybit_torch.optim.states import ParameterState, States, state_replaced
+from everybit_torch.segments.steps import Compile, require_compile
 from everybit_torch.streams import is_capturing
 from everybit_torch.torch_internals import optimizers as torch_optimizers
-from everybit_torch.units import Unit
-
-Layout = Literal["auto", "flat", "tree"]
 
 
 class TorchOptimizer(torch_optimizers.Optimizer):
@@ -48,13 +52,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         params: Parameters, named parameters, or dicts of a param group. A group may have a ``policy`` of its own.
         factory: A function from hyperparameters to a transform, such as ``everybit.adamw``.
         policy: How everything is stored; a preset's name will do. None: as the model is, for float32 and float64 models alone.
-        layout: ``"flat"``: parameters become views of one buffer per group, dtype and device, which is fast. ``"tree"``: parameters
-            stay where they are. ``"auto"``: flat where the transform works element by element.
-        flat_gradients: From the first step on, autograd accumulates the gradients of flat parameters in one buffer, and a step gathers
-            nothing; they stay allocated, and :meth:`zero_grad` fills them with zeros.
         compile: Compile the step with ``torch.compile``; the results are the same bits. ``"auto"``: for param groups of at least
-            ``everybit_torch.stepping.WORTH_COMPILING`` elements of one dtype, where there is a compiler; the first step then takes some
-            seconds longer, and says so.
+            ``everybit_torch.segments.steps.WORTH_COMPILING`` elements of one dtype, where there is a compiler; the first step then takes
+            some seconds longer, and says so.
         metrics: Measure every step; see :meth:`metrics`. ``metrics_enabled`` may be switched between steps.
         seed: The seed of stochastic rounding.
         unsafe: See :func:`everybit.with_policy`.
@@ -62,7 +62,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     Raises:
         TypeError: A parameter that is not a real floating-point tensor.
-        ValueError: A hyperparameter, layout or policy that cannot work; the message names it.
+        ValueError: A hyperparameter or policy that cannot work; the message names it.
 
     Examples:
         >>> import torch, everybit as eb
@@ -83,28 +83,27 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         factory: Factory | GroupMaker,
         *,
         policy: PolicyOrName | None = None,
-        layout: Layout = "auto",
-        flat_gradients: bool = False,
         compile: Compile = "auto",
         metrics: bool = False,
         seed: int = 0,
         unsafe: Unsafe = "refuse",
         **hyperparameters: Any,
     ) -> None:
-        if layout not in get_args(Layout):
-            raise ValueError(f"layout: got {layout!r}; accepted are 'auto', 'flat', 'tree'.")
         require_compile(compile)
-        if flat_gradients and layout == "tree":
-            raise ValueError("flat_gradients: got True with layout='tree'; accepted with it are 'auto' and 'flat'.")
         kind = type(self).__name__
+        for gone in ("layout", "flat_gradients"):
+            if gone in hyperparameters:
+                raise TypeError(
+                    f"{kind}: {gone}: got {hyperparameters[gone]!r}; there is nothing to choose any more, because parameters are stepped"
+                    " where they lie. FlatStepper is the flat way."
+                )
         if not isinstance(factory, GroupMaker):
             require_factory(factory)
             hyperparameters = settled(kind, factory, hyperparameters, self._decoupled)
-        self._layout, self._compile = layout, compile
-        self.flat_gradients = flat_gradients
-        self.metrics_enabled = metrics
-        self.engine = Engine(over_mesh, torch_names=self._slots)
-        self.places = Places(self.engine, allow_flat=layout != "tree", flat_gradients=flat_gradients)
+        self._compile: Compile = compile
+        self.metrics_enabled, self.had_gradients = metrics, False
+        self.own = Parameters(States(torch_names=self._slots))
+        self._measured: Metrics | None = None
         self._followed = Followed()
         self.release: Release | None = None  # set by enable_gradient_release
         # All of them, before the first group is added: a policy for 16-bit weights keeps float32 parameters beside 16-bit ones as they are.
@@ -112,10 +111,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         mixed = any(p.dtype in LOW for p in param_groups.tensors_of(params))
         self._maker = factory if isinstance(factory, GroupMaker) else GroupMaker(
             kind, factory, hyperparameters, policy,
-            seed=seed, unsafe=unsafe, compile=compile, only_flat=layout == "flat", decoupled=self._decoupled, mixed=mixed,
+            seed=seed, unsafe=unsafe, compile=compile, decoupled=self._decoupled, mixed=mixed,
         )  # fmt: skip
         super().__init__(cast(Any, params), hyperparameters)
-        self.state = self.engine.states
+        self.state = self.own.states
 
     @property
     def _slots(self) -> Mapping[str, str]:
@@ -144,8 +143,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         main_dtypes = param_groups.main_gradients(number, param_groups.named_tree(given), policies)
         super().add_param_group(param_group)
         self._maker.mixed = mixed
-        self.engine.groups.append(group)
-        self.places.add_group()
+        self.own.add_group(group)
         # Now, not at the first step: the first backward pass comes before it.
         for tensor, dtype in main_dtypes:
             tensor.grad_dtype = dtype
@@ -153,9 +151,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     @property
     def own_groups(self) -> list[dict[str, Any]]:
         """The param groups, each once: torch steps a group twice that is in the list twice. Groups put into the list by hand are added."""
-        if len(self.param_groups) > len(self.engine.groups):
-            param_groups.add_by_hand(self.param_groups, len(self.engine.groups), self.add_param_group)
-        return param_groups.require_all(self.param_groups, len(self.engine.groups))
+        if len(self.param_groups) > len(self.own.groups):
+            param_groups.add_by_hand(self.param_groups, len(self.own.groups), self.add_param_group)
+        return param_groups.require_all(self.param_groups, len(self.own.groups))
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The factory's keyword arguments for a param group: torch's names become the core's.
@@ -168,13 +166,13 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def _settle_policies(self) -> None:
         """Carry out what was written to ``param_groups[i]["policy"]``, which is possible until parameters are placed."""
-        for number, (group, values) in enumerate(zip(self.engine.groups, self.own_groups, strict=True)):
+        for number, (group, values) in enumerate(zip(self.own.groups, self.own_groups, strict=True)):
             if "policy" not in values:
                 continue
-            if self.places.is_settled(number):
+            if self.own.is_settled(number):
                 self._maker.require_in_force(group, values["policy"])
             else:
-                self.engine.groups[number] = self._maker.under(group, values, self.factory_arguments(values))
+                self.own.groups[number] = self._maker.under(group, values, self.factory_arguments(values))
             del values["policy"]
 
     # -- stepping -------------------------------------------------------------------------------------------------------------
@@ -234,12 +232,18 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             self.release.finish()
             return
         self.prepare()
-        prepared = self.engine.prepare()
-        self._require_some_gradient(has_gradients=prepared.has_gradients)
-        again = [self.engine.again(number) for number in param_groups.listed_again(self.param_groups)]
-        self.engine.step(prepared, metrics=self.metrics_enabled)
+        prepared = stepping.prepare(self.own)
+        self._require_some_gradient(has_gradients=bool(prepared.tasks or prepared.visits))
+        again = [stepping.again(self.own, number) for number in param_groups.listed_again(self.param_groups)]
+        measured = stepping.step(prepared, metrics=self.metrics_enabled)
+        if self.metrics_enabled:
+            self.note_metrics(measured)
         for step in again:
             step()
+
+    def note_metrics(self, measured: Metrics | None) -> None:
+        """Let these be the metrics of the last step, added up over all processes that have parts of the parameters."""
+        self._measured = stepping.over_all(self._parameters(), measured)
 
     def prepare(self) -> None:
         """Prepare a step: place parameters and state, and copy changed hyperparameters to the device. It counts no step.
@@ -253,19 +257,36 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: A hyperparameter, or a policy, that cannot be.
         """
         if is_capturing():
-            self.places.require_capturable(self.own_groups, self.factory_arguments)
+            self._require_capturable()
         self._settle_state()
         self._settle_policies()
         self._follow_hyperparameters()
-        self._place_and_follow()
+        self._begin_and_follow()
 
-    def place(self) -> None:
-        """Place the parameters and create their state, as the first step does."""
-        self.places.place(self.own_groups)
+    def _require_capturable(self) -> None:
+        """Refuse a step that is captured in a CUDA graph, if more had to be done than is to be done again at every replay.
 
-    def _place_and_follow(self) -> None:
-        self.place()
-        self.engine.follow_parameters(self._parameters)
+        Raises:
+            RuntimeError: A parameter that was not stepped before, or a hyperparameter that has changed since.
+            ValueError: A hyperparameter that is a tensor on another device.
+        """
+        groups = self.own_groups
+        if any("policy" in values for values in groups) or self.own.plan(groups, frozenset()) is not None:
+            raise RuntimeError(
+                "step: a CUDA graph is being captured, and there are parameters that were not stepped yet, whose state every replay would"
+                " begin anew; accepted is a step before the capture."
+            )
+        for one in self.own.stepped:
+            arguments = self.factory_arguments(groups[one.group.number])
+            one.group.require_capturable(arguments, one.of.segment.tensor.device)
+
+    def begin(self) -> None:
+        """Create the state of parameters that have none, as the first step does."""
+        self.own.settle(self.own_groups)
+
+    def _begin_and_follow(self) -> None:
+        self.begin()
+        self.own.follow(self.own_groups)
 
     def _parameters(self) -> list[Tensor]:
         return parameters_of(self.own_groups)
@@ -273,44 +294,37 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def _follow_hyperparameters(self) -> None:
         """Step with the hyperparameters that the param groups have now."""
         groups = self.own_groups
-        if not self._followed.is_current(groups, self.engine.groups):
-            self.engine.follow([self.factory_arguments(values) for values in groups], self._require_can_begin)
-            self._followed.note(groups, self.engine.groups)
+        if not self._followed.is_current(groups, self.own.groups):
+            arguments = [self.factory_arguments(values) for values in groups]
+            hyperparameters.follow(self.own, arguments, self._require_can_begin)
+            self._followed.note(groups, self.own.groups)
 
-    def _require_can_begin(self, unit: Unit, begun: list[str], arguments: Mapping[str, Any]) -> None:
+    def _require_can_begin(self, stepped: Stepped, begun: list[str], arguments: Mapping[str, Any]) -> None:
         """Refuse slots that cannot begin after other steps; for subclasses."""
 
     def _settle_state(self) -> None:
         """Take over what was assigned to ``self.state``, which is possible until parameters are placed."""
-        if self.state is self.engine.states:
+        if self.state is self.own.states:
             return
-        if self.engine.units:
+        if self.own.stepped or self.own.visiting:
             raise state_replaced()
-        self.state = self.engine.states = self.engine.states.replaced(self.state)
+        self.state = self.own.states = self.own.states.replaced(self.state)
 
     def _require_some_gradient(self, *, has_gradients: bool) -> None:
         """Warn where gradients stop: the model then trains on with parameters that are not the optimizer's."""
-        had, self.engine.had_gradients = self.engine.had_gradients, has_gradients
+        had, self.had_gradients = self.had_gradients, has_gradients
         if had and not has_gradients:
             notices.warn_of_no_gradient(type(self).__name__)
 
-    @in_plain_mode
-    @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as torch does; those in a flat buffer are zeroed where they are.
+        """Clear the gradients, as torch does.
 
         Args:
             set_to_none: A parameter that receives no gradient after this is skipped. False: it is stepped with zeros.
         """
         if self.release is not None:
             self.release.abandon()
-        if not self.flat_gradients:
-            super().zero_grad(set_to_none)
-            return
-        cleared = self.places.clear_gradients(absent=set_to_none)
-        for parameter in self._parameters():
-            if id(parameter) not in cleared and parameter.grad is not None:
-                parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
+        super().zero_grad(set_to_none)
 
     def metrics(self) -> Metrics:
         """Return the metrics of the last measured step, over all parameters.
@@ -318,7 +332,9 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         Raises:
             RuntimeError: No step was measured.
         """
-        return self.engine.last_metrics()
+        if self._measured is None:
+            raise RuntimeError("metrics: no step was measured yet; pass metrics=True, or set metrics_enabled = True.")
+        return self._measured
 
     @in_plain_mode
     def bytes_table(self) -> dict[str, int]:
@@ -328,14 +344,14 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         are counted as they will be. What others keep in ``state`` is not counted.
         """
         self._settle_policies()
-        self.place()
-        return self.engine.bytes_table(self.places.all_waiting())
+        self.begin()
+        return bytes_table(self.own)
 
     @in_plain_mode
     def export_fp32(self) -> list[list[Tensor]]:
         """Return every parameter with all the precision that it and its state hold together, in float32: one list per param group."""
         self.require_trained("export_fp32")
-        self._place_and_follow()
+        self._begin_and_follow()
         return full_weights.export(self)
 
     @in_plain_mode
@@ -343,7 +359,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     def eval_params(self) -> list[list[Tensor]]:
         """Return the weights for evaluation, in float32, if the transform has such weights; in the form of :meth:`export_fp32`."""
         self.require_trained("eval_params")
-        self._place_and_follow()
+        self._begin_and_follow()
         return full_weights.export(self, eb.Optimizer.eval_params)
 
     @in_plain_mode
@@ -359,7 +375,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             ValueError: Numbers, shapes, dtypes or layouts of weights differ from what is accepted; nothing is changed.
         """
         given = self.judge_weights(weights)
-        self._place_and_follow()
+        self._begin_and_follow()
         full_weights.store(self, given)
 
     def judge_weights(self, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor]:
@@ -372,8 +388,8 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         self.require_trained("import_fp32")
         given = full_weights.judge(self, weights)
         self._settle_policies()
-        self.places.plan(self.own_groups, frozenset())
-        require_followable(self.engine.units, self._parameters())
+        self.own.plan(self.own_groups, frozenset())
+        self.own.require_followable(self._parameters())
         return given
 
     def export_dtypes(self) -> dict[int, torch.dtype]:
@@ -381,11 +397,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return full_weights.dtypes(self)
 
     def __repr__(self) -> str:
-        options = f"layout={self._layout!r}, flat_gradients={self.flat_gradients}, compile={self._compile!r}"
-        lines = [super().__repr__(), options]
-        for group, values in zip(self.engine.groups, self.param_groups, strict=False):
-            policies = self._maker.described(group, values, settled=self.places.is_settled(group.number))
-            lines.append(f"param group {group.number}: {self.places.described(group.number)}; {policies}")
+        lines = [super().__repr__(), f"compile={self._compile!r}"]
+        for group, values in zip(self.own.groups, self.param_groups, strict=False):
+            policies = self._maker.described(group, values, settled=self.own.is_settled(group.number))
+            lines.append(f"param group {group.number}: {self.own.described(group.number)}; {policies}")
         return "\n".join(lines)
 
     # -- copies ----------------------------------------------------------------------------------------------------------------
@@ -407,7 +422,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             for name, value in self.__dict__.items()
             if not name.startswith("_optimizer_") and name != "step"
         }
-        # What the optimizer keeps is in its units; of the state that shows it, what others keep there.
+        # What the optimizer keeps is in its segments; of the state that shows it, what others keep there.
         copied["state"] = {
             key: entries.kept if isinstance(entries, ParameterState) else entries for key, entries in self.state.items()
         }
@@ -415,12 +430,11 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "engine" in state:
-            # Parameters may have lost their place in the buffer: the next step puts them back.
-            self.state = self.engine.states = States(None, state["state"], torch_names=self._slots)
-            self.places.restore_views()
+        if "own" in state:
+            self.state = self.own.states = States(None, state["state"], torch_names=self._slots)
+            self.own.show(self.own.stepped)
             # torch copies a parameter without its grad_dtype.
-            for group, values in zip(self.engine.groups, self.own_groups, strict=True):
+            for group, values in zip(self.own.groups, self.own_groups, strict=True):
                 for tensor, dtype in param_groups.main_gradients(group.number, tree_of(values), group.policies):
                     tensor.grad_dtype = dtype
 
@@ -491,7 +505,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         self.require_trained("full_state_dict")
         self._settle()
-        self._place_and_follow()
+        self._begin_and_follow()
         return saving.packed_in_full(self)
 
     @in_plain_mode
@@ -519,7 +533,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             TypeError: There is no such optimizer in torch.
             ValueError: A hyperparameter that torch's does not have is in use.
         """
-        return state_dicts.to_torch(self, self.full_state_dict())
+        return torch_format.to_torch(self, self.full_state_dict())
 
     @in_plain_mode
     @torch.no_grad()
@@ -541,7 +555,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         """
         self.require_trained("load_torch_state_dict")
         self._settle_policies()
-        saved = self._completed(state_dicts.from_torch(self, state_dict, strict=strict), full=True)
+        saved = self._completed(torch_format.from_torch(self, state_dict, strict=strict), full=True)
         settings = loading.judge_settings(self, saved)
         return loading.restore_in_full(self, loading.judge(self, saved, settings, full=True, from_torch=True))
 

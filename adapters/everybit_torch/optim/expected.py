@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import everybit as eb
 from everybit.base import torch_dtype
+from everybit.combinators import needs_whole_tensors
 from everybit.stepping.entries import WEIGHTS, former_names
 from everybit_torch.choosing import applied
 from everybit_torch.dtensors import fits_in, is_cut_evenly, is_dtensor, local, saved_dtypes
-from everybit_torch.engine import Engine
-from everybit_torch.groups import Optimizers
 from everybit_torch.memory import has_memory
-from everybit_torch.migration import shadow_state, skeleton
-from everybit_torch.placement import Placement
-from everybit_torch.saved_structure import shown
-from everybit_torch.units import Member, Unit
-from everybit_torch.work_rows import WorkRows, begun
+from everybit_torch.optim.groups import Optimizers
+from everybit_torch.optim.migration import skeleton
+from everybit_torch.optim.parameters import Parameters, Plan
+from everybit_torch.optim.saved_structure import shown
+from everybit_torch.segments.segment import Segment
 
 LARGEST_COUNT = 2**53
 """Counts of steps are below it. Corrections such as ``1 - beta ** step`` are computed in float64, which holds every whole number up to here
@@ -55,62 +55,64 @@ class Kind:
 
 
 def expectations(
-    engine: Engine,
-    optimizers: Sequence[Optimizers],
-    placement: Placement | None,
-    *,
-    full: bool,
+    parameters: Parameters, optimizers: Sequence[Optimizers], plan: Plan | None, *, full: bool
 ) -> dict[int, dict[str, Kind]]:
-    """Return, by id of the parameter, the entries of every parameter that has a unit or gets one.
+    """Return, by id of the parameter, the entries of every parameter that is stepped, or will be.
 
     Args:
-        engine: As it is.
+        parameters: As they are.
         optimizers: For each group, as they will be.
-        placement: Of parameters that have no unit yet.
+        plan: Of parameters that have no state yet.
         full: In full precision: what the stored numbers stand for, and the weights.
     """
-    units: list[Unit] = []
-    for unit in engine.units:
-        new = applied(optimizers[unit.group][unit.tensor.dtype], unit.decision)
-        state, stored = unit.state, unit.stored
-        if skeleton(engine.optimizer_of(unit).transform) != skeleton(new.transform):
-            state, (stored,) = shadow_state(unit, new), new.formats([unit.tensor])
-        work = WorkRows.of(new, unit.parameters, state)
-        units.append(
-            Unit(unit.group, unit.tensor, unit.members, state, unit.first, unit.flat, stored=stored, work=work)
-        )
-    for run in placement.runs if placement is not None else []:
-        tensor = run.shadow()
-        state = begun(run.optimizer, run.parameters, run.optimizer.init([tensor]), run.firsts[0])
-        units.append(run.unit(tensor, state, run.firsts))
-    return {id(member.parameter): _kinds(unit, member, full=full) for unit in units for member in unit.members}
+    found: dict[int, dict[str, Kind]] = {}
+    known: dict[Any, dict[str, Kind]] = {}
+    made: dict[Any, eb.Optimizer[Any]] = {}
+    wanted: list[tuple[Tensor, eb.Optimizer[Any]]] = []
+    for own in parameters.own():
+        stepped = own.stepped
+        base = optimizers[stepped.group.number][own.parameter.dtype]
+        key = (id(base), stepped.decision)
+        if key not in made:
+            made[key] = applied(base, stepped.decision)
+        if skeleton(made[key].transform) == skeleton(stepped.optimizer.transform):
+            found[id(own.parameter)] = _kinds(own.parameter, own.segment(), full=full)
+        else:
+            wanted.append((own.parameter, made[key]))
+    for member in parameters.visited():
+        base = optimizers[member.group.number][member.parameter.dtype]
+        wanted.append((member.parameter, applied(base, member.decision)))
+    wanted += [(new.parameter, new.optimizer) for new in plan.new] if plan is not None else []
+    for parameter, optimizer in wanted:
+        kind = (id(optimizer), parameter.shape, parameter.dtype)
+        if kind not in known:
+            like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            whole = needs_whole_tensors(optimizer.transform)
+            known[kind] = _kinds(parameter, Segment.new(optimizer, like if whole else like.view(-1)), full=full)
+        found[id(parameter)] = known[kind]
+    return found
 
 
-def _kinds(unit: Unit, member: Member, *, full: bool) -> dict[str, Kind]:
-    assert unit.stored is not None
-    wide = torch_dtype(unit.stored.policy.compute)
+def _kinds(parameter: Tensor, segment: Segment, *, full: bool) -> dict[str, Kind]:
+    wide = torch_dtype(segment.stored.policy.compute)
     kinds: dict[str, Kind] = {}
-    found = unit.entries(member)
-    former = {new: old for old, new in former_names([entry for entry, _ in found]).items()}
-    for entry, value in found:
-        whole = is_dtensor(member.parameter) and entry.cut != "copy"
-        shape = unit.whole_shape(entry, member, value) if whole else tuple(value.shape)
+    listed = segment.entries()
+    former = {new: old for old, new in former_names([entry for entry, _ in listed]).items()}
+    for entry, value in listed:
+        shape = entry.shape(parameter.shape, value.shape)
         # Of several parts the first is the number, rounded; codes of it may be anything.
         positive = entry.field.split("#")[0] == "variance" and entry.leading
         if entry.role == "shared":
             kinds[entry.name] = Kind(value.dtype, shape, count=value.dtype is torch.int64 and not shape)
         elif not full:
             kinds[entry.name] = Kind(
-                value.dtype,
-                shape,
-                positive=positive and value.is_floating_point(),
-                former=former.get(entry.name),
+                value.dtype, shape, positive=positive and value.is_floating_point(), former=former.get(entry.name)
             )
         elif entry.role == "slot" and entry.leading:
-            own = shape if entry.cut in ("tensor", "rows") else member.parameter.shape
+            own = shape if entry.cut in ("tensor", "rows") else parameter.shape
             kinds[entry.name] = Kind(wide, tuple(own), positive=positive)
     if full:
-        kinds[WEIGHTS] = Kind(wide, tuple(member.parameter.shape))
+        kinds[WEIGHTS] = Kind(wide, tuple(parameter.shape))
     return kinds
 
 

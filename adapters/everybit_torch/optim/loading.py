@@ -18,15 +18,15 @@ from everybit.base import at
 from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.arguments import as_python, differ
 from everybit_torch.dtensors import local
-from everybit_torch.entries import KEPT, is_own_name
-from everybit_torch.expected import Kind, expectations, require_entry
-from everybit_torch.following import require_followable
-from everybit_torch.front import Front
 from everybit_torch.full_precision import LoadReport
-from everybit_torch.groups import Optimizers
-from everybit_torch.placement import Placement
-from everybit_torch.places import parameters_of
-from everybit_torch.saved_structure import Saved, copied, names, shown
+from everybit_torch.optim import full_precision
+from everybit_torch.optim.expected import Kind, expectations, require_entry
+from everybit_torch.optim.front import Front
+from everybit_torch.optim.groups import Optimizers
+from everybit_torch.optim.hyperparameters import start_with
+from everybit_torch.optim.parameters import Plan, parameters_of
+from everybit_torch.optim.saved_structure import Saved, copied, names, shown
+from everybit_torch.optim.states import KEPT, is_own_name
 
 _TORCHS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"})
 
@@ -52,7 +52,7 @@ class Loaded:
 
     Attributes:
         settings: Of the param groups.
-        placement: Of the parameters that get state by it.
+        plan: Of the parameters that get state by it.
         own: By id of the parameter, what the optimizer keeps for it; parameters without are as before their first step.
         kept: By id of the parameter, what others keep for it.
         elsewhere: What others keep under keys that are no parameters.
@@ -61,7 +61,7 @@ class Loaded:
     """
 
     settings: Settings
-    placement: Placement | None
+    plan: Plan | None
     own: dict[int, dict[str, Tensor]]
     kept: dict[int, dict[Any, Any]]
     elsewhere: dict[Hashable, Any]
@@ -92,7 +92,7 @@ def judge_settings(front: Front, saved: Saved) -> Settings:
             raise ValueError(
                 f"{where}['param_names']: got {shown(named)}; accepted is a list of {len(group['params'])} names."
             )
-        own = front.engine.groups[index]
+        own = front.own.groups[index]
         for name in own.names:
             if name in new:
                 _require_same_kind(f"{where}[{name!r}]", new[name], group[name])
@@ -115,7 +115,8 @@ def judge_settings(front: Front, saved: Saved) -> Settings:
         settings.groups.append(new)
         settings.arguments.append(arguments)
         settings.optimizers.append(optimizers)
-    front.engine.require_cuts(settings.optimizers)
+    for stepped, new_optimizers in zip(front.own.groups, settings.optimizers, strict=True):
+        stepped.require_cuts(new_optimizers)
     return settings
 
 
@@ -177,9 +178,9 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
     parameters = parameters_of(front.own_groups)
     # A parameter that others keep something for, and that was never stepped, has no entries of the optimizer's.
     wanted = frozenset(id(parameters[p]) for p, given in saved.entries.items() if any(map(is_own_name, given)))
-    placement = front.places.plan(front.own_groups, wanted, settings.optimizers)
-    require_followable(front.engine.units, parameters)
-    expected = expectations(front.engine, settings.optimizers, placement, full=full)
+    plan = front.own.plan(front.own_groups, wanted, settings.optimizers)
+    front.own.require_followable(parameters)
+    expected = expectations(front.own, settings.optimizers, plan, full=full)
     torchs = front.torch_names.kept if front.torch_names is not None else frozenset()
     own: dict[int, dict[str, Tensor]] = {}
     kept: dict[int, dict[Any, Any]] = {}
@@ -221,7 +222,7 @@ def judge(front: Front, saved: Saved, settings: Settings, *, full: bool = False,
                 " a parameter of that number."
             )
         elsewhere[key] = copied(value, f"state_dict['state'][{shown(key)}]")
-    return Loaded(settings, placement, own, kept, elsewhere, tuple(saved.missing.values()), saved.unexpected)
+    return Loaded(settings, plan, own, kept, elsewhere, tuple(saved.missing.values()), saved.unexpected)
 
 
 def _renamed(given: Mapping[Any, Any], kinds: Mapping[str, Kind]) -> Mapping[Any, Any]:
@@ -252,32 +253,32 @@ def _require_names(
 def restore(front: Front, loaded: Loaded) -> LoadReport:
     """Take over a state dict, as stored."""
     _take_settings(front, loaded)
-    front.engine.load(loaded.own)
+    full_precision.load_all(front.own, loaded.own)
     return LoadReport({}, loaded.missing, loaded.unexpected)
 
 
 def restore_in_full(front: Front, loaded: Loaded) -> LoadReport:
     """Take over a state dict in full precision."""
     _take_settings(front, loaded)
-    return LoadReport(front.engine.encode(loaded.own), loaded.missing, loaded.unexpected)
+    return LoadReport(full_precision.encode_all(front.own, loaded.own), loaded.missing, loaded.unexpected)
 
 
 def _take_settings(front: Front, loaded: Loaded) -> None:
-    """Hyperparameters, places for parameters that get state, and what others keep: all but the optimizer's own entries."""
-    settings = loaded.settings
+    """Take over hyperparameters and what others keep, and give state to parameters that have none."""
+    settings, parameters = loaded.settings, parameters_of(front.own_groups)
     for values, new in zip(front.own_groups, settings.groups, strict=True):
         values.update(new)
-    front.engine.start_with(settings.arguments, settings.optimizers)
-    if loaded.placement is not None:
-        front.places.carry_out(loaded.placement)
-    front.engine.follow_parameters(lambda: parameters_of(front.own_groups))
-    states = front.engine.states
+    start_with(front.own, settings.arguments, settings.optimizers)
+    if loaded.plan is not None:
+        front.own.carry_out(loaded.plan)
+    front.own.follow(front.own_groups)
+    states = front.own.states
     for key in [key for key in states if not isinstance(key, Tensor)]:
         del states[key]
     states.update(loaded.elsewhere)
-    for parameter in parameters_of(front.own_groups):
+    for parameter in parameters:
         kept = loaded.kept.get(id(parameter), {})
         if kept or parameter in states:
             states[parameter].keep(kept)
     # The first step after this that finds no gradient is told of, as if a step had gone before it.
-    front.engine.had_gradients = front.engine.had_gradients or bool(loaded.own)
+    front.had_gradients = front.had_gradients or bool(loaded.own)

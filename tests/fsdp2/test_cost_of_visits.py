@@ -1,4 +1,4 @@
-"""What the exchange of rows of updates takes: bytes on the wire, work, memory."""
+"""What visits take: bytes on the wire, work, memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import everybit as eb
-from everybit.protocol import WholeWork
-from everybit_torch import TorchOptimizer, create, exchange, routing
+from everybit_torch import TorchOptimizer
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.exchange import distributed
+from everybit_torch.optim import stepping, visits
+from everybit_torch.segments.steps import Steps
 from tests.support.allocations import counting
 from tests.support.ranks import run
 from tests.support.rows import cut, in_parts, mesh_of, whole
@@ -42,49 +42,42 @@ WIRED: dict[str, Callable[[float], eb.Transform[Any]]] = {
 }
 
 
-def wired(name: str) -> tuple[int, int]:
-    """Bytes that this rank sends in a step."""
-    model = nn.Linear(6, 8, bias=False)
+def wired(name: str, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that this rank sends in a second step."""
+    model = nn.Linear(6, 8, bias=False, dtype=dtype)
     cut(model, [])
-    optimizer = TorchOptimizer(model.parameters(), WIRED[name], lr=1e-2, compile=False)
-    model.weight.grad = distribute_tensor(torch.ones(8, 6), model.weight.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
+    policy = eb.policies.FP32 if dtype is torch.float32 else eb.policies.LEAN_BF16
+    optimizer = TorchOptimizer(model.parameters(), WIRED[name], lr=1e-2, policy=policy, compile=False)
     groups: list[Communicator] = []
     with patch.object(Communicator, "__init__", noting(groups)):
-        optimizer.step()
+        optimizer.begin()
     (communicator,) = groups
-    return communicator.sent["all_to_all"], communicator.sent["all_reduce"]
+    before = communicator.sent["all_to_all"]
+    grad = torch.ones(8, 6, dtype=dtype)
+    model.weight.grad = distribute_tensor(grad, model.weight.device_mesh, [Shard(0)])  # type: ignore[attr-defined]
+    optimizer.step()
+    return communicator.sent["all_to_all"] - before, communicator.sent["all_reduce"]
 
 
-@pytest.mark.parametrize(
-    ("name", "out", "back"),
-    [
-        # Half of 48 elements, in 16 bits and in 32.
-        ("muon", 24 * 2, 24 * 2),
-        ("muon in float32", 24 * 4, 24 * 4),
-        # The input is rounded, and the result is scaled in float32; half of 8 numbers, one for each row.
-        ("normuon", 24 * 2 + 4 * 4, 24 * 4 + 4 * 4),
-        # Two means of the parameter's shape, and twice two factors, halves of all.
-        ("soap", (3 * 24 + 2 * (32 + 18)) * 4, (3 * 24 + 2 * (32 + 18)) * 4),
-        # Weights, which do not come back; half of 8 rows, and the only row of columns, which is the first rank's.
-        ("adafactor", (2 * 24 + 4) * 4, (24 + 4) * 4),
-    ],
-)
-def test_what_travels_is_counted(name: str, out: int, back: int) -> None:
-    """On two ranks the first is the owner. 16 bytes say who has gradients."""
-    first, second = run(2, wired, name)
-    assert first == (back, 16)
-    assert second == (out, 16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WIRED)
+def test_what_travels_is_counted(name: str, dtype: torch.dtype) -> None:
+    """Whatever the transform: half of 48 weights and gradients out, half of the new weights back. 16 bytes say who has gradients."""
+    first, second = run(2, wired, name, dtype)
+    half = 24 * dtype.itemsize
+    assert first == (half, 16)  # the owner
+    assert second == (2 * half, 16)
 
 
 def shared(shape: tuple[int, ...] | None) -> int:
-    """How many of eight matrices this rank works on."""
+    """How many of eight matrices this rank steps."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8)))
     cut(model, [], mesh_of(shape))
     optimizer = TorchOptimizer(model.parameters(), eb.muon, lr=1e-2, others=None, compile=False)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         parameter.grad = in_parts(torch.ones(4, 4), parameter)
-    with patch.object(WholeWork, "run", autospec=True, side_effect=WholeWork.run) as worked:
+    with patch.object(Steps, "step", autospec=True, side_effect=Steps.step) as worked:
         optimizer.step()
     return worked.call_count
 
@@ -101,7 +94,7 @@ def test_ranks_share_the_work_and_so_do_replicas(size: int, shape: tuple[int, ..
     assert run(size, shared, shape) == [8 // size] * size
 
 
-def allocated(name: str, at_least: int) -> tuple[int, int]:
+def allocated(name: str, elements: int) -> tuple[int, int]:
     """The most memory that a step of 24 matrices takes, and what is left of it, without a look for reference cycles."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(24)))
     cut(model, [])
@@ -109,11 +102,13 @@ def allocated(name: str, at_least: int) -> tuple[int, int]:
     found = (0, 0)
     gc.disable()
     try:
-        for _ in range(2):  # the first makes state
+        with patch.object(visits, "ROUND", elements):
+            optimizer.begin()
+        for _ in range(2):
             for parameter in model.parameters():
                 assert isinstance(parameter, DTensor)
                 parameter.grad = in_parts(torch.ones(64, 64), parameter)
-            with patch.object(exchange, "AT_LEAST", at_least), counting() as counter:
+            with counting() as counter:
                 optimizer.step()
             found = counter.peak, counter.live
     finally:
@@ -121,41 +116,28 @@ def allocated(name: str, at_least: int) -> tuple[int, int]:
     return found
 
 
-@pytest.mark.parametrize(("name", "matrices"), [("muon", 1), ("soap", 7), ("adafactor", 2)])
-def test_the_memory_of_a_step_is_that_of_three_buckets(name: str, matrices: int) -> None:
-    """Twelve buckets of two matrices with their state, or one of 24. The communication's thread lets go of a bucket a moment later."""
+@pytest.mark.parametrize("name", ["muon", "soap", "adafactor"])
+def test_the_memory_of_a_step_is_that_of_two_rounds(name: str) -> None:
+    """Twelve rounds of a matrix for each owner, or one of 24. The communication's thread lets go of a round a moment later."""
     for (few, left), (many, _) in zip(run(2, allocated, name, 1), run(2, allocated, name, 1 << 22), strict=True):
         assert 3 * few < many
-        assert left <= 3 * 2 * matrices * 64 * 64 * 4
+        assert left <= 3 * 2 * 3 * 64 * 64 * 4
 
 
-def captured() -> str:
+def captured() -> None:
     model = nn.Linear(6, 8, bias=False)
     cut(model, [])
-    optimizer = create("muon", model, lr=1e-2, compile=False)
+    optimizer = TorchOptimizer(model.parameters(), WIRED["muon"], lr=1e-2, compile=False)
     weight: Any = model.weight
     weight.grad = in_parts(torch.ones(8, 6), weight)
     before = whole(model)
-    with (
-        patch.object(exchange, "is_capturing", lambda: True),
-        pytest.raises(RuntimeError, match="a CUDA graph is being captured"),
-    ):
-        optimizer.step()
+    optimizer.begin()
+    with patch.object(stepping, "is_capturing", lambda: True), pytest.raises(RuntimeError, match="CUDA graph"):
+        stepping.prepare(optimizer.own)
     assert equal(whole(model), before)
     optimizer.step()
     assert not equal(whole(model), before)
-    return routing(optimizer)
 
 
 def test_a_capture_is_refused_and_the_optimizer_goes_on() -> None:
-    for found in run(2, captured):
-        assert (
-            found == "labels by types of modules, names and shapes\nmatrix: 1 parameter, 48 elements\n  weight (8, 6)"
-        )
-
-
-def test_work_is_distributed_evenly_and_in_order() -> None:
-    loads = [3.0, 0.0]
-    # 4 to the second, which has nothing; 2 to the first, which has 3; the other 2 to the second, which has 4; and 1 to the first.
-    assert distributed([1.0, 4.0, 2.0, 2.0], loads) == [[0, 2], [1, 3]]
-    assert loads == [6.0, 6.0]
+    run(2, captured)

@@ -1,4 +1,4 @@
-"""The interface of a front end with param groups: to what saves and loads its state dicts, and to what steps its parameters by parts."""
+"""The interface of an optimizer with param groups to what saves and loads its state dicts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from everybit_torch.engine import Engine
-from everybit_torch.places import Places
+from everybit_torch.optim.parameters import Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +38,29 @@ class TorchNames:
 
 
 class Front(Protocol):
-    """A front end with param groups.
+    """An optimizer with param groups.
 
     Attributes:
-        engine: That steps its parameters.
-        places: Where they lie.
+        own: Its parameters, and what is kept for them.
         torch_names: How torch's optimizer of the same name calls what this one keeps; None if torch has none.
         param_groups: By number, as ``torch.optim``'s.
         state: By parameter, as ``torch.optim``'s.
+        had_gradients: Whether the last step had some.
     """
 
-    engine: Engine
-    places: Places
+    own: Parameters
     torch_names: ClassVar[TorchNames | None]
     param_groups: list[dict[str, Any]]
     state: Any
+    had_gradients: bool
 
     @property
     def own_groups(self) -> list[dict[str, Any]]:
-        """Those of ``param_groups`` that the engine has a group for: each once."""
+        """Those of ``param_groups`` that are stepped: each once."""
         ...
 
     def factory_arguments(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The factory's keyword arguments for a param group."""
+        """Return the factory's keyword arguments for a param group."""
         ...
 
 

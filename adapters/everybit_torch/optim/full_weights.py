@@ -11,13 +11,13 @@ from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit.base import FLOAT_DTYPES, torch_dtype
-from everybit_torch import full_precision
 from everybit_torch.choosing import resolve_parameters, tree_of
-from everybit_torch.expected import require_tensor
-from everybit_torch.front import Front
-from everybit_torch.full_precision import Export
-from everybit_torch.placement import moves
-from everybit_torch.saved_structure import shown
+from everybit_torch.optim import full_precision
+from everybit_torch.optim.expected import require_tensor
+from everybit_torch.optim.front import Front
+from everybit_torch.optim.full_precision import Export
+from everybit_torch.optim.parameters import moves
+from everybit_torch.optim.saved_structure import shown
 
 FLOATS = tuple(map(torch_dtype, FLOAT_DTYPES))
 
@@ -25,8 +25,8 @@ FLOATS = tuple(map(torch_dtype, FLOAT_DTYPES))
 def dtypes(front: Front) -> dict[int, torch.dtype]:
     """Return, by id of the parameter, the dtype in which its weights are exported."""
     found: dict[int, torch.dtype] = {}
-    placed = {id(p) for unit in front.engine.units for p in unit.parameters}
-    for group, values in zip(front.engine.groups, front.own_groups, strict=True):
+    placed = {id(one.parameter) for each in (front.own.own(), front.own.visited()) for one in each}
+    for group, values in zip(front.own.groups, front.own_groups, strict=True):
         policies = {dtype: optimizer.policy for dtype, optimizer in group.optimizers.items()}
         known = {key: p for key, p in tree_of(values).items() if not is_lazy(p) and p.dtype in policies}
         resolved = resolve_parameters(policies, known)
@@ -39,11 +39,11 @@ def dtypes(front: Front) -> dict[int, torch.dtype]:
 
 
 def export(front: Front, of: Export = eb.Optimizer.export_fp32) -> list[list[Tensor]]:
-    """Every placed or waiting parameter with all the precision that is stored, or as ``of`` gives it: one list per param group."""
+    """Return every parameter with all the precision that is stored, or as ``of`` gives it: one list per param group."""
     exported = {
-        id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in front.places.all_waiting()
+        id(p): p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in front.own.waiting()
     }
-    exported |= full_precision.export_weights(front.engine.stepped(), of)
+    exported |= full_precision.export_all(front.own, of)
     return [[exported[id(p)] for p in group["params"]] for group in front.own_groups]
 
 
@@ -78,8 +78,8 @@ def judge(front: Front, weights: Iterable[Iterable[Tensor]]) -> dict[int, Tensor
 
 def store(front: Front, given: Mapping[int, Tensor]) -> None:
     """Store weights that :func:`judge` returned."""
-    full_precision.import_weights(front.engine.stepped(), given)
-    for parameter in front.places.all_waiting():
+    full_precision.store_all(front.own, given)
+    for parameter in front.own.waiting():
         parameter.copy_(given[id(parameter)])
 
 

@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from everybit.stepping.entries import VERSION, VERSION_KEY
-from everybit_torch import full_precision
-from everybit_torch.dtensors import is_dtensor, sendable
-from everybit_torch.entries import UNUSED, ParameterState
-from everybit_torch.front import Front
-from everybit_torch.places import parameters_of
-from everybit_torch.saved_structure import copied, is_plain, shown
+from everybit_torch.dtensors import is_dtensor, local, sendable
+from everybit_torch.optim import full_precision
+from everybit_torch.optim.front import Front
+from everybit_torch.optim.parameters import parameters_of
+from everybit_torch.optim.saved_structure import copied, is_plain, shown
+from everybit_torch.optim.states import UNUSED, ParameterState
+from everybit_torch.optim.visits import entries_of
 
 
 def packed(front: Front) -> dict[str, Any]:
@@ -26,13 +27,24 @@ def packed(front: Front) -> dict[str, Any]:
     # All parameters of a sharded model: torch sends those that are whole on every rank, too.
     is_sharded = any(map(is_dtensor, parameters_of(front.own_groups)))
     state: dict[Any, Any] = {}
+    handed = {
+        id(member.parameter): found
+        for visiting in front.own.visiting
+        for member, found in visiting.hand_out(entries_of, weights=False)
+    }
     for key, value in front.state.items():
         if not isinstance(key, Tensor):
             state[key] = dict(value) if isinstance(value, ParameterState) else value
         elif value:
-            own = {name: sendable(x) for name, x in value.own.items()} if is_sharded else None
+            kept = handed.get(id(key), value.own)
+            own = {name: _apart(sendable(x)) for name, x in kept.items()} if is_sharded else None
             state[_number(numbers, key)] = value.packed(own)
     return {"state": state, "param_groups": _packed_groups(front, numbers), VERSION_KEY: VERSION}
+
+
+def _apart(value: Tensor) -> Tensor:
+    """A DTensor over the beginning of its memory: torch cannot copy others (``copy.deepcopy``)."""
+    return value.clone() if is_dtensor(value) and local(value).storage_offset() else value
 
 
 def packed_in_full(front: Front) -> dict[str, Any]:
@@ -41,7 +53,7 @@ def packed_in_full(front: Front) -> dict[str, Any]:
     Raises:
         ValueError: As :func:`packed`.
     """
-    full = full_precision.decoded(front.engine.stepped())
+    full = full_precision.decoded_all(front.own)
     numbers = _numbers(front)
     state: dict[Any, Any] = {}
     for key, entries in front.state.items():
@@ -67,7 +79,7 @@ def _numbers(front: Front) -> dict[int, int]:
 def _packed_groups(front: Front, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
     """The param groups without hyperparameters that are code: who loads them has its own, and no checkpoint has to be trusted."""
     packed = []
-    owners = {id(group): own for group, own in zip(front.own_groups, front.engine.groups, strict=True)}
+    owners = {id(group): own for group, own in zip(front.own_groups, front.own.groups, strict=True)}
     for group in front.param_groups:
         own = owners[id(group)]
         kept = {name: value for name, value in group.items() if name not in own.names or is_plain(value)}

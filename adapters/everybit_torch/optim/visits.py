@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import everybit as eb
@@ -44,10 +46,14 @@ class Visitor:
     first: int
     owner: tuple[int, int] = (0, 0)
     segment: Segment | None = None
+    _shadow: Segment | None = None
 
-    def held(self) -> dict[str, Tensor]:
-        """The tensors of the state by name, at the owner."""
-        return {} if self.segment is None else {entry.name: value for entry, value in self.segment.entries()}
+    def shadow(self) -> Segment:
+        """Return the segment as it is at the owner, without its memory."""
+        if self._shadow is None or self._shadow.optimizer is not self.optimizer:
+            like = torch.empty(self.parameter.shape, dtype=self.parameter.dtype, device="meta")
+            self._shadow = Segment.new(self.optimizer, like, self.first)
+        return self._shadow
 
     def leave(self) -> None:
         """Free the whole weights at the owner."""
@@ -77,7 +83,7 @@ class Visits:
         visitors: The parameters, at least one.
         shards: The ranks that have other rows.
         copies: The ranks that have the same rows, if there are any. The owners are spread over all of these replicas.
-        elements: Elements for each owner that travel in a round.
+        elements: Elements for each owner that travel in a round; None: :data:`ROUND`.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class Visits:
         shards: Communicator,
         copies: Communicator | None = None,
         *,
-        elements: int = ROUND,
+        elements: int | None = None,
     ) -> None:
         self.visitors, self.shards, self.copies = list(visitors), shards, copies
         self.replicas = 1 if copies is None else copies.size
@@ -95,7 +101,7 @@ class Visits:
         costs = [step_cost(one.optimizer.transform, one.parameter.shape) for one in self.visitors]
         for one, number in zip(self.visitors, shared_out(costs, len(owners)), strict=True):
             one.owner = owners[number]
-        self._rounds = _rounds(self.visitors, elements)
+        self._rounds = _rounds(self.visitors, ROUND if elements is None else elements)
         with torch.no_grad():
             for together in self._rounds:
                 sent = self._travel(together, "weights", {one: local(one.parameter).detach() for one in together})
@@ -108,6 +114,16 @@ class Visits:
         travel = _Travel(self, [(one, one.parameter.shape) for one in together], rows[together[0]].dtype, what)
         travel.send(rows)
         return travel
+
+    def agree(self, said: str) -> bool:
+        """Return whether all ranks say the same. Every rank has to call it. Backends that would have the host wait are not asked."""
+        told = zlib.crc32(said.encode())
+        answer = torch.tensor([told, -told])
+        for ranks in (self.shards, *([] if self.copies is None else [self.copies])):
+            if ranks.device.type == "cpu":
+                ranks.all_reduce(answer, "which parameters have gradients", dist.ReduceOp.MAX).wait()
+        highest, lowest = answer.tolist()
+        return bool(highest == -lowest)
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------
 
@@ -136,13 +152,7 @@ class Visits:
         for together, arrived in self._arrivals(grads):
             for whole in arrived.values():
                 step(whole.segment, whole.grad)
-            shapes = [(one, one.parameter.shape) for one in together]
-            back = _Travel(self, shapes, together[0].parameter.dtype, "new weights")
-            back.send_back({one: whole.segment.tensor for one, whole in arrived.items()})
-            for one in arrived:
-                one.leave()
-            for one, rows in back.received_back():
-                local(one.parameter).detach().copy_(rows)
+            self._return(together, [*arrived])
 
     def _arrivals(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[list[Visitor], dict[Visitor, Arrived]]]:
         """Yield the rounds. While the owners work on a round, the next is on its way."""
@@ -166,29 +176,71 @@ class Visits:
 
     # -- state ----------------------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def state(self) -> list[dict[str, Tensor]]:
         """Return this rank's rows of each parameter's state by name; a number is whole on every rank. Every rank has to call it.
 
         A tensor is cut along its own first dimension, as ``torch.chunk`` cuts: so any number of ranks can put it together.
         """
-        found: dict[Visitor, dict[str, Tensor]] = {one: {} for one in self.visitors}
-        for kind in self._kinds():
-            travel = kind.travel(self)
-            travel.send_back({one: _as_bytes(one.held()[kind.name]) for one in kind.shapes if one.segment is not None})
-            for one, rows in travel.received_back():
-                found[one][kind.name] = kind.rows(one, rows, self.shards)
-        return list(found.values())
+        return self.hand_out(entries_of, weights=False)
 
-    @torch.no_grad()
     def load(self, state: Sequence[Mapping[str, Tensor]]) -> None:
         """Give the owners the state of which ranks have rows, in the form of :meth:`state`. Every rank has to call it.
 
         Raises:
             ValueError: A name is missing, or rows have another shape or dtype. No rank's state is changed.
         """
-        of = dict(zip(self.visitors, state, strict=True))
-        kinds = self._kinds()
+
+        def write(segment: Segment, values: Mapping[str, Tensor]) -> None:
+            for name, held in entries_of(segment).items():
+                held.copy_(values[name])
+
+        self.take(state, entries_of, write, weights=False)
+
+    @torch.no_grad()
+    def hand_out(self, of: Of, *, weights: bool) -> list[dict[str, Tensor]]:
+        """Compute tensors of each whole parameter at its owner, and return this rank's rows of them. Every rank has to call it.
+
+        Args:
+            of: Computes them, by name. It is called for meta tensors, too, to learn their shapes.
+            weights: Whether it needs the present weights.
+        """
+        made: dict[Visitor, Mapping[str, Tensor]] = {}
+        for together in self._rounds if weights else [self.visitors]:
+            for one in self._visit(together, weights=weights):
+                assert one.segment is not None
+                made[one] = of(one.segment)
+                if weights:
+                    one.leave()
+        found: dict[Visitor, dict[str, Tensor]] = {one: {} for one in self.visitors}
+        for kind in self._kinds(of):
+            travel = kind.travel(self)
+            travel.send_back({one: _as_bytes(made[one][kind.name]) for one in kind.shapes if one in made})
+            for one, rows in travel.received_back():
+                found[one][kind.name] = kind.rows(one, rows, self.shards)
+        return list(found.values())
+
+    @torch.no_grad()
+    def take(
+        self,
+        values: Sequence[Mapping[str, Tensor]],
+        like: Of,
+        into: Callable[[Segment, Mapping[str, Tensor]], object],
+        *,
+        weights: bool,
+    ) -> None:
+        """Give the owners tensors of which ranks have rows, as :meth:`hand_out` returns them. Every rank has to call it.
+
+        Args:
+            values: For each parameter this rank's rows, by name.
+            like: Says which tensors there have to be, and of which shapes and dtypes.
+            into: Takes whole tensors over at the owner. It may change the segment's weights, if they are there.
+            weights: Whether it needs the present weights, of which the new values then travel back.
+
+        Raises:
+            ValueError: A name is missing, or rows have another shape or dtype. Nothing is changed on any rank.
+        """
+        of = dict(zip(self.visitors, values, strict=True))
+        kinds = self._kinds(like)
         for kind in kinds:
             for one, shape in kind.shapes.items():
                 expected, value = rows_of(shape, self.shards.rank, self.shards.size), of[one].get(kind.name)
@@ -197,23 +249,59 @@ class Visits:
                     raise ValueError(
                         f"state of parameter {self.visitors.index(one)}, {kind.name}: got {got}; accepted is {expected}, {kind.dtype}."
                     )
-        arrived: list[tuple[Tensor, Tensor]] = []
+        arrived: dict[Visitor, dict[str, Tensor]] = {one: {} for one in self.visitors if one.segment is not None}
         for kind in kinds:
             travel = kind.travel(self)
             travel.send({one: _as_bytes(of[one][kind.name]) for one in kind.shapes})
-            arrived += [(one.held()[kind.name], kind.whole(one, whole)) for one, whole in travel.received()]
-        for held, value in arrived:
-            held.copy_(value)
+            for one, whole in travel.received():
+                arrived[one][kind.name] = kind.whole(one, whole)
+        for together in self._rounds if weights else [self.visitors]:
+            here = self._visit(together, weights=weights)
+            for one in here:
+                assert one.segment is not None
+                into(one.segment, arrived.pop(one))
+            if weights:
+                self._return(together, here)
 
-    def _kinds(self) -> list[_Kind]:
-        """The tensors that are kept of the parameters, the same on every rank."""
+    def _visit(self, together: Sequence[Visitor], *, weights: bool) -> list[Visitor]:
+        """Bring weights to the owners, if they are needed; return this rank's parameters."""
+        if not weights:
+            return [one for one in together if one.segment is not None]
+        sent = self._travel(together, "weights", {one: local(one.parameter).detach() for one in together})
+        here = []
+        for one, whole in sent.received():
+            assert one.segment is not None
+            one.segment.tensor = whole
+            here.append(one)
+        return here
+
+    def _return(self, together: Sequence[Visitor], here: Sequence[Visitor]) -> None:
+        """Send every rank its rows of new weights, and write them."""
+        shapes = [(one, one.parameter.shape) for one in together]
+        back = _Travel(self, shapes, together[0].parameter.dtype, "new weights")
+        back.send_back({one: one.segment.tensor for one in here if one.segment is not None})
+        for one in here:
+            one.leave()
+        for one, rows in back.received_back():
+            local(one.parameter).detach().copy_(rows)
+
+    def _kinds(self, of: Of) -> list[_Kind]:
+        """The tensors that are computed of the parameters, the same on every rank."""
         found: dict[tuple[str, torch.dtype, bool], _Kind] = {}
         for one in self.visitors:
-            like = torch.empty(one.parameter.shape, dtype=one.parameter.dtype, device="meta")
-            for entry, value in Segment.new(one.optimizer, like).entries():
-                kind = found.setdefault((entry.name, value.dtype, value.ndim > 0), _Kind(entry.name, value.dtype, {}))
+            for name, value in of(one.shadow()).items():
+                kind = found.setdefault((name, value.dtype, value.ndim > 0), _Kind(name, value.dtype, {}))
                 kind.shapes[one] = tuple(value.shape)
         return list(found.values())
+
+
+Of = Callable[[Segment], Mapping[str, Tensor]]
+"""Computes tensors of a whole parameter, by name."""
+
+
+def entries_of(segment: Segment) -> dict[str, Tensor]:
+    """Return the tensors of a whole parameter's state by name."""
+    return {entry.name: value for entry, value in segment.entries()}
 
 
 @dataclass(frozen=True, slots=True)

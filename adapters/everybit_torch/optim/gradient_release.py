@@ -1,4 +1,4 @@
-"""Stepping during the backward pass: each bucket of parameters as soon as its gradients are there, which are freed then.
+"""Stepping during the backward pass: a parameter as soon as its gradient is there, which is freed then; short ones with their neighbours.
 
 Never all gradients exist at once, which saves their bytes (LOMO, Lv et al. 2023; ``torch``'s tutorial on the step in the backward pass).
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from threading import RLock
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,23 @@ from everybit.stepping import Metrics
 from everybit_torch import clipping, streams
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.dtensors import is_dtensor
-from everybit_torch.engine import added
-from everybit_torch.optimizer import TorchOptimizer
+from everybit_torch.optim.optimizer import TorchOptimizer
+from everybit_torch.optim.parameters import Stepped
+from everybit_torch.optim.stepping import Task, added, gradients, step_one
 from everybit_torch.torch_internals import autograd
 from everybit_torch.torch_internals.optimizers import leave_scaling_to_step
-from everybit_torch.units import Unit
 
 
-class _Bucket:
-    """A unit, and which of its gradients have come in this step."""
+class _Waiting:
+    """Parameters that are stepped at once, and which of their gradients have come in this step."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, one: Stepped) -> None:
+        self.one = one
         self.begin()
 
     def begin(self) -> None:
-        """A new step: parameters may have been frozen or unfrozen since the last."""
-        self.expected = sum(parameter.requires_grad for parameter in self.unit.parameters)
+        """Begin a new step: parameters may have been frozen or unfrozen since the last."""
+        self.expected = sum(parameter.requires_grad for parameter in self.one.of.parameters)
         self.arrived: set[int] = set()
         self.stepped = False
 
@@ -48,18 +48,16 @@ class GradientRelease:
     and for the norm. Learning-rate schedulers work as before.
     """
 
-    def __init__(self, model: nn.Module, optimizer: TorchOptimizer, bucket: int, max_norm: float | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: TorchOptimizer, max_norm: float | None) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._engine = optimizer.engine
         self._max_norm = max_norm
-        self._bucket_size = bucket
         self._accumulating = False
         self._norm: Tensor | None = None
         self._squares: list[Tensor] = []
         self._metrics: list[Metrics] = []
-        self._buckets: list[_Bucket] = []
-        self._of: dict[int, _Bucket] = {}
+        self._all: list[_Waiting] = []
+        self._of: dict[int, _Waiting] = {}
         self._begun = False
         self._home = streams.Home()
         self._lock = RLock()  # autograd has a thread for each device, and parameters may lie on several
@@ -180,8 +178,8 @@ class GradientRelease:
             self._open.add(this)
             autograd.at_the_end_of_the_pass(lambda: self._open.discard(this))
         self._begin()
-        bucket = self._of[id(parameter)]
-        if bucket.stepped:
+        waiting = self._of[id(parameter)]
+        if waiting.stepped:
             if self._open - {this}:
                 raise RuntimeError(
                     "gradient release: the backward pass before this one ended in an exception, after parameters had been stepped. They"
@@ -191,52 +189,51 @@ class GradientRelease:
                 "gradient release: a second backward pass reached parameters that were stepped already. Call optimizer.step() after each"
                 " backward pass; for accumulation run all but the last within `with release.accumulate():`."
             )
-        bucket.arrived.add(id(parameter))
-        if len(bucket.arrived) == bucket.expected:
-            self._step_bucket(bucket)
+        waiting.arrived.add(id(parameter))
+        if len(waiting.arrived) == waiting.expected:
+            self._step_all(waiting)
 
     def _begin(self) -> None:
-        """Prepare a step at its first gradient: place parameters, read hyperparameters, and cut units to buckets."""
+        """Prepare a step at its first gradient: create state, and read hyperparameters."""
         if self._begun:
             return
         self._watch()
         self._optimizer.prepare()
-        known = {id(bucket.unit): bucket for bucket in self._buckets}
-        self._engine.cut(self._boundaries)
-        self._buckets = [known.get(id(unit)) or _Bucket(unit) for unit in self._engine.units]
-        self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.unit.parameters}
-        for bucket in self._buckets:
-            bucket.begin()
+        known = {id(waiting.one): waiting for waiting in self._all}
+        self._all = [known.get(id(one)) or _Waiting(one) for one in self._optimizer.own.stepped]
+        self._of = {id(parameter): waiting for waiting in self._all for parameter in waiting.one.of.parameters}
+        for waiting in self._all:
+            waiting.begin()
         self._begun = True
 
-    def _boundaries(self, unit: Unit) -> list[int]:
-        """The numbers of the members before which a unit is cut to buckets."""
-        ends = list(accumulate(parameter.numel() for parameter in unit.parameters))
-        boundaries, start = [], 0
-        for index in range(1, len(ends)):
-            if ends[index] - start > self._bucket_size:
-                boundaries.append(index)
-                start = ends[index - 1]
-        return boundaries
+    def _step_all(self, waiting: _Waiting) -> None:
+        """Step those parameters that have a gradient; others are skipped, and their count of steps stays behind."""
+        waiting.stepped = True
+        grads = gradients(waiting.one)
+        if all(grad is not None for grad in grads):
+            self._step(waiting.one, cast(list[Tensor], grads))
+            return
+        if all(grad is None for grad in grads):
+            return
+        own, there = self._optimizer.own, {id(parameter) for parameter in waiting.one.of.parameters}
+        own.come_apart([waiting.one])
+        for one in own.stepped:
+            if id(one.of.parameters[0]) in there:
+                (grad,) = gradients(one)
+                if grad is not None:
+                    self._step(one, [grad])
 
-    def _step_bucket(self, bucket: _Bucket) -> None:
-        """Step the parameters of a bucket that have a gradient; others are skipped, and their count of steps stays behind."""
-        bucket.stepped = True
-        for part, grads in self._engine.split_by_gradients([bucket.unit]):
-            if any(grad is not None for grad in grads):
-                self._step(part, grads)
-
-    def _step(self, unit: Unit, grads: list[Tensor | None]) -> None:
-        present = [grad for grad in grads if grad is not None]
+    def _step(self, one: Stepped, grads: list[Tensor]) -> None:
         if self._max_norm is not None:
-            self._squares += [_square(grad) for grad in present]
+            self._squares += [_square(grad) for grad in grads]
             if self._norm is not None:
-                for grad in present:
+                for grad in grads:
                     grad.mul_((self._max_norm / (self._norm.to(grad.device) + 1e-6)).clamp(max=1.0).to(grad.dtype))
-        measured = self._engine.step_unit(unit, grads, metrics=self._optimizer.metrics_enabled)
+        task = Task(one, grads, one.steps.due(one.of.segment))
+        measured = step_one(task, task.gather(), metrics=self._optimizer.metrics_enabled)
         if measured is not None:
             self._metrics.append(measured)
-        for parameter in unit.parameters:
+        for parameter in one.of.parameters:
             parameter.grad = None
 
     # -- after it -------------------------------------------------------------------------------------------------------------
@@ -255,9 +252,9 @@ class GradientRelease:
             )
         if any(parameter.grad is not None for group in self._optimizer.param_groups for parameter in group["params"]):
             self._begin()
-        for bucket in self._buckets if self._begun else []:
-            if not bucket.stepped:
-                self._step_bucket(bucket)
+        for waiting in self._all if self._begun else []:
+            if not waiting.stepped:
+                self._step_all(waiting)
         if self._squares:
             total_square = self._squares[0]
             for square in self._squares[1:]:
@@ -267,7 +264,7 @@ class GradientRelease:
             total = self._metrics[0]
             for measured in self._metrics[1:]:
                 total = added(total, measured)
-            self._engine.metrics = total
+            self._optimizer.note_metrics(total)
         self._end()
 
     def _end(self) -> None:
@@ -298,7 +295,7 @@ def require_parameters_of(model: nn.Module, optimizer: TorchOptimizer) -> None:
 
 
 def enable_gradient_release(
-    model: nn.Module, optimizer: TorchOptimizer, *, bucket: int = 1 << 22, max_norm: float | None = None
+    model: nn.Module, optimizer: TorchOptimizer, *, max_norm: float | None = None
 ) -> GradientRelease:
     """Step ``optimizer`` while ``model`` runs backward, and free each gradient at once.
 
@@ -308,7 +305,6 @@ def enable_gradient_release(
     Args:
         model: The model whose parameters the optimizer has.
         optimizer: An optimizer of everybit_torch whose transform does not reduce over all parameters.
-        bucket: Elements that are stepped together; a longer parameter is a bucket of its own.
         max_norm: Clip by the global norm of the *previous* step's gradients; the first step is not clipped. None: do not clip.
 
     Returns:
@@ -333,26 +329,24 @@ def enable_gradient_release(
         raise TypeError(
             f"optimizer: got a {type(optimizer).__name__}; accepted are everybit_torch's optimizers, TorchOptimizer and its subclasses."
         )
-    if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1:
-        raise ValueError(f"bucket: got {bucket!r}; accepted is a whole number of elements, at least 1.")
     if max_norm is not None:
         require("max_norm", max_norm, 0.0, schedule=False)
     if optimizer.release is not None:
         raise ValueError("optimizer: its gradients are released already; call remove() on that handle first.")
-    if optimizer.flat_gradients:
-        raise ValueError("optimizer: got flat_gradients=True, which keeps all gradients allocated; accepted is False.")
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
         raise ValueError(
             "model: got DistributedDataParallel, which averages gradients after they would have been used; accepted are models of one"
             " process."
         )
-    if any(one.reduces for group in optimizer.engine.groups for one in group.optimizers.values()):
+    if any(one.reduces for group in optimizer.own.groups for one in group.optimizers.values()):
         raise ValueError(
             "optimizer: its transform reduces over all gradients (as clip_by_global_norm does), which are never there at once; accepted are"
             " transforms that do not reduce. max_norm clips by the previous step's norm."
         )
     if any(map(is_dtensor, model.parameters())) and any(
-        needs_whole_tensors(one.transform) for group in optimizer.engine.groups for one in group.optimizers.values()
+        needs_whole_tensors(one.transform) or one.per_tensor
+        for group in optimizer.own.groups
+        for one in group.optimizers.values()
     ):
         raise ValueError(
             "optimizer: its transform must see whole tensors, of which ranks hold parts that come together in a step of all parameters;"
@@ -361,6 +355,6 @@ def enable_gradient_release(
     require_parameters_of(model, optimizer)
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError("model: holds gradients already; call optimizer.zero_grad() first.")
-    release = GradientRelease(model, optimizer, bucket, max_norm)
+    release = GradientRelease(model, optimizer, max_norm)
     optimizer.release = release
     return release

@@ -1,0 +1,55 @@
+"""The account of bytes: what an optimizer has allocated, by use."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import everybit as eb
+from everybit.base import torch_dtype
+from everybit.stepping import state_bytes
+from everybit_torch.dtensors import local
+from everybit_torch.optim.parameters import Parameters
+from everybit_torch.optim.states import UNUSED, ParameterState
+from everybit_torch.segments.segment import Segment
+
+
+def _add_state(table: dict[str, int], segment: Segment) -> None:
+    table["compensation"] += sum(leaf.nbytes for leaf in eb.tree.leaves(segment.state.extra))
+    for name, bytes in state_bytes(segment.state.inner, counters=segment.state.step.nbytes).items():
+        table[name] = table.get(name, 0) + bytes
+
+
+def bytes_table(parameters: Parameters) -> dict[str, int]:
+    """Return bytes by use; keys as in :meth:`everybit.Policy.bytes_table`, ``counters``, and ``unused``, which was put aside.
+
+    Gradients that are not there at the moment are counted as they will be. The vectors into which a step gathers short parameters are not
+    counted.
+    """
+    table = {"parameter": sum(local(p).nbytes for p in parameters.waiting()), "compensation": 0, "gradient": 0}
+    for one in parameters.stepped:
+        segment = one.of.segment
+        size = torch_dtype(segment.stored.grads_main).itemsize
+        for parameter in one.of.parameters:
+            table["parameter"] += local(parameter).nbytes
+            grad = parameter.grad
+            table["gradient"] += local(parameter).numel() * size if grad is None else local(grad).nbytes
+        _add_state(table, segment)
+    for member in parameters.visited():
+        here, grad = local(member.parameter), member.parameter.grad
+        table["parameter"] += here.nbytes
+        size = torch_dtype(member.visitor.shadow().stored.grads_main).itemsize
+        table["gradient"] += here.numel() * size if grad is None else local(grad).nbytes
+        if member.visitor.segment is not None:
+            _add_state(table, member.visitor.segment)
+    unused = [
+        local(value).nbytes
+        for entries in parameters.states.values()
+        if isinstance(entries, ParameterState)
+        for name, value in entries.kept.items()
+        if isinstance(name, str) and name.startswith(UNUSED) and isinstance(value, Tensor)
+    ]
+    if unused:
+        table["unused"] = sum(unused)
+    if not table["compensation"]:
+        del table["compensation"]
+    return table

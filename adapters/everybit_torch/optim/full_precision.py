@@ -1,0 +1,177 @@
+"""Weights and state in full precision: what the stored bits stand for, read out, and stored again under any policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.base import torch_dtype
+from everybit.stepping import OptimizerState
+from everybit.stepping.entries import WEIGHTS, entries
+from everybit_torch.dtensors import like, local
+from everybit_torch.full_precision import RoundingLoss, rounding_loss
+from everybit_torch.optim.parameters import Parameters, shown
+from everybit_torch.optim.visiting import Visited
+from everybit_torch.optim.visits import entries_of
+from everybit_torch.segments.segment import Segment, write
+
+Export = Callable[[eb.Optimizer[Any], list[Tensor], OptimizerState[Any]], list[Tensor]]
+"""Weights in the compute dtype, of an optimizer's parameters and state."""
+
+
+def decoded_all(parameters: Parameters) -> dict[int, dict[str, Tensor]]:
+    """Return, by id, each parameter's state and weights in the compute dtype, in its shape."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for own in parameters.own():
+        weights, state = _decode(own.segment())
+        in_shape = like(own.parameter, weights.reshape(local(own.parameter).shape))
+        found[id(own.parameter)] = shown(own.parameter, entries(state, [weights], 0, None)) | {WEIGHTS: in_shape}
+    for visiting in parameters.visiting:
+        found |= {id(member.parameter): x for member, x in visiting.hand_out(_decoded, weights=True)}
+    return found
+
+
+Given = Mapping[int, Mapping[str, Tensor]]
+"""Entries of state by id of the parameter."""
+
+
+def load_all(parameters: Parameters, given: Given) -> None:
+    """Write entries of state, as stored. Parameters without any are as before their first step."""
+    parameters.come_apart_by_shared(given)
+    for own in parameters.own():
+        _load(own.segment(), given.get(id(own.parameter)))
+
+    for visiting in parameters.visiting:
+        visiting.take(given, _load, entries_of, weights=any(id(one.parameter) not in given for one in visiting.members))
+
+
+def encode_all(parameters: Parameters, given: Given) -> dict[str, RoundingLoss]:
+    """Store full-precision state, and weights (``"param"``) where they are given. Parameters without any are as before their first step.
+
+    Returns:
+        By name, what rounding lost here.
+    """
+    parameters.come_apart_by_shared(given)
+    total: dict[str, RoundingLoss] = {}
+
+    def store(segment: Segment, values: Mapping[str, Tensor] | None) -> Tensor | None:
+        if values is None:
+            _load(segment, None)
+            return None
+        weights, losses = _encode(segment, values)
+        for name, loss in losses.items():
+            total[name] = total[name] + loss if name in total else loss
+        return weights
+
+    def store_at_owner(segment: Segment, values: Mapping[str, Tensor] | None) -> None:
+        weights = store(segment, values)
+        if weights is not None:
+            segment.tensor = weights
+
+    for own in parameters.own():
+        weights = store(own.segment(), given.get(id(own.parameter)))
+        if weights is not None:
+            own.write(weights)
+    for visiting in parameters.visiting:
+        visiting.take(given, store_at_owner, _decoded, weights=True)
+    return total
+
+
+def export_all(parameters: Parameters, of: Export = eb.Optimizer.export_fp32) -> dict[int, Tensor]:
+    """Return, by id, each parameter's weights in its shape: with all the precision that is stored, or as ``of`` gives them."""
+
+    def export(segment: Segment) -> dict[str, Tensor]:
+        (weights,) = of(segment.optimizer, [segment.tensor], segment.state)
+        return {WEIGHTS: weights}
+
+    found = {}
+    for own in parameters.own():
+        weights = export(own.segment())[WEIGHTS]
+        found[id(own.parameter)] = like(own.parameter, weights.reshape(local(own.parameter).shape))
+    for visiting in parameters.visiting:
+        for member, x in visiting.hand_out(export, weights=True):
+            found[id(member.parameter)] = x[WEIGHTS]
+    return found
+
+
+def store_all(parameters: Parameters, given: Mapping[int, Tensor]) -> None:
+    """Store full-precision weights, by id of the parameter; state stays as it is, but for residuals."""
+
+    def store(segment: Segment, weights: Tensor) -> Tensor:
+        here = weights.to(segment.tensor.device).reshape(segment.tensor.shape)
+        ctx = eb.Context(first_element=segment.first)
+        params, state = segment.optimizer.import_fp32([here], [segment.tensor], segment.state, ctx)
+        write(segment.state, state)
+        return params[0]
+
+    def store_at_owner(segment: Segment, values: Mapping[str, Tensor] | None) -> None:
+        assert values is not None
+        segment.tensor = store(segment, values[WEIGHTS])
+
+    for own in parameters.own():
+        own.write(store(own.segment(), local(given[id(own.parameter)])))
+    for visiting in parameters.visiting:
+        wide = {id(one.parameter): {WEIGHTS: _widened(given[id(one.parameter)], one)} for one in visiting.members}
+        steps = [one.step.clone() for one in visiting.members]
+        visiting.take(wide, store_at_owner, _weights, weights=True)
+        for one, step in zip(visiting.members, steps, strict=True):
+            one.step.copy_(step)
+
+
+def _widened(weights: Tensor, member: Visited) -> Tensor:
+    """Weights in the dtype in which they travel."""
+    (stored,) = member.optimizer.formats([torch.empty(0, dtype=member.parameter.dtype)])
+    return weights.to(torch_dtype(stored.policy.compute))
+
+
+def _weights(segment: Segment) -> dict[str, Tensor]:
+    wide = torch_dtype(segment.stored.policy.compute)
+    return {WEIGHTS: torch.empty(segment.tensor.shape, dtype=wide, device=segment.tensor.device)}
+
+
+def _decoded(segment: Segment) -> dict[str, Tensor]:
+    weights, state = _decode(segment)
+    return {entry.name: value for entry, value in entries(state, [weights], 0, None)} | {WEIGHTS: weights}
+
+
+def _load(segment: Segment, given: Mapping[str, Tensor] | None) -> None:
+    """Write entries of a segment's state, as stored; None: it is as before its first step."""
+    if given is None:
+        write(segment.state, Segment.new(segment.optimizer, segment.tensor, segment.first).state)
+        return
+    held = entries_of(segment)
+    for name, value in given.items():
+        if name in held:
+            held[name].copy_(local(value).view(held[name].shape))
+
+
+def _encode(segment: Segment, given: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, RoundingLoss]]:
+    """Store full-precision state; return stored weights, if weights were given, and what rounding lost."""
+    weights, state = _decode(segment)
+    into = {entry.name: value for entry, value in entries(state, [weights], 0, None)} | {WEIGHTS: weights}
+    for name, value in given.items():
+        into[name].copy_(local(value).view(into[name].shape))
+    ctx = eb.Context(first_element=segment.first)
+    (params,), stored = segment.optimizer.encode([weights], state, [segment.tensor], ctx)
+    moved = params if WEIGHTS in given else None
+    if moved is not None:
+        write(segment.state, stored)
+    else:
+        write((segment.state.step, segment.state.inner), (stored.step, stored.inner))
+    after = Segment(segment.optimizer, segment.tensor if moved is None else moved, segment.state, segment.first)
+    found = _decoded(after)
+    losses = {
+        name: rounding_loss(local(value).to(found[name].device).view(found[name].shape), found[name])
+        for name, value in given.items()
+        if value.is_floating_point()
+    }
+    return moved, losses
+
+
+def _decode(segment: Segment) -> tuple[Tensor, OptimizerState[Any]]:
+    (weights,), state = segment.optimizer.decode([segment.tensor], segment.state)
+    return weights, state

@@ -1,0 +1,328 @@
+"""A param group as it is stepped: policies and optimizers by dtype of the parameters, and the present hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.combinators import needs_whole_tensors
+from everybit.policies import AnyPolicy, PolicyOrName, describe, with_name_resolved
+from everybit.stepping import Unsafe, with_policy
+from everybit_torch.arguments import (
+    as_python,
+    by_given_name,
+    differ,
+    flags_of,
+    is_frozen,
+    require_known_options,
+)
+from everybit_torch.choosing import Decision, tree_of
+from everybit_torch.compiled.probing import Factory
+from everybit_torch.hyperparameter_names import ARGUMENTS, argument_names, core_names, spread
+from everybit_torch.optim.migration import skeleton
+from everybit_torch.optim.param_groups import described, main_gradients, policy_for
+from everybit_torch.segments.steps import Compile, Steps
+
+Optimizers = dict[torch.dtype, eb.Optimizer[Any]]
+"""A group's optimizers, by dtype of the parameters."""
+
+
+class Group:
+    """A param group as it is stepped.
+
+    Args:
+        number: The group's number.
+        factory: Makes a transform of hyperparameters.
+        policies: By dtype of the parameters.
+        names: By the user's name of a hyperparameter, the factory's arguments that it sets; for messages.
+        owner: The optimizer's name, for messages.
+        seed: The seed of stochastic rounding.
+        unsafe: See :func:`everybit.with_policy`.
+        compile: Whether steps are compiled; see :class:`~everybit_torch.TorchOptimizer`.
+        source: Groups of one source are stepped by the same transform, whose requests go over all of them.
+
+    Attributes:
+        arguments: The factory's present keyword arguments.
+        optimizers: The present optimizers.
+        steps: Their steps, by dtype.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        factory: Factory,
+        policies: Mapping[torch.dtype, AnyPolicy],
+        *,
+        names: Mapping[str, tuple[str, ...]],
+        owner: str,
+        seed: int,
+        unsafe: Unsafe,
+        compile: Compile,
+        source: str = "",
+    ) -> None:
+        self.number, self.factory, self.names, self.source = number, factory, names, source
+        self.policies, self.compile = dict(policies), compile
+        self._owner, self._seed = owner, seed
+        self._unsafe: Unsafe = unsafe
+        self.arguments: dict[str, Any] = {}
+        self.optimizers: Optimizers = {}
+        self.steps = {
+            dtype: Steps(factory, policy, seed=seed, compile=compile, number=number)
+            for dtype, policy in self.policies.items()
+        }
+        self._decided: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
+
+    def build(self, arguments: Mapping[str, Any]) -> Optimizers:
+        """Make the optimizers for these arguments of the factory; the present ones stay.
+
+        Raises:
+            TypeError: A hyperparameter of another kind.
+            ValueError: A hyperparameter or policy that cannot work; the message has the user's name for it.
+        """
+        # Judged anew whenever hyperparameters change; but of what was accepted with a warning nobody is warned twice.
+        unsafe: Unsafe = "allow" if self._unsafe == "warn" and self.optimizers else self._unsafe
+        try:
+            transform = self.factory(**arguments)
+            return {
+                dtype: with_policy(transform, policy, seed=self._seed, unsafe=unsafe)
+                for dtype, policy in self.policies.items()
+            }
+        except (TypeError, ValueError) as error:
+            message = by_given_name(str(error), self.names, arguments)
+            raise type(error)(f"{self._owner}, param group {self.number}: {message}") from None
+
+    def follow(self, arguments: Mapping[str, Any], optimizers: Optimizers) -> None:
+        """Step with other hyperparameters from here on; the caller has migrated the state before, and gives segments their optimizer."""
+        self.arguments, self.optimizers, self._decided = dict(arguments), optimizers, []
+        for steps in self.steps.values():
+            steps.follow(arguments)
+
+    def decided(self, dtype: torch.dtype, decision: Decision | None) -> eb.Optimizer[Any]:
+        """Return the optimizer of parameters of a dtype, as masks and labels came out for them."""
+        optimizer = self.optimizers[dtype]
+        if decision is None:
+            return optimizer
+        for of, known, made in self._decided:
+            if of is optimizer and known == decision:
+                return made
+        made = decision.applied(optimizer)
+        self._decided.append((optimizer, decision, made))
+        return made
+
+    def changed(self, optimizers: Optimizers) -> set[torch.dtype]:
+        """Return the dtypes for which other optimizers nest their state differently than the present ones."""
+        return {
+            dtype
+            for dtype, old in self.optimizers.items()
+            if skeleton(old.transform) != skeleton(optimizers[dtype].transform)
+        }
+
+    def require_cuts(self, optimizers: Optimizers) -> None:
+        """Refuse optimizers that have to see whole tensors, where parameters are stepped by others, and the other way round.
+
+        Raises:
+            ValueError: The message says what changed.
+        """
+        for dtype, new in optimizers.items():
+            before, after = (needs_whole_tensors(one.transform) for one in (self.optimizers[dtype], new))
+            if self.steps[dtype].elements and before != after:
+                raise ValueError(
+                    f"{self._owner}, param group {self.number}: its transform would {'have' if after else 'not have'} to see whole tensors,"
+                    f" and {'had not' if after else 'had'} to at the first step; make a new optimizer."
+                )
+
+    def require_capturable(self, arguments: Mapping[str, Any], device: torch.device) -> None:
+        """Refuse hyperparameters that a captured step on a device could not follow.
+
+        Raises:
+            RuntimeError: One has changed since the last step.
+            ValueError: A tensor that is on another device.
+        """
+        for name, targets in self.names.items():
+            for target in (one for one in targets if one in arguments):
+                value = arguments[target]
+                if differ(value, self.arguments.get(target)):
+                    raise RuntimeError(
+                        f"param group {self.number}: {name}: has changed since the last step, and a CUDA graph is being captured; accepted"
+                        " is to call step() or prepare() after the change, before the capture."
+                    )
+                if isinstance(value, Tensor) and value.device != device:
+                    raise ValueError(
+                        f"param group {self.number}: {name}: got a tensor on {value.device} while a CUDA graph is being captured; accepted"
+                        f" is one on {device}, which replays read."
+                    )
+
+
+class Followed:
+    """The values of param groups that the groups follow already."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+
+    def note(self, given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> None:
+        """Remember the values of param groups."""
+        self._known = _values(given, groups)
+
+    def is_current(self, given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> bool:
+        """Whether no value was assigned since, and none can have changed in place. Tensors may: each step reads them."""
+        now = _values(given, groups)
+        same = len(now) == len(self._known) and all(map(is_, now, self._known))
+        return same and all(map(is_frozen, now[: -len(groups)]))
+
+
+def _values(given: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> list[Any]:
+    values = [value for group in given for name, value in group.items() if name not in ("params", "param_names")]
+    return [*values, *(group.arguments for group in groups)]
+
+
+class GroupMaker:
+    """Makes the groups of one optimizer, all of them with the same factory.
+
+    Args:
+        owner: The optimizer's name, for messages.
+        factory: Makes a transform of hyperparameters.
+        hyperparameters: Their names, as the user gave them.
+        policy: Of groups that have none of their own.
+        seed: The seed of stochastic rounding.
+        unsafe: See :func:`everybit.with_policy`.
+        compile: See :class:`~everybit_torch.TorchOptimizer`.
+        decoupled: What torch's argument ``decoupled_weight_decay`` has to be, where torch's optimizer of this name has it.
+        mixed: Whether some parameters of the optimizer are of 16 bits: others beside them are kept as they are.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        factory: Factory,
+        hyperparameters: Iterable[str],
+        policy: PolicyOrName | None,
+        *,
+        seed: int,
+        unsafe: Unsafe,
+        compile: Compile,
+        decoupled: bool | None,
+        mixed: bool,
+    ) -> None:
+        known = argument_names(factory)
+        self.mixed = mixed
+        self.policy = with_name_resolved(policy)
+        self._owner, self._factory, self._decoupled = owner, factory, decoupled
+        # By the user's name, without the keys that torch adds to `defaults`, the factory's arguments that are meant.
+        self._names = {name: core_names(name, ARGUMENTS, known) for name in hyperparameters}
+        self._flags = flags_of(factory)
+        self._seed, self._compile = seed, compile
+        self._unsafe: Unsafe = unsafe
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the factory's keyword arguments for a param group: torch's names become the core's.
+
+        Raises:
+            TypeError: A flag that is neither True nor False.
+            ValueError: A pair of another length, or a number that is not finite.
+        """
+        arguments: dict[str, Any] = {}
+        for name, targets in self._names.items():
+            value = as_python(name, values[name])
+            if name in self._flags and not isinstance(value, bool):
+                raise TypeError(f"{self._owner}: {name}: got {value!r}; accepted are True and False.")
+            arguments |= spread(name, value, targets)
+        return arguments
+
+    def options(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the hyperparameters in a param group that was given, as numbers of Python.
+
+        Raises:
+            TypeError: A hyperparameter under the core's name.
+            ValueError: An argument of torch's that has no meaning here, at a value that would have one.
+        """
+        given = {key: value for key, value in values.items() if key not in ("params", "param_names")}
+        require_known_options(self._owner, self._names, given, self._decoupled)
+        return {name: as_python(name, given[name]) for name in self._names if name in given}
+
+    def policies(
+        self, policy: PolicyOrName | None, dtypes: Iterable[torch.dtype], number: int, *, mixed: bool | None = None
+    ) -> dict[torch.dtype, AnyPolicy]:
+        """Return the policy of a group's parameters of each dtype.
+
+        Raises:
+            ValueError: None was given for 16-bit parameters, one that does not fit a dtype, or a name that no policy has.
+        """
+        mixed = self.mixed if mixed is None else mixed
+        resolved = with_name_resolved(policy, field=f"param group {number}: policy")
+        return {dtype: policy_for(resolved, dtype, number, mixed=mixed) for dtype in dtypes}
+
+    def make(self, number: int, policies: Mapping[torch.dtype, AnyPolicy], arguments: dict[str, Any]) -> Group:
+        """Make a group that steps with these arguments of the factory.
+
+        Raises:
+            TypeError: A hyperparameter that is none.
+            ValueError: A hyperparameter or policy that cannot work.
+        """
+        return self.made(number, self._factory, policies, arguments, names=self._names)
+
+    def made(
+        self,
+        number: int,
+        factory: Factory,
+        policies: Mapping[torch.dtype, AnyPolicy],
+        arguments: dict[str, Any],
+        *,
+        names: Mapping[str, tuple[str, ...]],
+        source: str = "",
+    ) -> Group:
+        """Make a group of any factory; for makers whose groups have several."""
+        group = Group(
+            number, factory, policies, names=names, owner=self._owner, seed=self._seed, unsafe=self._unsafe, compile=self._compile,
+            source=source,
+        )  # fmt: skip
+        group.follow(arguments, group.build(arguments))
+        return group
+
+    # -- policies that were written to a param group --------------------------------------------------------------------------
+
+    def is_in_force(self, group: Group, policy: PolicyOrName | None) -> bool:
+        """Whether a group's parameters are stored under a policy."""
+        return self.policies(policy, group.policies, group.number) == group.policies
+
+    def described(self, group: Group, values: Mapping[str, Any], *, settled: bool) -> str:
+        """Say under which policies a param group's parameters are stored, and which other one was written to it."""
+        policies = described(group.policies)
+        if "policy" in values and not self.is_in_force(group, values["policy"]):
+            when = "not in force" if settled else "from the first step on"
+            policies += (
+                f" (param_groups[{group.number}]['policy'] is {describe(with_name_resolved(values['policy']))}, {when})"
+            )
+        return policies
+
+    def require_in_force(self, group: Group, policy: PolicyOrName | None) -> None:
+        """Refuse another policy than that under which a group's parameters are stored.
+
+        Raises:
+            ValueError: It is another.
+        """
+        if not self.is_in_force(group, policy):
+            raise ValueError(
+                f"param group {group.number}: policy: got {describe(with_name_resolved(policy))}, and since the first step its parameters"
+                f" and state are stored under {described(group.policies)}; accepted is a change before it. To carry the run over delete the"
+                " entry, make an optimizer with the new policy, and give the old one's full_state_dict() to its load_full_state_dict()."
+            )
+
+    def under(self, group: Group, values: Mapping[str, Any], arguments: dict[str, Any]) -> Group:
+        """The group of a param group under the policy that was written to it; gradients take the dtype that this wants.
+
+        Raises:
+            ValueError: The policy cannot work.
+        """
+        policies = self.policies(values["policy"], group.policies, group.number)
+        made = self.make(group.number, policies, arguments)
+        wide = dict(main_gradients(group.number, tree_of(values), policies))
+        for tensor, _ in main_gradients(group.number, tree_of(values), group.policies):
+            wide.setdefault(tensor, tensor.dtype)
+        for tensor, dtype in wide.items():
+            tensor.grad_dtype = dtype
+        return made

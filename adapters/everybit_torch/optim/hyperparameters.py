@@ -1,0 +1,103 @@
+"""Other hyperparameters: judged for all param groups before any follows, and the state that they need carried over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import everybit as eb
+from everybit_torch.arguments import differ
+from everybit_torch.choosing import applied
+from everybit_torch.optim.groups import Group, Optimizers
+from everybit_torch.optim.migration import Migration, plan_migration
+from everybit_torch.optim.parameters import Parameters, Stepped, shown
+from everybit_torch.segments.segment import Segment
+
+MayBegin = Callable[[Stepped, list[str], Mapping[str, Any]], None]
+"""Refuses slots that cannot begin after other steps, by a ValueError: it gets their names and the factory's new arguments."""
+
+
+def follow(parameters: Parameters, arguments: Sequence[dict[str, Any]], may_begin: MayBegin) -> None:
+    """Step with these hyperparameters from here on; state that they need begins, and what they do not need is put aside.
+
+    Args:
+        parameters: What is stepped.
+        arguments: For each group, its factory's.
+        may_begin: Refuses slots that cannot begin.
+
+    Raises:
+        TypeError: A hyperparameter of another kind.
+        ValueError: A hyperparameter out of range, or one by which it cannot be told which state is carried over. Nothing is changed.
+    """
+    changes = [
+        (group, new, group.build(new))
+        for group, new in zip(parameters.groups, arguments, strict=True)
+        if differ(new, group.arguments)
+    ]
+    plans = [plan for change in changes for plan in _migrations(parameters, *change, may_begin)]
+    for group, new, optimizers in changes:
+        group.follow(new, optimizers)
+    _give_optimizers(parameters)
+    for stepped, plan in plans:
+        before = stepped.of.segment
+        stepped.of.segment = Segment(stepped.optimizer, before.tensor, plan.state, before.first)
+        for number, parameter in enumerate(stepped.of.parameters):
+            own = shown(parameter, stepped.of.own(number).entries())
+            parameters.states.migrate(parameter, own, plan.begun, plan.ended)
+
+
+def start_with(parameters: Parameters, arguments: Sequence[dict[str, Any]], optimizers: Sequence[Optimizers]) -> None:
+    """Step with other hyperparameters, for state that is loaded after this: what they keep otherwise begins anew."""
+    changed = {group.number: group.changed(new) for group, new in zip(parameters.groups, optimizers, strict=True)}
+    for group, new, values in zip(parameters.groups, optimizers, arguments, strict=True):
+        group.follow(values, new)
+    _give_optimizers(parameters)
+    for one in parameters.stepped:
+        if one.dtype in changed[one.group.number]:
+            before = one.of.segment
+            one.of.segment = Segment.new(one.optimizer, before.tensor, before.first)
+            parameters.show([one])
+    for visiting in parameters.visiting:
+        if any(one.parameter.dtype in changed[one.group.number] for one in visiting.members):
+            visiting.begin_with(lambda one: one.group.decided(one.parameter.dtype, one.decision))
+
+
+def _give_optimizers(parameters: Parameters) -> None:
+    for one in parameters.stepped:
+        one.of.segment.optimizer = one.group.decided(one.dtype, one.decision)
+    for member in parameters.visited():
+        member.give(member.group.decided(member.parameter.dtype, member.decision))
+
+
+def _migrations(
+    parameters: Parameters, group: Group, arguments: Mapping[str, Any], optimizers: Optimizers, may_begin: MayBegin
+) -> Iterator[tuple[Stepped, Migration]]:
+    """Plan the state of a group's parameters for other hyperparameters.
+
+    Raises:
+        ValueError: It cannot be told; the message names the hyperparameters.
+    """
+    changed = group.changed(optimizers)
+    if changed:
+        group.require_cuts(optimizers)
+    if any(one.group is group and one.parameter.dtype in changed for one in parameters.visited()):
+        raise ValueError(
+            f"param group {group.number}: its transform would keep other state, and that of parameters that are stepped whole lies with"
+            " owners; accepted are values that keep the same. Make a new optimizer, and carry the state over with a state_dict."
+        )
+    for one in parameters.stepped:
+        if one.group is not group or one.dtype not in changed:
+            continue
+        try:
+            new: eb.Optimizer[Any] = applied(optimizers[one.dtype], one.decision)
+            plan = plan_migration(one.of.segment, new)
+            may_begin(one, plan.begun, arguments)
+        except ValueError as error:
+            before = group.arguments
+            names = [
+                name
+                for name, targets in group.names.items()
+                if any(arguments[each] is not before[each] for each in targets if each in before)
+            ]
+            raise ValueError(f"param group {group.number}: {', '.join(names)}: {error}") from None
+        yield one, plan

@@ -1,0 +1,128 @@
+"""State carried over when hyperparameters change what is kept: a chain that becomes longer, momentum that begins or ends.
+
+A transform made with other hyperparameters may nest its state differently (``maximize`` puts a transform before the others) and may keep
+other slots. What is kept is told by names, as in checkpoints, not by the nesting: each entry of the new state takes the values of the entry
+with its name. Slots may begin, with the values that ``init`` gives them, and may end. Counts may not: they tell how far the slots beside
+them are, and a count that begins at zero next to moments that have gone on would correct a bias that is not there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.protocol import fields_of, is_transform
+from everybit.stepping import OptimizerState
+from everybit.stepping.entries import STEP, WEIGHTS, Field
+from everybit.stepping.entries import fields as named_fields
+from everybit_torch.segments.segment import Segment
+
+_INDEX = re.compile(r"\[\d+\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """The new state of a segment whose optimizer changes its slots.
+
+    Attributes:
+        state: The new state; tensors that are carried over keep their memory.
+        begun: Names of slots that are new.
+        ended: Names of slots that are dropped.
+    """
+
+    state: OptimizerState[Any]
+    begun: list[str]
+    ended: list[str]
+
+
+def skeleton(transform: Any) -> Any:
+    """Return what determines how a transform nests its state: the types of its parts, and their arguments that are not numbers."""
+    if is_transform(transform):
+        return type(transform), tuple(skeleton(getattr(transform, field.name)) for field in fields_of(transform))
+    if isinstance(transform, Mapping):
+        return tuple((key, skeleton(value)) for key, value in transform.items())
+    if isinstance(transform, (tuple, list)):
+        return tuple(map(skeleton, transform))
+    if isinstance(transform, (str, bool)) or transform is None:
+        return transform
+    if isinstance(transform, (int, float, Tensor)):
+        return float
+    return type(transform) if is_dataclass(transform) else id(transform)
+
+
+def plan_migration(segment: Segment, optimizer: eb.Optimizer[Any]) -> Migration:
+    """Plan a segment's state for an optimizer with other hyperparameters; the present state is not changed.
+
+    Raises:
+        ValueError: It cannot be told which of several entries of one name is which, or a count would begin or end.
+    """
+    shadow = shadow_state(segment, optimizer)
+    old, new = named_fields(segment.state), named_fields(shadow)
+    left: dict[tuple[str, bool], list[tuple[str, Any]]] = {}
+    for name, value, is_slot in old:
+        left.setdefault(_key(name, is_slot), []).append((name, value))
+    wanted: dict[tuple[str, bool], int] = {}
+    for name, _, is_slot in new:
+        wanted[_key(name, is_slot)] = wanted.get(_key(name, is_slot), 0) + 1
+    for key in left.keys() | wanted.keys():
+        had, needs = len(left.get(key, [])), wanted.get(key, 0)
+        if had != needs and (not key[1] or (had and needs)):
+            raise ValueError(
+                f"the state is {[name for name, _, _ in old]}, the new value needs {[name for name, _, _ in new]}, and of {key[0]!r} there"
+                f" would be {needs} where there were {had}: it cannot be told what is carried over. Make a new optimizer."
+            )
+    carried: dict[str, Any] = {}
+    begun = []
+    for name, value, is_slot in new:
+        there = left.get(_key(name, is_slot))
+        if there:
+            carried[name] = there.pop(0)[1]
+            _require_alike(name, carried[name], value)
+        else:
+            begun.append(name)
+    ended = [name for entries in left.values() for name, _ in entries]
+    if begun:
+        fresh = {
+            name: value for name, value, _ in named_fields(Segment.new(optimizer, segment.tensor, segment.first).state)
+        }
+        carried |= {name: fresh[name] for name in begun}
+    return Migration(_assemble(shadow, new, carried), begun, ended)
+
+
+def shadow_state(segment: Segment, optimizer: eb.Optimizer[Any]) -> OptimizerState[Any]:
+    """Return the state that an optimizer would keep for a segment, without its memory."""
+    return optimizer.init([torch.empty_like(segment.tensor, device="meta")])
+
+
+def _key(name: str, is_slot: bool) -> tuple[str, bool]:
+    """Return an entry's name without its position in a chain."""
+    return (name.split("#")[0] if is_slot else _INDEX.sub("", name)), is_slot
+
+
+def _assemble(shadow: OptimizerState[Any], named: Sequence[Field], values: Mapping[str, Any]) -> OptimizerState[Any]:
+    """A state nested as ``shadow`` is, with these entries."""
+    slots = iter([values[name] for name, _, is_slot in named if is_slot and name != WEIGHTS])
+    counts = [values[name] for name, _, is_slot in named if not is_slot and name != STEP]
+
+    def held(subtrees: Iterator[Any], subtree: Any) -> Any:
+        return next(subtrees) if eb.tree.leaves(subtree) else subtree
+
+    # Slots out, counts replaced, slots back in.
+    without = eb.tree.replace(eb.tree.map_slots(lambda *_: None, shadow.inner), counts)
+    kept: list[Any] = []
+    eb.tree.map_slots(lambda _, subtree: kept.append(held(slots, subtree)), shadow.inner)
+    again = iter(kept)
+    inner = eb.tree.map_slots(lambda *_: next(again), without)
+    return OptimizerState(values[STEP], values.get(WEIGHTS, shadow.extra), inner)
+
+
+def _require_alike(name: str, old: Any, new: Any) -> None:
+    kinds = [[(leaf.dtype, leaf.shape) for leaf in eb.tree.leaves(value)] for value in (old, new)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"{name!r} is stored differently with the new value; make a new optimizer.")

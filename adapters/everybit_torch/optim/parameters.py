@@ -1,0 +1,601 @@
+"""The parameters of a torch optimizer: which are stepped together, which wait, and what is kept for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+import everybit as eb
+from everybit.combinators import matrices_of, needs_whole_tensors
+from everybit.policies import resolve_tree
+from everybit.stepping.entries import Entry
+from everybit_torch.choosing import Decision, applied, decide, require_labels_used, tree_of
+from everybit_torch.collectives.communicator import GroupAxis
+from everybit_torch.dtensors import (
+    RowShards,
+    axis_of,
+    bits_of,
+    first_element,
+    is_counted,
+    is_dtensor,
+    like,
+    local,
+    mesh_of,
+)
+from everybit_torch.memory import has_repeated_elements, sharing
+from everybit_torch.optim.groups import Group, Optimizers
+from everybit_torch.optim.states import States
+from everybit_torch.optim.visiting import Visited, Visiting, entries_of, rows_to_bring
+from everybit_torch.optim.visits import Visitor
+from everybit_torch.optim.visits import entries_of as state_of
+from everybit_torch.segments.requests import Sources
+from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.short import Bucket, is_short
+from everybit_torch.segments.single import Single, place_of
+from everybit_torch.segments.steps import Steps
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ParamGroups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True, eq=False)
+class Stepped:
+    """Parameters that are stepped at once.
+
+    Attributes:
+        group: Their group.
+        decision: The results of its masks and labels for them.
+        names: Their names, for messages.
+        of: The parameters where they lie, and their segment.
+    """
+
+    group: Group
+    decision: Decision | None
+    names: list[str]
+    of: Single | Bucket
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return self.of.parameters[0].dtype
+
+    @property
+    def steps(self) -> Steps:
+        """The steps of the parameters' policy."""
+        return self.group.steps[self.dtype]
+
+    @property
+    def optimizer(self) -> eb.Optimizer[Any]:
+        """The optimizer of the parameters, as masks and labels came out for them."""
+        return self.of.segment.optimizer
+
+    def apart(self) -> list[Stepped]:
+        """Return each parameter by itself."""
+        assert isinstance(self.of, Bucket)
+        return [
+            Stepped(self.group, self.decision, [name], of) for name, of in zip(self.names, self.of.apart(), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """One parameter with what is kept for it.
+
+    Attributes:
+        parameter: The parameter.
+        stepped: The parameters with which it is stepped.
+        number: Its number among them.
+    """
+
+    parameter: Tensor
+    stepped: Stepped
+    number: int
+
+    def segment(self) -> Segment:
+        """Return the parameter's segment: its present weights, and views of its state."""
+        return self.stepped.of.own(self.number)
+
+    def write(self, weights: Tensor) -> None:
+        """Write stored weights of the segment's shape."""
+        here = local(self.parameter).detach()
+        here.copy_(weights.view(here.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """A parameter that will be stepped.
+
+    Attributes:
+        group: Number of its param group.
+        name: Its name, for messages.
+        parameter: The parameter.
+        first: Global index of its first element.
+        decision: The results of the group's masks and labels for it.
+        optimizer: Its optimizer.
+        shares: Whether another parameter has some of its memory.
+        rows: How ranks hold its rows, if it visits an owner for a step.
+    """
+
+    group: int
+    name: str
+    parameter: Tensor
+    first: int
+    decision: Decision | None
+    optimizer: eb.Optimizer[Any]
+    shares: bool
+    rows: RowShards | None
+
+    def is_alone(self) -> bool:
+        """Whether it is stepped by itself: it is long, its transform looks at whole parameters, or it shares memory."""
+        by_tensor = self.shares or self.optimizer.per_tensor or needs_whole_tensors(self.optimizer.transform)
+        return by_tensor or not is_short(local(self.parameter))
+
+
+@dataclass(slots=True)
+class Settled:
+    """The parameters of a param group that are stepped or wait.
+
+    Attributes:
+        known: All of them, in order.
+        waiting: Those that are frozen, and have nothing but the number of their first element.
+        uninitialized: Those of lazy modules that have no shape yet.
+    """
+
+    known: list[Tensor] = field(default_factory=list)
+    waiting: list[tuple[Tensor, int]] = field(default_factory=list)
+    uninitialized: list[Tensor] = field(default_factory=list)
+
+    def is_current(self, given: list[Tensor], wanted: frozenset[int]) -> bool:
+        """Whether there is nothing to settle. Fast: it is asked at every step."""
+        if len(given) != len(self.known) or not all(map(is_, given, self.known)):
+            return False
+        if any(moves(p) or id(p) in wanted for p, _ in self.waiting):
+            return False
+        return not self.uninitialized or all(map(is_lazy, self.uninitialized))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan for parameters that have no state yet.
+
+    Attributes:
+        new: Those that will be stepped.
+        counted: How many elements of each dtype are numbered then.
+        settled: For each group, what is settled then.
+    """
+
+    new: list[New]
+    counted: dict[torch.dtype, int]
+    settled: list[Settled]
+
+
+class Parameters:
+    """The parameters of all param groups. They stay where they are, and may be moved or swapped before the first step.
+
+    Args:
+        states: Shows what is kept for each.
+
+    Attributes:
+        groups: The param groups as they are stepped.
+        stepped: The parameters that are stepped here.
+        visiting: Those that visit owners.
+        axes: The ranks of each mesh.
+        sources: What is known of their transforms' requests.
+    """
+
+    def __init__(self, states: States) -> None:
+        self.states = states
+        self.groups: list[Group] = []
+        self.stepped: list[Stepped] = []
+        self.visiting: list[Visiting] = []
+        self.axes: dict[DeviceMesh, GroupAxis] = {}
+        self.sources = Sources()
+        self._settled: list[Settled] = []
+        self._counted: dict[torch.dtype, int] = {}
+        self._firsts: dict[Tensor, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "states": None,
+            "sources": Sources(),
+            "axes": {},
+        }  # a front end saves what others keep there
+
+    def add_group(self, group: Group) -> None:
+        """Add a param group."""
+        self.groups.append(group)
+        self._settled.append(Settled())
+
+    def is_settled(self, number: int) -> bool:
+        """Whether any parameter of a group is stepped, or waits."""
+        return bool(self._settled[number].known)
+
+    def waiting(self) -> list[Tensor]:
+        """Return the parameters of all groups that are frozen, and have no state."""
+        return [parameter for group in self._settled for parameter, _ in group.waiting]
+
+    def own(self) -> Iterator[Own]:
+        """Yield the parameters that are stepped."""
+        for stepped in self.stepped:
+            for number, parameter in enumerate(stepped.of.parameters):
+                yield Own(parameter, stepped, number)
+
+    # -- settling -------------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, param_groups: ParamGroups, wanted: frozenset[int], optimizers: Sequence[Optimizers] | None = None
+    ) -> Plan | None:
+        """Decide what becomes of every parameter that has no state; nothing is changed. None: there are none.
+
+        A frozen parameter has no state until it is unfrozen; one of a lazy module not until it has a shape.
+
+        Args:
+            param_groups: The optimizer's.
+            wanted: Parameters, by id, that get state although they are frozen.
+            optimizers: For each group, by dtype, what they will be stepped with; None: the present ones.
+
+        Raises:
+            RuntimeError: Parameters were cast since the optimizer was made, or taken out of a param group since the first step.
+            ValueError: Parameters that cannot be stepped: elements that are one place in memory, memory that parameters share and that a
+                policy keeps residuals of, shapes that a transform cannot take.
+        """
+        params = [values["params"] for values in param_groups]
+        if all(group.is_current(given, wanted) for group, given in zip(self._settled, params, strict=True)):
+            return None
+        optimizers = [group.optimizers for group in self.groups] if optimizers is None else optimizers
+        tied = _tied(parameters_of(param_groups))
+        plan = Plan([], dict(self._counted), [])
+        for number, (group, own, values) in enumerate(zip(self._settled, optimizers, param_groups, strict=True)):
+            given = values["params"]
+            _require_none_gone(number, group, given)
+            lazy, waiting = self._number(number, group, own, given, plan.counted)
+            left = [(p, first) for p, first in waiting if not moves(p) and id(p) not in wanted]
+            ready = [(p, first) for p, first in waiting if moves(p) or id(p) in wanted]
+            plan.new.extend(_new(number, own, ready, values, tied))
+            plan.settled.append(Settled(list(given), left, lazy))
+        _require_writable(plan.new, params)
+        if not any(group.known for group in self._settled):
+            _require_labels_used(plan.new, optimizers, param_groups)
+        return plan
+
+    def _number(
+        self, number: int, group: Settled, own: Optimizers, given: list[Tensor], counted: dict[torch.dtype, int]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
+        """Number the elements of new parameters; return those without a shape, and all others that wait."""
+        before = {id(p) for p in group.known} - {id(p) for p in group.uninitialized}
+        lazy: list[Tensor] = [p for p in given if id(p) not in before and is_lazy(p)]
+        waiting = list(group.waiting)
+        for parameter in given:
+            if id(parameter) in before or is_lazy(parameter):
+                continue
+            if parameter.dtype not in own:
+                raise RuntimeError(
+                    f"param group {number}: a parameter is {parameter.dtype} now and was not when the optimizer was made. Cast the model"
+                    " first, then make its optimizer."
+                )
+            # Elements are numbered through all parameters of a dtype, so that a parameter's random bits are its own.
+            first = counted.get(parameter.dtype, 0)
+            counted[parameter.dtype] = first + parameter.numel()
+            waiting.append((parameter, self._firsts.get(parameter, first)))
+        return lazy, waiting
+
+    def settle(self, param_groups: ParamGroups) -> None:
+        """Give every parameter that is trained, and has no state yet, its state.
+
+        Raises:
+            RuntimeError: As :meth:`plan`.
+            ValueError: As :meth:`plan`.
+        """
+        plan = self.plan(param_groups, frozenset())
+        if plan is not None:
+            self.carry_out(plan)
+
+    def carry_out(self, plan: Plan) -> None:
+        """Give parameters state as planned."""
+        self._counted, self._settled = plan.counted, plan.settled
+        together: dict[Any, list[New]] = {}
+        visiting: dict[Any, tuple[RowShards, list[New]]] = {}
+        for one in plan.new:
+            _ = self.states[one.parameter]  # which is shown in the order of the parameters
+            if one.rows is not None:
+                where = (self.groups[one.group].source, one.rows, one.parameter.device)
+                visiting.setdefault(where, (one.rows, []))[1].append(one)
+                continue
+            here = local(one.parameter)
+            key: Any = (one.group, here.dtype, here.device, one.decision)
+            if is_dtensor(one.parameter):
+                key = (*key, one.parameter.device_mesh, one.parameter.placements)
+            together.setdefault((*key, id(one.parameter)) if one.is_alone() else key, []).append(one)
+        for several in together.values():
+            self._add(several)
+        for rows, several in visiting.values():
+            self._visit(several, rows)
+
+    def _add(self, new: list[New]) -> None:
+        group, decision = self.groups[new[0].group], new[0].decision
+        parameters = [one.parameter for one in new]
+        optimizer = group.decided(parameters[0].dtype, decision)
+        firsts = [one.first + (first_element(one.parameter) if optimizer.draws_bits else 0) for one in new]
+        of: Single | Bucket
+        whole = needs_whole_tensors(optimizer.transform)
+        if new[0].is_alone() and (whole or local(parameters[0]).is_contiguous()):
+            of = Single.new(optimizer, parameters[0], firsts[0])
+        else:
+            of = Bucket(optimizer, parameters, firsts)
+        stepped = Stepped(group, decision, [one.name for one in new], of)
+        stepped.steps.elements += of.numel
+        self.stepped.append(stepped)
+        self.show([stepped])
+
+    def _visit(self, new: list[New], rows: RowShards) -> None:
+        members = []
+        for one in new:
+            group = self.groups[one.group]
+            visitor = Visitor(one.parameter, group.decided(one.parameter.dtype, one.decision), one.first)
+            members.append(Visited(group, one.decision, one.name, visitor))
+            group.steps[one.parameter.dtype].elements += local(one.parameter).numel()
+        self.visiting.append(Visiting(members, rows))
+        for member in members:
+            # The rest of the state is with the owner; torch asks whether there is any.
+            self.states[member.parameter].publish({"step": member.step}, self.states.torch_names)
+
+    def visited(self) -> Iterator[Visited]:
+        """Yield the parameters that visit owners."""
+        for visiting in self.visiting:
+            yield from visiting.members
+
+    def kept(self) -> Iterator[tuple[Tensor, list[Entry], dict[str, Tensor]]]:
+        """Yield each parameter with the entries of its state, and their tensors by name. Every rank has to call it if parameters visit."""
+        for own in self.own():
+            entries = own.segment().entries()
+            yield own.parameter, [entry for entry, _ in entries], shown(own.parameter, entries)
+        for visiting in self.visiting:
+            for member, found in visiting.hand_out(state_of, weights=False):
+                yield member.parameter, entries_of(member), found
+
+    def show(self, several: Iterable[Stepped]) -> None:
+        """Show what is kept for parameters in the optimizer's ``state``."""
+        for stepped in several:
+            for number, parameter in enumerate(stepped.of.parameters):
+                self.states[parameter].publish(
+                    shown(parameter, stepped.of.own(number).entries()), self.states.torch_names
+                )
+
+    def axis_and_counts(self, parameter: Tensor) -> tuple[eb.Axis, bool]:
+        """Return the processes that have other elements of a parameter, and whether this one, of those with the same, contributes them."""
+        if not is_dtensor(parameter):
+            return eb.Local, True
+        mesh = mesh_of([parameter])
+        assert mesh is not None
+        if mesh not in self.axes:
+            self.axes[mesh] = axis_of(mesh)
+        return self.axes[mesh], is_counted(parameter, mesh)
+
+    def come_apart(self, which: Iterable[Stepped]) -> None:
+        """Step parameters of buckets by themselves from here on."""
+        parts = {id(one): one.apart() for one in which if isinstance(one.of, Bucket) and len(one.names) > 1}
+        if parts:
+            self.stepped = [part for one in self.stepped for part in parts.get(id(one), [one])]
+            for several in parts.values():
+                self.show(several)
+
+    def come_apart_by_shared(self, given: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Step parameters by themselves to which other counts are given than to their neighbours.
+
+        Args:
+            given: Entries by id of the parameter. One without any will be as before its first step.
+        """
+
+        def differ(one: Stepped) -> bool:
+            segment = one.of.segment
+            fresh = Segment.new(segment.optimizer, segment.tensor[:0]).entries()
+            begun = [(entry.name, value) for entry, value in fresh if entry.role == "shared"]
+            values = {
+                tuple(bits_of(given.get(id(p), {}).get(name, value)) for name, value in begun)
+                for p in one.of.parameters
+            }
+            return len(values) > 1
+
+        self.come_apart([one for one in self.stepped if len(one.names) > 1 and differ(one)])
+
+    def number_elements(self, parameters: Iterable[Tensor]) -> None:
+        """Number elements through all ``parameters`` of a model, as a ``FlatStepper`` does, whichever of them are this optimizer's.
+
+        By its number an element draws its random bits: a run goes on with the same ones in another front end.
+        """
+        counted: dict[torch.dtype, int] = {}
+        for parameter in parameters:
+            self._firsts[parameter] = counted.get(parameter.dtype, 0)
+            counted[parameter.dtype] = self._firsts[parameter] + parameter.numel()
+        for group in self._settled:
+            group.waiting = [(p, self._firsts.get(p, first)) for p, first in group.waiting]
+        for visiting in self.visiting:
+            visiting.renumber(self._firsts)
+        for one in self.stepped:
+            if one.optimizer.draws_bits and all(p in self._firsts for p in one.of.parameters):
+                one.of.renumber([self._firsts[p] + first_element(p) for p in one.of.parameters])
+
+    def described(self, number: int) -> str:
+        """Say how the parameters of a group are stepped, and whether this is compiled, if that was left open."""
+        group, own = self.groups[number], [one for one in self.stepped if one.group.number == number]
+        visits = sum(one.group.number == number for one in self.visited())
+        if not own and not visits:
+            return "no parameter was stepped yet"
+        together = [one for one in own if len(one.names) > 1]
+        parts = [f"{sum(len(one.names) for one in own) + visits} parameters"]
+        if together:
+            parts.append(f"{sum(len(one.names) for one in together)} of them in {len(together)} vectors")
+        if visits:
+            parts.append(f"{visits} of them whole at owners")
+        if frozen := len(self._settled[number].waiting):
+            parts.append(f"{frozen} frozen")
+        if own and group.compile == "auto":
+            compiles = own[0].steps.compiles(own[0].of.segment.tensor.device)
+            parts.append("compiled" if compiles else "uncompiled")
+        return ", ".join(parts)
+
+    # -- following ------------------------------------------------------------------------------------------------------------
+
+    def require_followable(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse parameters that were given something else than other memory; nothing is changed.
+
+        Raises:
+            RuntimeError: A parameter has another dtype, device or shape, memory that cannot be written to, or memory of another parameter
+                and a residual of its own.
+        """
+        tied: set[int] | None = None
+        for one in self.stepped:
+            if one.of.in_place():
+                continue
+            tied = _tied(parameters) if tied is None else tied
+            keeps_rest = len(one.of.segment.stored.params.parts()) > 1
+            for parameter, place in zip(one.of.parameters, one.of.places, strict=True):
+                here, (_, shape, _, dtype, device) = local(parameter), place
+                if place_of(here) == place:
+                    continue
+                where = f"param group {one.group.number}: a parameter of shape {tuple(here.shape)}"
+                if (here.dtype, here.device, here.shape) != (dtype, device, shape):
+                    raise RuntimeError(
+                        f"{where} is {here.dtype} on {here.device} now, but was {dtype} on {device} with shape {tuple(shape)} when the"
+                        " optimizer first stepped. Change the model first; a state_dict carries the state of parameters of the same shapes"
+                        " to a new optimizer."
+                    )
+                if has_repeated_elements(here):
+                    raise RuntimeError(
+                        f"{where} has strides {here.stride()} now: several of its elements are one place in memory (expand), which a step"
+                        " cannot write; clone it."
+                    )
+                if id(parameter) in tied and keeps_rest:
+                    raise RuntimeError(
+                        f"{where} was given memory of another parameter since the optimizer first stepped, and what is kept for it was kept"
+                        " for weights of its own. To tie two weights let them be one Parameter, before the first step."
+                    )
+
+    def follow(self, param_groups: ParamGroups) -> None:
+        """Step parameters where they lie now.
+
+        Raises:
+            RuntimeError: As :meth:`require_followable`.
+        """
+        if all(one.of.in_place() for one in self.stepped):
+            return
+        parameters = parameters_of(param_groups)
+        self.require_followable(parameters)
+        tied = _tied(parameters)
+        self.come_apart([one for one in self.stepped if any(id(p) in tied for p in one.of.parameters)])
+        for one in self.stepped:
+            if one.of.in_place():
+                continue
+            (parameter, *_), segment = one.of.parameters, one.of.segment
+            if isinstance(one.of, Single) and not segment.is_whole and not local(parameter).is_contiguous():
+                one.of = Bucket.of(segment, parameter)
+            one.of.follow()
+
+
+def moves(parameter: Tensor) -> bool:
+    """Whether a parameter is trained: else it has nothing but numbers."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def parameters_of(param_groups: ParamGroups) -> list[Tensor]:
+    """Return the parameters of all groups, in order."""
+    return [parameter for values in param_groups for parameter in values["params"]]
+
+
+def _new(
+    number: int, optimizers: Optimizers, ready: list[tuple[Tensor, int]], values: Mapping[str, Any], tied: set[int]
+) -> Iterator[New]:
+    tree = tree_of(values)
+    names = {id(p): f"param group {number}, parameter {index}" for index, p in enumerate(tree.values())}
+    called = {id(p): name if isinstance(name, str) else names[id(p)] for name, p in tree.items()}
+    for dtype in dict.fromkeys(p.dtype for p, _ in ready):
+        own = [(p, first) for p, first in ready if p.dtype is dtype]
+        for (p, first), decision in zip(own, decide(optimizers[dtype], tree, [p for p, _ in own]), strict=True):
+            optimizer = applied(optimizers[dtype], decision)
+            if needs_whole_tensors(optimizer.transform) and p.numel():
+                matrices_of(optimizer.transform, called[id(p)], p.shape)  # which refuses shapes that do not fit
+            rows = rows_to_bring(called[id(p)], p, optimizer)
+            yield New(number, names[id(p)], p, first, decision, optimizer, id(p) in tied, rows)
+
+
+def _require_none_gone(number: int, group: Settled, given: list[Tensor]) -> None:
+    there = {id(p) for p in given}
+    if gone := [index for index, p in enumerate(group.known) if id(p) not in there]:
+        raise RuntimeError(
+            f"param group {number}: parameters {gone} were taken out or replaced since the first step, and what the optimizer keeps for"
+            " them would be lost. Make a new optimizer, and carry the state over with a state_dict."
+        )
+
+
+def _require_labels_used(new: Sequence[New], optimizers: Sequence[Optimizers], groups: ParamGroups) -> None:
+    """Refuse labels that no parameter of any group has; lazy parameters have no shape yet, and any label later."""
+    decisions = [one.decision.choices for one in new if one.decision is not None]
+    each = [
+        (next(iter(own.values())).transform, tree_of(values))
+        for own, values in zip(optimizers, groups, strict=True)
+        if own
+    ]
+    if not any(is_lazy(p) for _, tree in each for p in tree.values()):
+        for number, (transform, tree) in enumerate(each):
+            require_labels_used(transform, decisions, tree, [*each[:number], *each[number + 1 :]])
+
+
+def _tied(parameters: Sequence[Tensor]) -> set[int]:
+    """The parameters, by id, that share memory with another."""
+    here = [p for p in parameters if not is_lazy(p)]
+    return {id(here[number]) for pair in sharing([local(p) for p in here]) for number in pair}
+
+
+def _require_writable(new: Sequence[New], params: Sequence[list[Tensor]]) -> None:
+    """Refuse memory that a step could not write without changing what else lies there.
+
+    Raises:
+        ValueError: The message names the parameters.
+    """
+    for one in new:
+        if has_repeated_elements(local(one.parameter)):
+            raise ValueError(
+                f"{one.name}: got a tensor of shape {tuple(one.parameter.shape)} and strides {one.parameter.stride()}, several of whose"
+                " elements are one place in memory (expand); accepted are parameters that can be written to: clone it."
+            )
+    here = [p for given in params for p in given if not is_lazy(p)]
+    by_id = {id(one.parameter): one for one in new}
+    names = {id(p): f"param group {n}, parameter {i}" for n, given in enumerate(params) for i, p in enumerate(given)}
+    for pair in sharing([local(p) for p in here]):
+        found = [here[number] for number in pair]
+        for parameter in found:
+            sharer = by_id.get(id(parameter))
+            if sharer is None:
+                continue
+            (resolved,) = resolve_tree(sharer.optimizer.policy, [parameter.detach()])
+            if len(resolved.params.parts()) > 1:
+                both = " and ".join(names[id(one)] for one in found)
+                raise ValueError(
+                    f"{both}: share memory, and {resolved.params} keeps the rest of each of them apart, which would be two answers to what"
+                    " the weights are; accepted are parameters with memory of their own. To tie two weights let them be one Parameter."
+                )
+
+
+def shown(parameter: Tensor, entries: Iterable[tuple[Entry, Tensor]]) -> dict[str, Tensor]:
+    """Return entries of a parameter's state by name, as views: in its shape where there is one number for each element.
+
+    Of a DTensor they are sharded as it is, but for counts, which all ranks have.
+    """
+    found: dict[str, Tensor] = {}
+    shape = local(parameter).shape
+    for entry, x in entries:
+        if entry.cut == "copy":
+            found[entry.name] = x
+        elif entry.cut == "element":
+            found[entry.name] = like(parameter, x.view(shape))
+        else:
+            found[entry.name] = like(parameter, x, entry.shape(parameter.shape, x.shape))
+    return found

@@ -1,0 +1,269 @@
+"""A step of all parameters: gradients are looked at, totals found, and only then is a weight changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.stepping import Metrics
+from everybit_torch.dtensors import axis_of, is_counted, is_dtensor, local, mesh_of
+from everybit_torch.host_counts import Due
+from everybit_torch.optim.parameters import Parameters, Stepped
+from everybit_torch.optim.visiting import Visited, Visiting
+from everybit_torch.segments.requests import Sources
+from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.totals import Partial, Reads, Work, find_totals
+from everybit_torch.streams import is_capturing
+
+
+@dataclass(slots=True)
+class Task:
+    """Parameters that have gradients.
+
+    Attributes:
+        stepped: The parameters.
+        grads: Their gradients, of this rank's parts.
+        due: The periodic work that is due.
+    """
+
+    stepped: Stepped
+    grads: list[Tensor]
+    due: Due = ()
+
+    def gather(self) -> Tensor:
+        """Return the gradients in the shape of the segment's tensor."""
+        return self.stepped.of.gather(self.grads)
+
+
+class Visit(NamedTuple):
+    """Parameters that visit owners.
+
+    Attributes:
+        visiting: The parameters.
+        grads: The gradients of this rank's rows.
+    """
+
+    visiting: Visiting
+    grads: list[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step that was judged.
+
+    Attributes:
+        parameters: All there are.
+        tasks: Those that have gradients, and are stepped here.
+        visits: Those that visit owners, of which some have gradients.
+        totals: By source, the totals of the transform's requests.
+        gathered: Gradients that were gathered for them.
+    """
+
+    parameters: Parameters
+    tasks: list[Task]
+    visits: list[Visit]
+    totals: dict[str, list[Tensor]] = field(default_factory=dict)
+    gathered: dict[int, Tensor] = field(default_factory=dict)
+
+
+def prepare(parameters: Parameters) -> Prepared:
+    """Find the gradients, and the totals of transforms that make requests; no weight is changed yet.
+
+    Parameters of a bucket of which some have no gradient are stepped by themselves from here on: their counts of steps differ.
+
+    Raises:
+        TypeError: A sparse gradient.
+        RuntimeError: A CUDA graph is being captured, and a bucket would come apart, or parameters visit. Or ranks have gradients for
+            different parameters.
+    """
+    found = [(one, gradients(one)) for one in parameters.stepped]
+    if mixed := [one for one, grads in found if any(g is None for g in grads) and any(g is not None for g in grads)]:
+        if is_capturing():
+            raise RuntimeError(
+                f"{mixed[0].names[0]}: a CUDA graph is being captured, and of the parameters that are stepped together with it some have no"
+                " gradient now; accepted is a step before the capture in which the same parameters have gradients."
+            )
+        parameters.come_apart(mixed)
+        found = [(one, gradients(one)) for one in parameters.stepped]
+    tasks = [Task(one, cast(list[Tensor], grads)) for one, grads in found if grads[0] is not None]
+    for task in tasks:
+        task.due = task.stepped.steps.due(task.stepped.of.segment)
+    visits = [Visit(one, one.gradients()) for one in parameters.visiting]
+    if visits and is_capturing():
+        raise RuntimeError(
+            "step: a CUDA graph is being captured, and rows of parameters that are stepped whole travel between ranks, as in no replay;"
+            " accepted are steps outside of graphs."
+        )
+    for visit in visits:
+        visit.visiting.prepare(visit.grads)
+    prepared = Prepared(parameters, tasks, [one for one in visits if any(grad is not None for grad in one.grads)])
+    reducing = [task for task in tasks if task.stepped.optimizer.reduces]
+    sources = [task.stepped.group.source for task in reducing]
+    sources += [
+        one.group.source for visit in prepared.visits for one in visit.visiting.members if one.optimizer.reduces
+    ]
+    for source in dict.fromkeys(sources):
+        several = [task for task in reducing if task.stepped.group.source == source]
+        here = [visit for visit in prepared.visits if visit.visiting.source == source]
+        _settle_due(parameters.sources, several, here)
+        prepared.gathered.update({id(task): task.gather() for task in several})
+        prepared.totals[source] = _totals(parameters, several, here, prepared.gathered)
+    return prepared
+
+
+def gradients(one: Stepped) -> list[Tensor | None]:
+    """Return the gradients of parameters; None for one without.
+
+    Raises:
+        TypeError: A sparse gradient.
+    """
+    grads = [parameter.grad for parameter in one.of.parameters]
+    for name, grad in zip(one.names, grads, strict=True):
+        if grad is not None and grad.layout is not torch.strided:
+            raise TypeError(
+                f"{name}: got a {grad.layout} gradient; accepted are dense gradients (torch.nn.Embedding(sparse=False), or"
+                " torch.optim.SparseAdam for sparse ones)."
+            )
+    return [None if grad is None else local(grad) for grad in grads]
+
+
+def _settle_due(sources: Sources, tasks: Sequence[Task], visits: Sequence[Visit]) -> None:
+    """Let all parameters and processes decide alike where it depends on due work which requests a transform makes.
+
+    Parameters may have different counts, and no process knows those of others. Where decisions may differ the device decides.
+    """
+    alone = not visits and not any(is_dtensor(task.stepped.of.parameters[0]) for task in tasks)
+    if alone and len({task.due for task in tasks}) == 1:
+        return
+    visited = [one for visit in visits for one in visit.visiting.members if one.optimizer.reduces]
+    segments = [*(task.stepped.of.segment for task in tasks), *(one.visitor.shadow() for one in visited)]
+    if any(sources.in_periodic_work(segment) for segment in segments):
+        for task in tasks:
+            task.due = ()
+        for one in visited:
+            one.due = ()
+
+
+def _totals(
+    parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit], gathered: Mapping[int, Tensor]
+) -> list[Tensor]:
+    """Find the totals of one source's requests. Of a parameter that visits the norm is that of this rank's rows, if that is all it is."""
+    finds: dict[int, Callable[[Tensor, Sequence[Tensor], Due, bool, Reads], Partial | None]] = {}
+    work = []
+    for task in tasks:
+        one = task.stepped
+        axis, counts = parameters.axis_and_counts(one.of.parameters[0])
+        work.append(Work(one.of.segment, gathered[id(task)], task.due, counts, axis))
+        finds[id(one.of.segment)] = partial(one.steps.find, one.of.segment, decision=one.decision)
+    for visit in visits:
+        for member, grad in zip(visit.visiting.members, visit.grads, strict=True):
+            if grad is None or not member.optimizer.reduces:
+                continue
+            shadow = member.visitor.shadow()
+            axis, counts = parameters.axis_and_counts(member.parameter)
+            work.append(Work(shadow, grad, (), counts, axis))
+            finds[id(shadow)] = partial(_at_owner, visit, member)
+
+    def find(
+        segment: Segment, grad: Tensor, totals: Sequence[Tensor], due: Due, counts: bool, reads: Reads
+    ) -> Partial | None:
+        return finds[id(segment)](grad, totals, due, counts, reads)
+
+    return find_totals(work, find, parameters.sources)
+
+
+def _at_owner(
+    visit: Visit,
+    member: Visited,
+    grad: Tensor,  # noqa: ARG001  # that of the rows
+    totals: Sequence[Tensor],
+    due: Due,  # noqa: ARG001  # the owner knows
+    counts: bool,  # noqa: ARG001  # the owner does
+    reads: Reads,
+) -> Partial | None:
+    return visit.visiting.contribution(member, visit.grads, totals, reads)
+
+
+def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
+    """Carry a step out.
+
+    Args:
+        prepared: By :func:`prepare`.
+        metrics: Whether to measure it.
+
+    Returns:
+        What was measured of the parameters here.
+    """
+    measured: Metrics | None = None
+    every = [parameter for one in prepared.parameters.stepped for parameter in one.of.parameters] if metrics else []
+    mesh = mesh_of(every)
+    for task in prepared.tasks:
+        totals = prepared.totals.get(task.stepped.group.source, ()) if task.stepped.optimizer.reduces else ()
+        grad = prepared.gathered.pop(id(task), None)
+        found = step_one(task, task.gather() if grad is None else grad, totals, metrics=metrics)
+        if found is not None and (mesh is None or is_counted(task.stepped.of.parameters[0], mesh)):
+            measured = found if measured is None else added(measured, found)
+    for visit in prepared.visits:
+        device = local(visit.visiting.members[0].parameter).device
+        totals = [x.to(device) for x in prepared.totals.get(visit.visiting.source, ())]
+        found = visit.visiting.step(visit.grads, totals, metrics=metrics)
+        if found is not None:
+            measured = found if measured is None else added(measured, found)
+    return measured
+
+
+def step_one(task: Task, grad: Tensor, totals: Sequence[Tensor] = (), *, metrics: bool = False) -> Metrics | None:
+    """Step some parameters at once."""
+    one, segment = task.stepped, task.stepped.of.segment
+    here = [x if x.device == segment.tensor.device else x.to(segment.tensor.device) for x in totals]
+    found = one.steps.step(segment, grad, here, decision=one.decision, due=task.due, metrics=metrics)
+    one.of.scatter()
+    return found
+
+
+def again(parameters: Parameters, number: int) -> Callable[[], None]:
+    """Return a function that steps a group once more, with the same gradients.
+
+    Raises:
+        RuntimeError: Its transform needs a number of all parameters, which no group has by itself.
+    """
+    own = [one for one in parameters.stepped if one.group.number == number]
+    if any(one.optimizer.reduces for one in own):
+        raise RuntimeError(
+            f"param_groups: list every group once. Group {number} is in the list twice, and its transform needs a number of all"
+            " gradients for each step."
+        )
+
+    def step() -> None:
+        for one in own:
+            grads = gradients(one)
+            if grads[0] is not None:
+                task = Task(one, cast(list[Tensor], grads), one.steps.due(one.of.segment))
+                step_one(task, task.gather())
+
+    return step
+
+
+def over_all(parameters: Sequence[Tensor], measured: Metrics | None) -> Metrics | None:
+    """Add up what was measured over the processes that have parts of the parameters. Every process has to call it.
+
+    Raises:
+        ValueError: The parameters lie on several meshes.
+    """
+    mesh = mesh_of(parameters)
+    if mesh is None:
+        return measured
+    if measured is None:
+        measured = Metrics.zero(local(parameters[0]).device)
+    return eb.tree.map(axis_of(mesh).sum, measured)
+
+
+def added(total: Metrics, measured: Metrics) -> Metrics:
+    """Add what was measured elsewhere, maybe on another device."""
+    return total + eb.tree.map(lambda x, like: x.to(like.device), measured, total)

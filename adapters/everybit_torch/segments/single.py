@@ -1,0 +1,90 @@
+"""A parameter that is stepped by itself, where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.combinators import needs_whole_tensors
+from everybit_torch.dtensors import local
+from everybit_torch.segments.segment import Segment
+
+
+class Single:
+    """A parameter that is stepped by itself, where it lies.
+
+    Args:
+        segment: The parameter's segment. Its tensor is the memory of the parameter: a vector, or of its shape.
+        parameter: The parameter. Of a DTensor this rank's part is stepped.
+
+    Attributes:
+        places: The memory that the parameter had at the last step.
+    """
+
+    def __init__(self, segment: Segment, parameter: Tensor) -> None:
+        self.segment, self.parameters = segment, [parameter]
+        self.places = [place_of(local(parameter))]
+
+    @classmethod
+    def new(cls, optimizer: eb.Optimizer[Any], parameter: Tensor, first: int) -> Single:
+        """Return a parameter before its first step. It has to be contiguous, unless its transform needs whole tensors.
+
+        Args:
+            optimizer: The optimizer, as masks and labels came out.
+            parameter: The parameter.
+            first: Global index of its first element here.
+        """
+        return cls(Segment.new(optimizer, as_stepped(parameter, optimizer), first), parameter)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements here."""
+        return local(self.parameters[0]).numel()
+
+    def in_place(self) -> bool:
+        """Whether the parameter has the memory that it had at the last step."""
+        here = local(self.parameters[0])
+        # Of a copy the segment's tensor has memory of its own.
+        return place_of(here) == self.places[0] and here.data_ptr() == self.segment.tensor.data_ptr()
+
+    def follow(self) -> None:
+        """Step the memory that the parameter has now."""
+        self.segment.tensor = as_stepped(self.parameters[0], self.segment.optimizer)
+        self.places = [place_of(local(self.parameters[0]))]
+
+    def gather(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the gradient in the shape of the segment's tensor."""
+        (grad,), shape = grads, self.segment.tensor.shape
+        return grad if grad.shape == shape else grad.reshape(shape)
+
+    def scatter(self) -> None:
+        """Do nothing: the new values are in the parameter's memory."""
+
+    def renumber(self, firsts: Sequence[int]) -> None:
+        """Give the elements other global indices, from which they draw their random bits."""
+        old = self.segment
+        self.segment = Segment(old.optimizer, old.tensor, old.state, firsts[0])
+
+    def own(self, number: int) -> Segment:  # noqa: ARG002  # there is one
+        """Return the parameter's segment."""
+        return self.segment
+
+
+def as_stepped(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> Tensor:
+    """Return the memory of a parameter as it is stepped: in its shape, if its transform needs whole tensors, or else as a vector."""
+    here = local(parameter).detach()
+    whole = needs_whole_tensors(optimizer.transform)
+    return here if whole or not here.is_contiguous() else here.view(-1)
+
+
+Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""What changes when a tensor is given other memory."""
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return where a tensor lies."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -17,8 +17,8 @@ from everybit_torch.creating import create
 from everybit_torch.drop_ins import SGD, Adam, AdamW, Lion, RMSprop
 from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.freezing import freeze, unfreeze
-from everybit_torch.full_precision import LoadReport, RoundingLoss
 from everybit_torch.more_drop_ins import ASGD, Adadelta, Adafactor, Adagrad, Adamax, Muon, NAdam, RAdam, Rprop
+from everybit_torch.optim.full_precision import LoadReport, RoundingLoss
 from everybit_torch.optim.gradient_release import GradientRelease, enable_gradient_release
 from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.outer import OuterOptimizer

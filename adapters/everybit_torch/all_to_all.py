@@ -81,15 +81,3 @@ class AllToAll:
         whole = torch.cat(list(parts)) if parts else torch.empty(0, dtype=dtype, device=self.device)
         self._into = torch.empty(sum(received), dtype=dtype, device=self.device)
         self._pending = self.shards.exchange(self._into, whole, self.what, received=received, given=given)
-
-
-def taker(x: Tensor) -> Callable[[int], Tensor]:
-    """Return a function that takes the next ``count`` elements of a vector."""
-    start = 0
-
-    def take(count: int) -> Tensor:
-        nonlocal start
-        start += count
-        return x[start - count : start]
-
-    return take

@@ -10,7 +10,7 @@ import everybit as eb
 from everybit.base import torch_dtype
 from everybit.stepping import state_bytes
 from everybit_torch.dtensors import local
-from everybit_torch.entries import UNUSED, ParameterState, States
+from everybit_torch.optim.states import UNUSED, ParameterState, States
 from everybit_torch.units import Unit
 
 

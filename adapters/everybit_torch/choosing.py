@@ -19,7 +19,6 @@ import everybit as eb
 from everybit.combinators import Masked, Partition, chain
 from everybit.policies import AnyPolicy, ByLabel, Resolved, resolve_tree
 from everybit.protocol import map_parts, transforms_in
-from everybit_torch.owner_transforms import for_rows
 from everybit_torch.reductions_only import ReductionsOnly
 
 Tree = Mapping[Any, Tensor]
@@ -138,12 +137,10 @@ class Decision:
     Attributes:
         choices: The result of each mask and each partition.
         label: The result of the policy's labels; None if it has none.
-        rows: Whether the process holds rows of parameters whose transform needs whole tensors.
     """
 
     choices: tuple[Any, ...]
     label: str | None
-    rows: bool = False
 
     def applied(self, optimizer: eb.Optimizer[Any]) -> eb.Optimizer[Any]:
         """The optimizer of these parameters.
@@ -158,8 +155,7 @@ class Decision:
                 " make a new optimizer."
             )
         policy = policy.policy_for(self.label) if isinstance(policy, ByLabel) else policy
-        transform = chosen(transform, self.choices)
-        return replace(optimizer, transform=for_rows(transform) if self.rows else transform, policy=policy)
+        return replace(optimizer, transform=chosen(transform, self.choices), policy=policy)
 
 
 def decide(optimizer: eb.Optimizer[Any], tree: Tree, parameters: Sequence[Tensor]) -> list[Decision | None]:

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
@@ -184,16 +183,6 @@ class Over(NamedTuple):
 
     axis: GroupAxis
     counts: Callable[[Tensor], bool]
-
-
-def over_mesh(parameters: Sequence[Tensor]) -> Over | None:
-    """Return the mesh over which parameters are sharded, for reductions over all of them; None: this process alone.
-
-    Raises:
-        ValueError: Several meshes, or values that are still to be summed (``Partial``).
-    """
-    mesh = mesh_of(parameters)
-    return None if mesh is None else Over(axis_of(mesh), partial(is_counted, mesh=mesh))
 
 
 def is_counted(parameter: Tensor, mesh: DeviceMesh) -> bool:

@@ -6,7 +6,7 @@ groups and adds units to them; it translates hyperparameters into arguments of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,24 +15,22 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks
 from everybit.stepping import Metrics, OptimizerState
-from everybit_torch import byte_account, full_precision
+from everybit_torch import byte_account
 from everybit_torch.arguments import differ
 from everybit_torch.asking import Reads
 from everybit_torch.dtensors import Over, bits_of, local
-from everybit_torch.entries import States
+from everybit_torch.entries import UnitStates
 from everybit_torch.following import follow, require_followable
-from everybit_torch.full_precision import RoundingLoss
 from everybit_torch.gradients import Gathered, Grads, MemberGradients, have_gradients, is_cut
-from everybit_torch.groups import Group, Optimizers
+from everybit_torch.groups import Group
 from everybit_torch.host_counts import Due
-from everybit_torch.joining import Joining, boundaries_between
+from everybit_torch.joining import Joining
 from everybit_torch.joint_steps import JointSteps, arranged, collected
 from everybit_torch.members import ParameterTable
 from everybit_torch.reductions import Part, find_totals, settle_due
 from everybit_torch.stepping import Begun, PreparedStep, step_in_pieces
 from everybit_torch.streams import is_capturing
 from everybit_torch.units import CHUNK, Unit, init_state, write
-from everybit_torch.work_rows import WorkRows
 
 Given = Mapping[int, Mapping[str, Tensor]]
 """Entries of state, by id of the parameter."""
@@ -54,7 +52,7 @@ class Engine:
     ) -> None:
         self.groups: list[Group] = []
         self.units: list[Unit] = []
-        self.states = States(torch_names=torch_names)
+        self.states = UnitStates(torch_names=torch_names)
         """Return the state of each parameter, as views, and the entries that other code keeps beside it."""
         self.metrics: Metrics | None = None
         """Of the last step that was measured."""
@@ -79,11 +77,6 @@ class Engine:
         """The optimizer of a unit, as its masks and labels came out."""
         return self.groups[unit.group].optimizer_of(unit)
 
-    def stepped(self) -> Iterator[tuple[Unit, eb.Optimizer[Any]]]:
-        """The units with their optimizers."""
-        for unit in self.units:
-            yield unit, self.optimizer_of(unit)
-
     def init_state(
         self,
         optimizer: eb.Optimizer[Any],
@@ -91,10 +84,9 @@ class Engine:
         first: int | Blocks,
         *,
         chunk: int = CHUNK,
-        parameters: Sequence[Tensor] = (),
     ) -> OptimizerState[Any]:
         """The state of a unit before its first step, in memory where it belongs; computed ``chunk`` elements at a time."""
-        return init_state(optimizer, tensor, first, chunk=chunk, parameters=parameters)
+        return init_state(optimizer, tensor, first, chunk=chunk)
 
     def add(self, unit: Unit) -> None:
         """Step a unit from here on."""
@@ -176,31 +168,7 @@ class Engine:
         for unit, plan in plans:
             optimizer = self.optimizer_of(unit)
             unit.state, (unit.stored,) = plan.state, optimizer.formats([unit.tensor])
-            unit.work = WorkRows.of(optimizer, unit.parameters, unit.state)
-            self.states.migrate(unit, plan.begun, plan.ended)
-
-    def require_cuts(self, optimizers: Sequence[Optimizers]) -> None:
-        """Refuse optimizers, for each group, that cannot step parameters as they were placed; see :meth:`Group.require_cuts`.
-
-        Raises:
-            ValueError: The message says what changed.
-        """
-        for group, new in zip(self.groups, optimizers, strict=True):
-            group.require_cuts(new)
-
-    def start_with(self, arguments: Sequence[dict[str, Any]], optimizers: Sequence[Optimizers]) -> None:
-        """Step with other hyperparameters, for state that is loaded after this: what they keep otherwise begins anew."""
-        self._joining.forget()
-        changed = {group.number: group.changed(new) for group, new in zip(self.groups, optimizers, strict=True)}
-        for group, new, values in zip(self.groups, optimizers, arguments, strict=True):
-            group.follow(values, new)
-        for unit in self.units:
-            if unit.tensor.dtype in changed[unit.group]:
-                optimizer = self.optimizer_of(unit)
-                unit.state = self.init_state(optimizer, unit.tensor, unit.first, parameters=unit.parameters)
-                unit.work = WorkRows.of(optimizer, unit.parameters, unit.state)
-                (unit.stored,) = optimizer.formats([unit.tensor])
-                self.states.show(unit)
+            self.states.follow(unit, plan.begun, plan.ended)
 
     # -- stepping -------------------------------------------------------------------------------------------------------------
 
@@ -237,28 +205,6 @@ class Engine:
         }
         totals = self._find_totals([unit for unit, _ in reducing], gathered, due, known)
         return PreparedStep(work, gathered, totals, due)
-
-    def split_by_gradients(self, units: Sequence[Unit]) -> list[tuple[Unit, Grads]]:
-        """Some of the units with their members' gradients, cut where members with a gradient meet such without.
-
-        Raises:
-            TypeError: A sparse gradient.
-        """
-        # Who steps single units does not say which were stepped.
-        self._joining.forget()
-        work: list[tuple[Unit, Grads]] = []
-        cut: dict[int, list[Unit]] = {}
-        for unit, grads in collected(units):
-            if not (unit.flat and is_cut(grads)):
-                work.append((unit, grads))
-                continue
-            parts = cut[id(unit)] = list(unit.split(boundaries_between([grad is not None for grad in grads])))
-            start = 0
-            for part in parts:
-                work.append((part, grads[start : start + len(part.members)]))
-                start += len(part.members)
-        self._replace(cut)
-        return work
 
     def _find_totals(
         self, reducing: list[Unit], gathered: Mapping[int, Gathered], due: dict[int, Due], known: Sequence[Tensor]
@@ -322,11 +268,8 @@ class Engine:
             grad = unit.gathered(cast(list[Tensor], grads)) if grad is None else grad
             return Begun.of(self.optimizer_of(unit), unit, cast(Tensor, grad), *known(unit))
 
-        def restarts(unit: Unit) -> bool:
-            return self.groups[unit.group].compiles(unit)
-
         with self._joining.stepping([unit for unit, grads in prepared.work if have_gradients(grads)]):
-            for unit, grads, results, begun in arranged(prepared.work, self._joint, self.optimizer_of, begin, restarts):
+            for unit, grads, results, begun in arranged(prepared.work, self._joint, self.optimizer_of, begin):
                 gathered, (totals, due) = prepared.gathered.pop(id(unit), None), known(unit)
                 measured = self.step_unit(
                     unit, grads, totals, gathered, metrics=metrics, due=due, results=results, begun=begun
@@ -340,24 +283,6 @@ class Engine:
             total = Metrics.zero(self.units[0].state.step.device) if total is None else total
             total = eb.tree.map(over.axis.sum, total)
         self.metrics = total
-
-    def again(self, number: int) -> Callable[[], None]:
-        """Return a function that steps a group once more, with the same gradients.
-
-        Raises:
-            RuntimeError: Its transform needs a number of all parameters, which no group has by itself.
-        """
-        if any(self.optimizer_of(unit).transform.reduces for unit in self.units if unit.group == number):
-            raise RuntimeError(
-                f"param_groups: list every group once. Group {number} is in the list twice, and its transform needs a number of all"
-                " gradients for each step."
-            )
-
-        def step() -> None:
-            for unit, grads in self.split_by_gradients([unit for unit in self.units if unit.group == number]):
-                self.step_unit(unit, grads)
-
-        return step
 
     def step_unit(
         self,
@@ -433,25 +358,12 @@ class Engine:
         for unit in self.units:
             if any(id(parameter) not in given for parameter in unit.parameters):
                 optimizer = self.optimizer_of(unit)
-                write(unit.state, self.init_state(optimizer, unit.tensor, unit.first, parameters=unit.parameters))
+                write(unit.state, self.init_state(optimizer, unit.tensor, unit.first))
             for member in unit.members:
                 own = unit.named_state(member)
                 for name, value in given.get(id(member.parameter), {}).items():
                     if name in own:
                         own[name].copy_(local(value))
-
-    def encode(self, given: Given) -> dict[str, RoundingLoss]:
-        """Load entries and weights (``"param"``) in full precision, as :meth:`load` does.
-
-        Returns:
-            By name, what rounding lost.
-        """
-        self._cut_by_shared_state(given)
-        losses: dict[str, RoundingLoss] = {}
-        for unit, optimizer in self.stepped():
-            for name, loss in full_precision.encode(unit, optimizer, given).items():
-                losses[name] = losses[name] + loss if name in losses else loss
-        return losses
 
     def _cut_by_shared_state(self, given: Given) -> None:
         """Cut flat units between members to which different shared numbers are given."""

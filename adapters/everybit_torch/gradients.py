@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
-from operator import is_
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from everybit.base import barriers
-from everybit_torch.torch_internals.tensors import flatten, version
+from everybit_torch.torch_internals.tensors import flatten
 
 
 def piece(buffer: Tensor, start: int, stop: int, shape: torch.Size) -> Tensor:
@@ -45,168 +43,6 @@ class UnitGradients(Protocol):
     def part(self, low: int, high: int, start: int, stop: int) -> UnitGradients:
         """Return the gradients of parameters ``low`` to ``high``, which are elements ``start`` to ``stop``."""
         ...
-
-
-class GradientSlot:
-    """A parameter's place in a gradient buffer: a tensor that is the parameter's ``.grad`` from one step to the next.
-
-    There is always a gradient, then, and what torch tells by None is told by whether anything was written since it was cleared. Autograd
-    says so by a hook. Other writers are seen by the tensor's version, but a zero that somebody scaled, as clipping the norm of all
-    gradients does, is still no gradient.
-
-    The tensor may be given other memory (``p.grad.data = ...``, which modules do when they are cast or moved); its values return to their
-    place then.
-    """
-
-    __slots__ = ("__weakref__", "address", "arrived", "home", "version", "view")
-
-    def __init__(self, parameter: Tensor, buffer: Tensor, start: int) -> None:
-        self.arrived = False
-        self.lie_in(buffer, start, parameter.shape)
-        self.watch(parameter)
-
-    def lie_in(self, buffer: Tensor, start: int, shape: torch.Size) -> None:
-        """Make a tensor over the buffer's elements from ``start`` on."""
-        self.home = buffer[start : start + shape.numel()].view(shape)
-        self._make_view()
-
-    def _make_view(self) -> None:
-        self.view = piece(self.home.view(-1), 0, self.home.numel(), self.home.shape)
-        self.address = self.view.data_ptr()
-        self.version = version(self.view)
-
-    def in_place(self, grad: Tensor | None) -> bool:
-        """Whether a gradient is the tensor over the buffer. Fast: it is asked at every step."""
-        return grad is self.view and self.view.data_ptr() == self.address
-
-    def watch(self, parameter: Tensor) -> None:
-        """Be told of the parameter's gradients."""
-        if parameter.requires_grad and parameter.is_leaf:
-            # A parameter outlives its optimizer, whose buffer should not live as long.
-            reference = weakref.ref(self)
-
-            def arrive(_: Tensor) -> None:
-                slot = reference()
-                if slot is not None:
-                    slot.arrived = True
-
-            parameter.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Not the tensor: a copy of it would be memory of its own.
-        return {"shape": self.home.shape, "arrived": self.arrived}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.arrived = state["arrived"]
-        self.view = torch.empty(state["shape"], device="meta")
-
-    def holds_gradient(self, parameter: Tensor) -> bool:
-        """Whether there is a gradient to step with. One that lies elsewhere is copied into place, and lies in place from here on.
-
-        Raises:
-            TypeError: A sparse gradient.
-            ValueError: A gradient that does not fit into the buffer's dtype.
-        """
-        grad = parameter.grad
-        if grad is None:
-            return False
-        if not self.in_place(grad):
-            if grad.layout is not torch.strided:
-                raise TypeError(
-                    f"flat_gradients: got a {grad.layout} gradient for a parameter of shape {tuple(parameter.shape)}; accepted are dense"
-                    " gradients."
-                )
-            if torch.promote_types(grad.dtype, self.view.dtype) is not self.view.dtype:
-                raise ValueError(
-                    f"flat_gradients: got a {grad.dtype} gradient for a parameter of shape {tuple(parameter.shape)}, whose gradients"
-                    f" are kept as {self.view.dtype}; accepted is that, or what it holds exactly."
-                )
-            # The tensor that was cleared is a gradient again if something was written to it, wherever it lies now.
-            self.arrived = self.arrived or grad is not self.view or bool(grad.count_nonzero())
-            self.home.copy_(grad)
-            self._make_view()
-            parameter.grad = self.view
-        elif not self.arrived and version(self.view) != self.version:
-            self.arrived = bool(self.view.count_nonzero())
-            self.version = version(self.view)
-        return self.arrived
-
-    def is_there(self, parameter: Tensor) -> bool:
-        """Whether there is a gradient, wherever it lies."""
-        if parameter.grad is None:
-            return False
-        if self.arrived or parameter.grad is not self.view:
-            return True
-        if version(self.view) == self.version and self.in_place(parameter.grad):
-            return False
-        return bool(self.view.count_nonzero())
-
-    def put_back(self, parameter: Tensor) -> None:
-        """Make the parameter's gradient a view of the buffer again, after the buffer was zeroed."""
-        self._make_view()
-        if (parameter.shape, parameter.stride()) == (self.home.shape, self.home.stride()):
-            parameter.grad = self.view
-        else:
-            # The parameter will leave the buffer, and autograd expects gradients in the order of their parameters.
-            parameter.grad = torch.zeros_like(parameter, dtype=self.home.dtype) if self.arrived else None
-
-
-class GradientBuffer:
-    """The gradients of a flat unit's parameters, one after the other, in the order of the parameters.
-
-    Args:
-        parameters: Of one device; gradients they hold already are kept.
-        dtype: In which gradients are accumulated.
-        starts: Where that of each begins.
-        numel: Length of the buffer.
-    """
-
-    def __init__(self, parameters: list[Tensor], dtype: torch.dtype, starts: Sequence[int], numel: int) -> None:
-        self.buffer = torch.zeros(numel, dtype=dtype, device=parameters[0].device)
-        self.slots = [
-            GradientSlot(parameter, self.buffer, start) for parameter, start in zip(parameters, starts, strict=True)
-        ]
-
-    def collect(self, parameters: list[Tensor]) -> list[Tensor | None]:
-        """Return the parameters' gradients; None for one without."""
-        views = [slot.view for slot in self.slots if slot.arrived]
-        grads = [parameter.grad for parameter in parameters]
-        # Fast for what is usual, that every gradient arrived where it should.
-        if len(views) == len(grads) and all(map(is_, grads, views)):
-            addresses = [slot.address for slot in self.slots]
-            if list(map(Tensor.data_ptr, views)) == addresses:
-                return grads
-        return [
-            slot.view if (slot.arrived and slot.in_place(p.grad)) or slot.holds_gradient(p) else None
-            for slot, p in zip(self.slots, parameters, strict=True)
-        ]
-
-    def part(self, low: int, high: int, start: int, stop: int) -> GradientBuffer:
-        """The buffer of parameters ``low`` to ``high``, which are its elements ``start`` to ``stop``."""
-        part = object.__new__(GradientBuffer)
-        part.buffer, part.slots = self.buffer[start:stop], self.slots[low:high]
-        return part
-
-    def clear(self, parameters: list[Tensor], *, absent: bool) -> None:
-        """Zero all gradients. With ``absent`` there are none then; else those that were there are zeros."""
-        there = [not absent and slot.is_there(p) for p, slot in zip(parameters, self.slots, strict=True)]
-        self.buffer.zero_()
-        addresses = list(map(Tensor.data_ptr, [slot.view for slot in self.slots]))
-        for parameter, slot, one, address in zip(parameters, self.slots, there, addresses, strict=True):
-            slot.arrived = one
-            if not one and not parameter.requires_grad:
-                # No pass will write to it, and to the next optimizer of this parameter a zero would be a gradient.
-                parameter.grad = None
-            elif parameter.grad is slot.view and address == slot.address:
-                slot.version = version(slot.view)
-            else:
-                slot.put_back(parameter)
-
-    def restore(self, parameters: list[Tensor], starts: Sequence[int]) -> None:
-        """Restore the views of this buffer and the hooks after a copy, which does not copy them."""
-        for parameter, slot, start in zip(parameters, self.slots, starts, strict=True):
-            slot.lie_in(self.buffer, start, slot.view.shape)
-            slot.watch(parameter)
 
 
 # Elements that are gathered at a time: enough for a call of compiled code, and few enough to stay in a cache.

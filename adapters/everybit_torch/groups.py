@@ -24,7 +24,7 @@ from everybit_torch.compiled.probing import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
-from everybit_torch.migration import Migration, plan_migration, skeleton
+from everybit_torch.optim.migration import Migration, plan_migration, skeleton
 from everybit_torch.segments.steps import WORTH_COMPILING, Compile
 from everybit_torch.stepping import EXPANDED_PIECE, step_in_pieces, step_in_place, step_unit
 from everybit_torch.streams import copies_need_no_wait, is_capturing
@@ -260,11 +260,6 @@ class Group:
         """
         tensor = unit.tensor
         optimizer = self.optimizer_of(unit)
-        if not answers and unit.decision is not None and unit.decision.rows:
-            raise RuntimeError(
-                f"param group {self.number}: got a sharded parameter that is stepped by itself, and its transform must see whole tensors;"
-                " accepted is a step of all parameters, on all ranks."
-            )
         # Found on the device of the first unit of all.
         totals = [*(x if x.device == tensor.device else x.to(tensor.device) for x in totals), *answers]
 

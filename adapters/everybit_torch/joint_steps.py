@@ -1,4 +1,4 @@
-"""Units whose steps have work in common: alike matrices, whose work is batched, and rows of parameters, which their owners step as wholes.
+"""Units whose steps have work in common: alike matrices, whose work is batched.
 
 A step of such a unit runs up to the request for its work. The work of several units is done together, and each is stepped with its results.
 Matrices of one shape are batched at a time, so that no more updates than theirs are held.
@@ -15,9 +15,8 @@ from torch import Tensor
 import everybit as eb
 from everybit.protocol import JointWork, transforms_in
 from everybit.protocol.joint_work import worked
-from everybit_torch.exchange import Begin, Exchange
 from everybit_torch.gradients import Grads, have_gradients
-from everybit_torch.stepping import Ready
+from everybit_torch.stepping import Begun, Ready
 from everybit_torch.units import Unit
 
 
@@ -26,15 +25,14 @@ def does_joint_work(transform: object) -> bool:
     return any(getattr(node, "batching", None) == "together" for node in transforms_in(transform))
 
 
-class JointSteps:
-    """Knows of which optimizers' transforms do work for several matrices at once.
+Begin = Callable[[Unit, Grads], Begun | None]
+"""Runs a unit's step up to its joint work; None if it has none."""
 
-    Attributes:
-        exchange: Of rows, with the owners of parameters.
-    """
+
+class JointSteps:
+    """Knows of which optimizers' transforms do work for several matrices at once."""
 
     def __init__(self) -> None:
-        self.exchange = Exchange()
         self._known: list[tuple[eb.Optimizer[Any], bool]] = []
 
     def does(self, optimizer: eb.Optimizer[Any]) -> bool:
@@ -52,7 +50,6 @@ def arranged(
     joint: JointSteps | None,
     optimizer_of: Callable[[Unit], eb.Optimizer[Any]],
     begin: Begin,
-    restarts: Callable[[Unit], bool] = lambda _: True,
 ) -> Iterator[Ready]:
     """Yield units with the results of the work that they have in common, those of one shape one after the other.
 
@@ -61,26 +58,7 @@ def arranged(
         joint: Which transforms have such work; None: it is not done.
         optimizer_of: What steps a unit.
         begin: Runs a unit's step up to its joint work.
-        restarts: Whether a unit's step begins anew with its results, as compiled code does.
     """
-    in_rows = [(unit, grads) for unit, grads in work if unit.decision is not None and unit.decision.rows]
-    if joint is None or not in_rows:
-        yield from _batched(work, joint, optimizer_of, begin)
-        return
-    sent = {id(unit) for unit, _ in in_rows}
-    others = _batched([one for one in work if id(one[0]) not in sent], joint, optimizer_of, begin)
-    present = [(unit, grads) for unit, grads in in_rows if have_gradients(grads)]
-    absent = [unit for unit, grads in in_rows if not have_gradients(grads)]
-    yield from joint.exchange.steps(present, absent, optimizer_of, begin, restarts, others)
-
-
-def _batched(
-    work: Sequence[tuple[Unit, Grads]],
-    joint: JointSteps | None,
-    optimizer_of: Callable[[Unit], eb.Optimizer[Any]],
-    begin: Begin,
-) -> Iterator[Ready]:
-    """Units whose work is done here, those of one shape one after the other."""
     kinds: dict[object, list[tuple[Unit, Grads]]] = {}
     for number, (unit, grads) in enumerate(work):
         has_work = joint is not None and not unit.flat and have_gradients(grads) and joint.does(optimizer_of(unit))

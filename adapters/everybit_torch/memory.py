@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from everybit_torch.torch_internals.tensors import count_holders, storage_identity
-
 
 def sharing(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Pairs of tensors (by number, each tensor in one pair at least if it shares) some of whose bytes may be the same.
@@ -44,33 +42,6 @@ def has_repeated_elements(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-
-
-def held_elsewhere(tensors: Sequence[Tensor]) -> set[int]:
-    """Return the numbers of tensors whose storage others hold, too: a buffer that is a view of a parameter, a state dict, a graph.
-
-    torch counts who holds a storage. It does not say who does, so a holder that will never look again counts as one that will.
-    """
-    storages: dict[int, list[int]] = {}
-    # The storage's Python object is one more holder, and has to live until all are counted.
-    objects: dict[int, torch.UntypedStorage] = {}
-    for number, tensor in enumerate(tensors):
-        if (
-            type(tensor.data) is Tensor
-            and tensor.layout is torch.strided
-            and tensor.device.type in ("cpu", "cuda", "xpu")
-        ):
-            storage = tensor.untyped_storage()
-            identity = storage_identity(storage)
-            objects[identity] = storage
-            storages.setdefault(identity, []).append(number)
-    holders = {identity: count_holders(storage) for identity, storage in objects.items()}
-    return {
-        number
-        for identity, numbers in storages.items()
-        if (count := holders[identity]) is not None and count > len(numbers) + 1
-        for number in numbers
-    }
 
 
 def has_memory(tensor: Tensor) -> bool:

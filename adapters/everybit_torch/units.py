@@ -23,7 +23,6 @@ from everybit.formats import PartSpec
 from everybit.policies import Resolved
 from everybit.stepping import OptimizerState, entries
 from everybit.stepping.entries import Entry, cut, map_parts
-from everybit_torch import streams
 from everybit_torch.choosing import Decision
 from everybit_torch.dtensors import is_dtensor, like, local
 from everybit_torch.gradients import (
@@ -36,7 +35,6 @@ from everybit_torch.gradients import (
     piece,
 )
 from everybit_torch.host_counts import HostCount
-from everybit_torch.work_rows import WorkRows, begun
 
 # Elements whose state is initialised at a time, so that a first step needs no float32 copy of everything.
 CHUNK = 1 << 22
@@ -126,7 +124,6 @@ class Unit:
         stored: How the tensor and its state are stored; None: in the compute dtype.
         whole: The parameters that its elements belong to, where its transform asks for numbers of each.
         table: The table by which they are numbered.
-        work: How the state of work that is done elsewhere lies on ranks; None: there is none.
         block: The least number of elements at whose multiples a flat unit may be cut.
         first_tensor: ``first`` on the device: int64, 0-d; or the same blocks.
         host_count: What the host knows of ``state.step``.
@@ -143,7 +140,6 @@ class Unit:
     stored: Resolved | None = None
     whole: eb.Members | None = None
     table: object = None
-    work: WorkRows | None = None
     block: int = field(init=False)
     parameters: list[Tensor] = field(init=False)
     first_tensor: Tensor | Blocks = field(init=False)
@@ -186,8 +182,7 @@ class Unit:
             Member(name, p, start, start + length, first)
             for (name, p, first), start, length in zip(named, starts, lengths, strict=True)
         ]
-        work = WorkRows.of(optimizer, [member.parameter for member in members], state)
-        return cls(group, tensor, members, state, first, flat, gradients, decision, stored, work=work)
+        return cls(group, tensor, members, state, first, flat, gradients, decision, stored)
 
     def __post_init__(self) -> None:
         self.block = 1 if self.stored is None else self.stored.policy.block
@@ -195,14 +190,6 @@ class Unit:
         self.first_tensor = self.first_on(self.tensor.device)
         self._sharded = any(map(is_dtensor, self.parameters))
         self.note_places()
-
-    def renumber(self, firsts: Sequence[int]) -> None:
-        """Let the first elements of its parameters have other global indices."""
-        for member, first in zip(self.members, firsts, strict=True):
-            member.first = first
-        lengths, starts = [m.stop - m.start for m in self.members], [m.start for m in self.members]
-        self.first = numbered(lengths, firsts, starts, self.tensor.numel(), self.block, self.tensor.device)
-        self.first_tensor = self.first_on(self.tensor.device)
 
     def first_on(self, device: torch.device) -> Tensor | Blocks:
         """``first`` on a device: int64, 0-d; or the blocks."""
@@ -220,16 +207,6 @@ class Unit:
         """Parameters are where they belong now."""
         self._places = self._find()
         self._shapes = [local(parameter).shape for parameter in self.parameters]
-
-    def expect_places(self) -> None:
-        """Parameters belong where the unit's tensor lies, wherever they are now: this unit is a copy, whose places were the original's."""
-        start, width = local(self.tensor).data_ptr(), self.tensor.element_size()
-        found, strides, extents = self._find()
-        belong = [
-            start + (member.start * width if self.flat else 0) if extent else here
-            for member, extent, here in zip(self.members, map(torch.numel, self.parameters), found, strict=True)
-        ]
-        self._places = belong, strides, extents
 
     def in_place(self) -> bool:
         """Whether every parameter has the memory, shape and strides it had when it was placed. Fast: it is asked at every step."""
@@ -347,7 +324,7 @@ class Unit:
 
     def entries(self, member: Member) -> list[tuple[Entry, Tensor]]:
         """List the entries of one parameter: views, in its shape where there is one number for each element; shared entries as they are."""
-        flat = self.tensor.ndim == 1 or self.work is not None
+        flat = self.tensor.ndim == 1
         return [(entry, self._shaped(entry, x, member) if flat else x) for entry, x in self._entries()]
 
     def named_state(self, member: Member) -> dict[str, Tensor]:
@@ -365,8 +342,6 @@ class Unit:
 
     def whole_shape(self, entry: Entry, member: Member, value: Tensor) -> tuple[int, ...]:
         """The shape that an entry of a sharded parameter has on all ranks together. Whole factors are of one that all ranks have whole."""
-        if entry.cut == "rows" and self.work is not None:
-            return tuple(self.work.shapes[entry.name])
         return entry.shape(member.parameter.shape, value.shape)
 
     def shared_state(self) -> dict[str, Tensor]:
@@ -381,8 +356,6 @@ class Unit:
         return entries(self.state, [self.tensor], 0, self.stored)
 
     def _shaped(self, entry: Entry, x: Tensor, member: Member) -> Tensor:
-        if entry.cut == "rows" and self.work is not None:
-            return x.view(self.work.own_shape(entry.name))
         if entry.cut in ("copy", "tensor") or x.ndim != 1:
             return x
         low, high = entry.range(member.start, member.stop)
@@ -440,14 +413,10 @@ def init_state(
     first: int | Blocks,
     *,
     chunk: int = CHUNK,
-    parameters: Sequence[Tensor] = (),
 ) -> OptimizerState[Any]:
-    """The state of a unit; for a long buffer computed piece by piece into place, ``chunk`` elements at a time.
-
-    ``parameters`` are those of the unit, where they may be sharded.
-    """
+    """Return the state of a unit; of a long buffer it is computed piece by piece, ``chunk`` elements at a time."""
     if tensor.ndim != 1 or tensor.numel() <= chunk or needs_whole_tensors(optimizer.transform):
-        return begun(optimizer, parameters, optimizer.init([tensor], eb.Context(first_element=first)), first)
+        return optimizer.init([tensor], eb.Context(first_element=first))
     (stored,) = optimizer.formats([tensor])
 
     def room(x: Tensor, part: PartSpec | None) -> Tensor:
@@ -457,29 +426,7 @@ def init_state(
     state = map_parts(optimizer.init([none]), [none], [stored], room, torch.clone)
     for _, part in Unit(0, tensor, [], state, first, flat=True, stored=stored).pieces(chunk, lambda x: x):
         write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
-    return begun(optimizer, parameters, state, first)
-
-
-def flatten(parameters: list[Tensor], block: int) -> Tensor:
-    """One buffer with the parameters' values, of which they become pieces; see :func:`laid_out`."""
-    starts, numel = laid_out([parameter.numel() for parameter in parameters], block)
-    ranges = [(start, start + parameter.numel()) for start, parameter in zip(starts, parameters, strict=True)]
-    buffer = gather_with_gaps([parameter.detach() for parameter in parameters], ranges, numel)
-    for parameter, (start, stop) in zip(parameters, ranges, strict=True):
-        streams.keep(parameter)  # which may have been made on another stream
-        parameter.data = piece(buffer, start, stop, parameter.shape)
-    return buffer
-
-
-def can_be_flat(parameter: Tensor) -> bool:
-    """Whether a parameter may become a piece of a buffer: a plain, dense tensor in the usual order, which no other process sees."""
-    return (
-        type(parameter.data) is Tensor
-        and not is_shared(parameter)
-        and parameter.layout is torch.strided
-        and parameter.is_contiguous()
-        and parameter.device.type != "meta"
-    )
+    return state
 
 
 def is_shared(parameter: Tensor) -> bool:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from everybit_torch.checkpoint_file import replace_file, with_message
-from everybit_torch.full_precision import RoundingLoss, rounding_loss
 from everybit_torch.optim.expected import require_tensor
+from everybit_torch.optim.full_precision import RoundingLoss, rounding_loss
 from everybit_torch.optim.full_weights import FLOATS
 from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.optim.saved_structure import shown

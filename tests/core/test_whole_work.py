@@ -12,13 +12,9 @@ import torch
 
 import everybit as eb
 import everybit.transforms
-from everybit.combinators import owner_work
 from everybit.linalg import MatrixView
-from everybit.protocol import AtOwner, WholeWork, slots_in, transforms_in, why_not_elsewhere
-from everybit.stepping import OptimizerState, entries
-from everybit.stepping.stored_work import StoredWork, tensors_of, with_rows
+from everybit.protocol import AtOwner, WholeWork, transforms_in, why_not_elsewhere
 from everybit.testing import REGISTRY
-from everybit_torch.owner_transforms import for_rows
 
 
 @pytest.mark.parametrize("view", [eb.matrix(), eb.heads(3), eb.row_blocks(1, 8, 3), eb.flattened()])
@@ -124,46 +120,3 @@ CHAINS: dict[str, tuple[Any, ...]] = {
     "looks at all": (eb.cautious(eb.chain(eb.trace(0.9), eb.orthogonalize())), eb.scale(2.0)),
     "counts and draws": (eb.low_rank(eb.chain(eb.scale_by_nadam(), eb.add_noise()), rank=2, basis="random"),),
 }
-
-
-@pytest.mark.parametrize("policy", ["FP32", "LEAN_BF16"])
-@pytest.mark.parametrize("name", CHAINS)
-def test_work_keeps_the_state_of_the_chain_and_gives_its_bits(name: str, policy: Any) -> None:
-    """One process does the work on the rows of two others, and stores what it keeps as they would."""
-    dtype = torch.float32 if policy == "FP32" else torch.bfloat16
-    before, after = eb.running_mean(0.9), eb.scale_by_adam()  # slots called momentum, before and behind
-    optimizer = eb.with_policy(eb.chain(before, *CHAINS[name], after), policy, seed=7)
-    apart = replace(optimizer, transform=for_rows(optimizer.transform))
-    whole = [torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).to(dtype)]
-    first = 5
-    state = optimizer.init(whole, eb.Context(first_element=first))
-    edges = ((0, 3), (3, 7))
-    rows = [[whole[0][low:high].clone()] for low, high in edges]
-    states = [
-        apart.init(one, eb.Context(first_element=first + 6 * low)) for one, (low, _) in zip(rows, edges, strict=True)
-    ]
-    stored = StoredWork(apart, whole[0].shape, dtype, first)
-    held = stored.init(states[0], whole[0])
-    for number in range(4):
-        gradient = torch.randn(7, 6, generator=torch.Generator().manual_seed(number)).to(dtype)
-        whole, state = optimizer.step(whole, [gradient], state, eb.Context(first_element=first))
-        waiting: list[Any] = []
-        for (low, high), own, one in zip(edges, rows, states, strict=True):
-            ctx = eb.Context(first_element=first + 6 * low, joint=True)
-            waiting.append(apart.step(own, [gradient[low:high]], one, ctx))
-        work, request = owner_work(apart.transform), waiting[1].request
-        update = torch.cat([one.request.updates[0] for one in waiting])
-        result, held = stored.run(work, request, update, held, states[1])
-        for rank, (low, high) in enumerate(edges):
-            rows[rank], states[rank] = waiting[rank].resume([work.on_rows(result[low:high], (7, 6), low)])
-        assert torch.equal(torch.cat([own[0] for own in rows]), whole[0])
-    expected = [x for x in slots_in(state.inner.states[1:-1]) for x in eb.tree.leaves(x)]
-    assert expected == [] or all(torch.equal(x, y) for x, y in zip(tensors_of(held), expected, strict=True))
-    names = [entry.name for entry, _ in entries(state, whole, 0, optimizer.formats(whole)[0])]
-    full = OptimizerState(states[0].step, states[0].extra, _together(states[0].inner, held))
-    assert [entry.name for entry, _ in entries(full, whole, 0, apart.formats(whole)[0])] == names
-
-
-def _together(inner: Any, held: Any) -> Any:
-    """A state with rows of the work's, here all of them."""
-    return with_rows(OptimizerState(inner.step, [()], inner), held, lambda x: x).inner

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,59 @@ from everybit.base import torch_dtype
 from everybit.stepping import OptimizerState
 from everybit.stepping.entries import WEIGHTS, entries
 from everybit_torch.dtensors import like, local
-from everybit_torch.full_precision import RoundingLoss, rounding_loss
 from everybit_torch.optim.parameters import Parameters, shown
 from everybit_torch.optim.visiting import Visited
 from everybit_torch.optim.visits import entries_of
 from everybit_torch.segments.segment import Segment, write
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingLoss:
+    """The error of storing values in a coarser format.
+
+    Attributes:
+        largest: The greatest absolute difference.
+        error: Sum of the squared differences.
+        total: Sum of the squared values.
+    """
+
+    largest: float
+    error: float
+    total: float
+
+    @property
+    def relative(self) -> float:
+        """Root of the mean squared difference, relative to that of the values; 0 if nothing was lost."""
+        return (self.error / self.total) ** 0.5 if self.error else 0.0
+
+    def __add__(self, other: RoundingLoss) -> RoundingLoss:
+        return RoundingLoss(max(self.largest, other.largest), self.error + other.error, self.total + other.total)
+
+    def __str__(self) -> str:
+        return f"largest {self.largest:.3g}, relative {self.relative:.3g}" if self.error else "exact"
+
+
+def rounding_loss(value: Tensor, stored: Tensor) -> RoundingLoss:
+    """Measure the error of ``stored`` as a copy of ``value``."""
+    difference = stored.double() - value.double()
+    # Infinities and NaN that were carried over are no loss.
+    difference = torch.where((stored == value) | (stored.isnan() & value.isnan()), 0.0, difference)
+    largest = float(difference.abs().max()) if value.numel() else 0.0
+    return RoundingLoss(largest, float(difference.square().sum()), float(value.double().square().sum()))
+
+
+class LoadReport(dict[str, RoundingLoss]):
+    """What loading a state dict has lost, by name of the slot (``"param"``: the weights), and which parameters were left out.
+
+    Attributes:
+        missing_keys: Names of the optimizer's parameters that the state dict does not have; these keep their state.
+        unexpected_keys: Names in the state dict that the optimizer does not have.
+    """
+
+    def __init__(self, losses: Mapping[str, RoundingLoss], missing: Iterable[str], unexpected: Iterable[str]) -> None:
+        super().__init__(losses)
+        self.missing_keys, self.unexpected_keys = list(missing), list(unexpected)
+
 
 Export = Callable[[eb.Optimizer[Any], list[Tensor], OptimizerState[Any]], list[Tensor]]
 """Weights in the compute dtype, of an optimizer's parameters and state."""

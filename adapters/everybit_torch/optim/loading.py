@@ -18,10 +18,10 @@ from everybit.base import at
 from everybit.stepping.entries import STEP, WEIGHTS, field_of
 from everybit_torch.arguments import as_python, differ
 from everybit_torch.dtensors import local
-from everybit_torch.full_precision import LoadReport
 from everybit_torch.optim import full_precision
 from everybit_torch.optim.expected import Kind, expectations, require_entry
 from everybit_torch.optim.front import Front
+from everybit_torch.optim.full_precision import LoadReport
 from everybit_torch.optim.groups import Optimizers
 from everybit_torch.optim.hyperparameters import start_with
 from everybit_torch.optim.parameters import Plan, parameters_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,7 +56,15 @@ def skeleton(transform: Any) -> Any:
     return type(transform) if is_dataclass(transform) else id(transform)
 
 
-def plan_migration(segment: Segment, optimizer: eb.Optimizer[Any]) -> Migration:
+class Held(Protocol):
+    """A tensor that is stepped, its state, and the index of its first element."""
+
+    tensor: Tensor
+    state: OptimizerState[Any]
+    first: Any
+
+
+def plan_migration(segment: Held, optimizer: eb.Optimizer[Any]) -> Migration:
     """Plan a segment's state for an optimizer with other hyperparameters; the present state is not changed.
 
     Raises:
@@ -95,7 +103,7 @@ def plan_migration(segment: Segment, optimizer: eb.Optimizer[Any]) -> Migration:
     return Migration(_assemble(shadow, new, carried), begun, ended)
 
 
-def shadow_state(segment: Segment, optimizer: eb.Optimizer[Any]) -> OptimizerState[Any]:
+def shadow_state(segment: Held, optimizer: eb.Optimizer[Any]) -> OptimizerState[Any]:
     """Return the state that an optimizer would keep for a segment, without its memory."""
     return optimizer.init([torch.empty_like(segment.tensor, device="meta")])
 

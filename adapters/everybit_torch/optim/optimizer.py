@@ -19,7 +19,6 @@ from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
 from everybit_torch.compiled.probing import Factory
 from everybit_torch.embeddings import require_names
-from everybit_torch.full_precision import LoadReport
 from everybit_torch.optim import (
     full_weights,
     hyperparameters,
@@ -31,6 +30,7 @@ from everybit_torch.optim import (
 )
 from everybit_torch.optim.bytes import bytes_table
 from everybit_torch.optim.front import Release, TorchNames
+from everybit_torch.optim.full_precision import LoadReport
 from everybit_torch.optim.groups import Followed, GroupMaker
 from everybit_torch.optim.param_groups import Params
 from everybit_torch.optim.parameters import Parameters, Stepped, parameters_of

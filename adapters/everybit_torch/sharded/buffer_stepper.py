@@ -13,7 +13,6 @@ from everybit.base import FloatDType
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives.communicator import GroupAxis
 from everybit_torch.collectives.reduction import has_own_processors
-from everybit_torch.full_precision import PIECE
 from everybit_torch.fused_sums import FusedSums
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.arguments import Arguments, Judged
@@ -32,6 +31,7 @@ from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.step_agreement import StepAgreement, agree
 from everybit_torch.sharded.step_checks import Completeness, require_same_parameters
+from everybit_torch.stepping import PIECE
 from everybit_torch.torch_internals.optimizers import note_step
 
 if TYPE_CHECKING:
@@ -238,7 +238,8 @@ class BufferStepper:
         self.staging.order()
         kept = [shard.weights.own.clone() for shard in self.buffers.shards]
         with torch.no_grad():
-            for unit, stored in self._optimizer.engine.stepped():
+            for unit in self._optimizer.engine.units:
+                stored = self._optimizer.engine.optimizer_of(unit)
                 for _, piece in unit.pieces(PIECE):
                     (values,) = stored.eval_params([piece.tensor], piece.state)
                     piece.tensor.copy_(values)

@@ -17,11 +17,10 @@ from everybit_torch.collectives.communicator import GroupAxis
 from everybit_torch.compiled.compilation import can_compile
 from everybit_torch.dtensors import Over
 from everybit_torch.engine import Engine
-from everybit_torch.entries import state_replaced
-from everybit_torch.full_precision import PIECE
 from everybit_torch.groups import Group
 from everybit_torch.hyperparameter_names import spread
 from everybit_torch.members import ParameterTable
+from everybit_torch.optim.states import state_replaced
 from everybit_torch.sharded.gradient_buffers import GradientBuffer
 from everybit_torch.sharded.hyperparameters import Factory, hyperparameter_fields, hyperparameters
 from everybit_torch.sharded.labelling import LabelledTransform
@@ -29,6 +28,7 @@ from everybit_torch.sharded.layout import Slice
 from everybit_torch.sharded.nonfinite import has_nonfinite
 from everybit_torch.sharded.shard_gradient import AllGradients, ShardGradient
 from everybit_torch.sharded.weights import WeightBuffer
+from everybit_torch.stepping import PIECE
 from everybit_torch.torch_internals import optimizers as torch_optimizers
 from everybit_torch.units import Unit, laid_out, map_state, numbered
 

@@ -58,13 +58,6 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
     return int(getattr(storage, "_cdata", None) or storage.data_ptr())
 
 
-def count_holders(storage: torch.UntypedStorage) -> int | None:
-    """Return the number of references to a storage, its Python object among them; None where torch does not say."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    pointer = getattr(storage, "_cdata", None)
-    return None if count is None or pointer is None else int(count(pointer))
-
-
 _exchange: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 

@@ -66,7 +66,8 @@ class Group:
         source: str = "",
     ) -> None:
         self.number, self.factory, self.names, self.source = number, factory, names, source
-        self.policies, self.compile = dict(policies), compile
+        self.policies = dict(policies)
+        self.compile: Compile = compile
         self._owner, self._seed = owner, seed
         self._unsafe: Unsafe = unsafe
         self.arguments: dict[str, Any] = {}
@@ -215,7 +216,8 @@ class GroupMaker:
         # By the user's name, without the keys that torch adds to `defaults`, the factory's arguments that are meant.
         self._names = {name: core_names(name, ARGUMENTS, known) for name in hyperparameters}
         self._flags = flags_of(factory)
-        self._seed, self._compile = seed, compile
+        self._seed = seed
+        self._compile: Compile = compile
         self._unsafe: Unsafe = unsafe
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:

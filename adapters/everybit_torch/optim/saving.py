@@ -36,9 +36,10 @@ def packed(front: Front) -> dict[str, Any]:
         if not isinstance(key, Tensor):
             state[key] = dict(value) if isinstance(value, ParameterState) else value
         elif value:
-            kept = handed.get(id(key), value.own)
-            own = {name: _apart(sendable(x)) for name, x in kept.items()} if is_sharded else None
-            state[_number(numbers, key)] = value.packed(own)
+            own: dict[str, Tensor] = handed[id(key)] if id(key) in handed else value.own
+            state[_number(numbers, key)] = value.packed(
+                {name: _apart(sendable(x)) for name, x in own.items()} if is_sharded else None
+            )
     return {"state": state, "param_groups": _packed_groups(front, numbers), VERSION_KEY: VERSION}
 
 

@@ -235,7 +235,7 @@ def _given(
     """The state in the words of a peer. What other code keeps in ``state`` is left out."""
     _require_whole(optimizer)
     stored = optimizer.state_dict()
-    optimizer.begin()
+    optimizer.place()
     parameters, formats = _parameters(optimizer), _formats(optimizer)
     wide = decoded_all(optimizer.own)
     state: dict[int, dict[str, Any]] = {}

@@ -194,5 +194,5 @@ def test_a_model_that_is_shared_after_the_first_step_stays_shared() -> None:
     model.share_memory()
     train(model, optimizer, range(1, 3))
     train(plain, reference, range(1, 3))
-    assert all(p.is_shared() for p in model.parameters())
+    assert all(p.is_shared() for p in model.parameters())  # type: ignore[no-untyped-call]
     assert same([p.detach() for p in plain.parameters()], [p.detach() for p in model.parameters()])

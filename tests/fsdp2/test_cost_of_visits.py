@@ -50,7 +50,7 @@ def wired(name: str, dtype: torch.dtype) -> tuple[int, int]:
     optimizer = TorchOptimizer(model.parameters(), WIRED[name], lr=1e-2, policy=policy, compile=False)
     groups: list[Communicator] = []
     with patch.object(Communicator, "__init__", noting(groups)):
-        optimizer.begin()
+        optimizer.place()
     (communicator,) = groups
     before = communicator.sent["all_to_all"]
     grad = torch.ones(8, 6, dtype=dtype)
@@ -103,7 +103,7 @@ def allocated(name: str, elements: int) -> tuple[int, int]:
     gc.disable()
     try:
         with patch.object(visits, "ROUND", elements):
-            optimizer.begin()
+            optimizer.place()
         for _ in range(2):
             for parameter in model.parameters():
                 assert isinstance(parameter, DTensor)
@@ -131,7 +131,7 @@ def captured() -> None:
     weight: Any = model.weight
     weight.grad = in_parts(torch.ones(8, 6), weight)
     before = whole(model)
-    optimizer.begin()
+    optimizer.place()
     with patch.object(stepping, "is_capturing", lambda: True), pytest.raises(RuntimeError, match="CUDA graph"):
         stepping.prepare(optimizer.own)
     assert equal(whole(model), before)

@@ -132,7 +132,7 @@ def test_a_policy_that_goes_by_names_refuses_and_knows_modules() -> None:
     AdamW(sequence().bfloat16().parameters(), policy=eb.keep_wide("LEAN_8BIT", smallest=1, names=()))
     model = sequence().bfloat16()
     optimizer = create("adamw", model, policy=policy)
-    optimizer.begin()
+    optimizer.place()
     weights = dict(model.named_parameters())
     assert optimizer.state[weights["0.weight"]]["momentum"].dtype is torch.bfloat16  # wide
     assert optimizer.state[weights["1.weight"]]["momentum"].dtype is torch.int8

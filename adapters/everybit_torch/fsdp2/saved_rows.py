@@ -23,7 +23,7 @@ class RowParts:
     def __init__(self, stepper: FSDP2Stepper) -> None:
         self._stepper, self._optimizer = stepper, stepper.as_optimizer()
         self.labels = stepper.labels
-        self._optimizer.begin()
+        self._optimizer.place()
         self._names = {id(p): name for name, p in stepper.stepped.items()}
 
     def model(self) -> Flat:

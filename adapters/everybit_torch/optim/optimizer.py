@@ -280,12 +280,12 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             arguments = self.factory_arguments(groups[one.group.number])
             one.group.require_capturable(arguments, one.of.segment.tensor.device)
 
-    def begin(self) -> None:
+    def place(self) -> None:
         """Create the state of parameters that have none, as the first step does."""
         self.own.settle(self.own_groups)
 
     def _begin_and_follow(self) -> None:
-        self.begin()
+        self.place()
         self.own.follow(self.own_groups)
 
     def _parameters(self) -> list[Tensor]:
@@ -344,7 +344,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         are counted as they will be. What others keep in ``state`` is not counted.
         """
         self._settle_policies()
-        self.begin()
+        self.place()
         return bytes_table(self.own)
 
     @in_plain_mode

@@ -36,7 +36,8 @@ def packed(front: Front) -> dict[str, Any]:
         if not isinstance(key, Tensor):
             state[key] = dict(value) if isinstance(value, ParameterState) else value
         elif value:
-            own: dict[str, Tensor] = handed[id(key)] if id(key) in handed else value.own
+            own: dict[str, Tensor] = value.own
+            own = handed.get(id(key), own)
             state[_number(numbers, key)] = value.packed(
                 {name: _apart(sendable(x)) for name, x in own.items()} if is_sharded else None
             )

@@ -238,7 +238,7 @@ def load_sharded_into(model: nn.Module, optimizer: TorchOptimizer, path: str | o
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: read_inventory_of(place, is_judged=_is_first(group)), group)
     weights = get_model_state_dict(model)
-    on_all(optimizer.begin, group)
+    on_all(optimizer.place, group)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own: Flat = {f"model.{name}": value for name, value in weights.items() if isinstance(value, Tensor)}
     aside: Flat = {key: torch.empty_like(value) for key, value in own.items()}

@@ -76,6 +76,7 @@ class Bucket:
             end = self._starts[-1] + x.numel()
         if len(here) > 1:
             end = -(-end // block) * block
+        self._ranges = [slice(a, a + x.numel()) for a, x in zip(self._starts, here, strict=True)]
         vector = here[0].new_zeros(end)
         self._grad: Tensor | None = None
         self._forget()
@@ -98,9 +99,6 @@ class Bucket:
         """The number of elements here."""
         return sum(local(p).numel() for p in self.parameters)
 
-    def _ranges(self) -> list[slice]:
-        return [slice(a, a + local(p).numel()) for a, p in zip(self._starts, self.parameters, strict=True)]
-
     def in_place(self) -> bool:
         """Whether all parameters have the memory that they had at the last step."""
         return bool(self._targets) and [place_of(local(p)) for p in self.parameters] == self.places
@@ -111,7 +109,7 @@ class Bucket:
 
     def _find(self, vector: Tensor) -> None:
         here = [local(p).detach() for p in self.parameters]
-        pieces = [vector[where] for where in self._ranges()]
+        pieces = [vector[where] for where in self._ranges]
         self.places = [place_of(x) for x in here]
         self._targets = [x.view(-1) if x.is_contiguous() else x for x in here]
         self._sources = [x if t.ndim == 1 else x.view(t.shape) for t, x in zip(self._targets, pieces, strict=True)]
@@ -141,7 +139,7 @@ class Bucket:
         if self._is_dense:
             torch.cat(flat, out=self._grad)
         else:
-            foreach_copy([self._grad[where] for where in self._ranges()], flat)
+            foreach_copy([self._grad[where] for where in self._ranges], flat)
         return self._grad
 
     def scatter(self) -> None:
@@ -162,7 +160,7 @@ class Bucket:
             number: The parameter's number here.
             on_shared: Makes the counts and other shared state of the segment; by default they are those of all parameters.
         """
-        parameter, where, whole = self.parameters[number], self._ranges()[number], self.segment
+        parameter, where, whole = self.parameters[number], self._ranges[number], self.segment
         state = cut(whole.state, [whole.tensor], [whole.stored], where.start, where.stop, on_shared)
         return Segment(whole.optimizer, local(parameter).detach().reshape(-1), state, self._firsts[number])
 

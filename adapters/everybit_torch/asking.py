@@ -15,19 +15,14 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import FirstElement
-from everybit.combinators import Lookahead, LowRank, needs_whole_tensors
-from everybit.protocol import Pending, SumOfSquares, advance, enter, fields_of, periods, transforms_in
+from everybit.combinators import needs_whole_tensors
+from everybit.protocol import Pending, SumOfSquares, advance, enter, periods
 from everybit.protocol.requests import Kind
 from everybit.stepping import OptimizerState
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of, no_members_of
+from everybit_torch.segments.requests import form_of, is_fixed, reads_of
 from everybit_torch.units import Unit, map_state
-
-WEIGHTS = "params"
-"""The name of the weights among the inputs of a reduction; the others go by the names of their slots."""
-
-_READ_WEIGHTS = (Lookahead, LowRank)
-"""Combinators of this library that read weights themselves; the others leave that to the transforms inside."""
 
 
 class Source(NamedTuple):
@@ -83,7 +78,7 @@ class Reads:
         whole, all_periods = needs_whole_tensors(optimizer.transform), periods(optimizer.transform)
         answers: list[Due] = [(), *(tuple((period, due) for period in all_periods) for due in (True, False))]
         promises = _Promises(
-            _form(optimizer.transform) if has_fixed_reductions(optimizer.transform) else None,
+            form_of(optimizer.transform) if is_fixed(optimizer.transform) else None,
             whole,
             bool(all_periods)
             and (whole or len({_count_reductions(optimizer, unit, answer) for answer in answers}) > 1),
@@ -103,31 +98,6 @@ class Reads:
         return self._sources[key]
 
 
-def _form(transform: eb.Transform[Any]) -> tuple[object, ...]:
-    """The classes of a transform and of those inside it, with their choices; numbers do not change what is requested."""
-    return tuple(
-        (type(node), *(value if isinstance(value, str | bool | None) else type(value) for value in _values(node)))
-        for node in transforms_in(transform)
-    )
-
-
-def _values(node: Any) -> list[Any]:
-    return [getattr(node, field.name) for field in fields_of(node)]
-
-
-def _is_ours(transform: object) -> bool:
-    return type(transform).__module__.partition(".")[0] in ("everybit", "everybit_torch")
-
-
-def has_fixed_reductions(transform: eb.Transform[Any]) -> bool:
-    """Whether a transform makes the same requests at every step: those of this library do, and one that does not reduce.
-
-    One of a user's own may decide by its hyperparameters, its state or a total.
-    """
-    reducing = (one for one in transforms_in(transform) if one.reduces)
-    return not periods(transform) and all(map(_is_ours, reducing))
-
-
 def _source(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor], due: Due) -> Source:
     """Run the transform on a chunk without elements, and note the transforms that are entered."""
     tensor, held = without_elements(unit)
@@ -136,7 +106,7 @@ def _source(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor], 
     names: set[str] = set()
 
     def note(transform: eb.Transform[Any], state: Any) -> None:
-        names.update(_reads(transform, state))
+        names.update(reads_of(transform, state))
 
     ctx = eb.Context(
         pending=True, requests_only=True, entered=note, members=no_members_of(unit), seed=optimizer.seed, due=due
@@ -146,22 +116,6 @@ def _source(optimizer: eb.Optimizer[Any], unit: Unit, totals: Sequence[Tensor], 
         return Source(frozenset(), gradient_norm=False, pending=False)
     values = eb.tree.leaves(result.request.values) if isinstance(result.request, SumOfSquares) else []
     return Source(frozenset(names), any(x is grads[0] for x in values), pending=True)
-
-
-def _reads(transform: eb.Transform[Any], state: Any) -> set[str]:
-    """The slots that a transform decodes itself, and :data:`WEIGHTS` if it reads these."""
-    if _is_ours(transform) and len(list(transforms_in(transform))) > 1:
-        # Transforms inside are entered by themselves.
-        names = {name for name, is_slot in (eb.tree.slot_fields(state) or {}).items() if is_slot}
-        return names | {WEIGHTS} if isinstance(transform, _READ_WEIGHTS) else names
-    names = set()
-
-    def note(name: str, slot: Any) -> Any:
-        names.add(name)
-        return slot
-
-    eb.tree.map_slots(note, state)
-    return names | {WEIGHTS} if getattr(transform, "reads_weights", True) else names
 
 
 class Partial(NamedTuple):

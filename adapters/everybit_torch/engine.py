@@ -91,7 +91,7 @@ class Engine:
     def add(self, unit: Unit) -> None:
         """Step a unit from here on."""
         self.units.append(unit)
-        self.groups[unit.group].elements[unit.tensor.dtype] += unit.tensor.numel()
+        self.groups[unit.group].steps[unit.tensor.dtype].elements += unit.tensor.numel()
         self.states.show(unit)
         self.table = None
 
@@ -136,16 +136,11 @@ class Engine:
 
     # -- hyperparameters ------------------------------------------------------------------------------------------------------
 
-    def follow(
-        self,
-        arguments: Sequence[dict[str, Any]],
-        may_begin: Callable[[Unit, list[str], Mapping[str, Any]], None] | None = None,
-    ) -> None:
+    def follow(self, arguments: Sequence[dict[str, Any]]) -> None:
         """Step with these hyperparameters from here on; state that they need begins, and what they do not need is put aside.
 
         Args:
             arguments: For each group, its factory's.
-            may_begin: Refuses slots that cannot begin after other steps of a unit, by a ValueError.
 
         Raises:
             TypeError: A hyperparameter that is none.
@@ -159,7 +154,7 @@ class Engine:
         plans = [
             (unit, plan)
             for group, new, optimizers in changes
-            for unit, plan in group.plan_migrations(self.units, new, optimizers, may_begin)
+            for unit, plan in group.plan_migrations(self.units, new, optimizers)
         ]
         for group, new, optimizers in changes:
             group.follow(new, optimizers)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,43 +14,28 @@ import everybit as eb
 from everybit.combinators import needs_whole_tensors
 from everybit.policies import AnyPolicy
 from everybit.protocol import periods
-from everybit.stepping import Metrics, OptimizerState, Unsafe, with_policy
-from everybit_torch.arguments import by_given_name, differ
+from everybit.stepping import Metrics, OptimizerState, Unsafe
 from everybit_torch.asking import Partial, ask_unit, partial_result
-from everybit_torch.choosing import Decision, applied
-from everybit_torch.compiled.compilation import can_compile, may_compile
+from everybit_torch.choosing import applied
+from everybit_torch.compiled.compilation import can_compile
 from everybit_torch.compiled.probing import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 from everybit_torch.host_counts import Due
 from everybit_torch.members import members_of
-from everybit_torch.optim.migration import Migration, plan_migration, skeleton
-from everybit_torch.segments.steps import WORTH_COMPILING, Compile
+from everybit_torch.optim.groups import Group as ParamGroup
+from everybit_torch.optim.groups import Optimizers
+from everybit_torch.optim.migration import Migration, plan_migration
+from everybit_torch.segments.steps import Compile
 from everybit_torch.stepping import EXPANDED_PIECE, step_in_pieces, step_in_place, step_unit
 from everybit_torch.streams import copies_need_no_wait, is_capturing
 from everybit_torch.units import Unit, map_state
-
-Optimizers = dict[torch.dtype, eb.Optimizer[Any]]
-"""A group's optimizers, by dtype of the parameters."""
 
 MOST_PERIODS = LIMIT.bit_length() - 1
 """Periods of which the host answers in compiled code, so that a step has no more variants than :data:`LIMIT` for its answers."""
 
 
-class Group:
-    """Policies, the optimizers with the present hyperparameters, and compiled steps.
-
-    Args:
-        number: Among the engine's groups.
-        factory: From hyperparameters to a transform.
-        policies: By dtype of the parameters.
-        names: By the user's name of a hyperparameter, the factory's arguments that it stands for; for messages.
-        owner: What messages call the optimizer.
-        seed: The seed of stochastic rounding.
-        unsafe: See :func:`everybit.with_policy`.
-        compile: Whether steps are compiled; see :class:`~everybit_torch.TorchOptimizer`.
-        only_flat: Whether all units have to be flat.
-        source: Groups with the same source are stepped by the same transform, whose reductions go over all of them.
-    """
+class Group(ParamGroup):
+    """A param group whose parameters are units; see :class:`~everybit_torch.optim.groups.Group` for the arguments."""
 
     def __init__(
         self,
@@ -64,23 +48,19 @@ class Group:
         seed: int,
         unsafe: Unsafe,
         compile: Compile,
-        only_flat: bool = False,
         source: str = "",
     ) -> None:
-        self.number = number
-        self.factory = factory
-        self.policies = dict(policies)
-        self.names = names
-        self.source = source
-        self.optimizers: Optimizers = {}
-        self.elements: Counter[torch.dtype] = Counter()  # of its units
-        self.arguments: dict[str, Any] = {}
-        """The factory's present keyword arguments, by name."""
-        self._owner, self._seed = owner, seed
-        self._unsafe: Unsafe = unsafe
-        self.compile: Compile = compile
-        self._only_flat = only_flat
-        self._by_decision: list[tuple[eb.Optimizer[Any], Decision, eb.Optimizer[Any]]] = []
+        super().__init__(
+            number,
+            factory,
+            policies,
+            names=names,
+            owner=owner,
+            seed=seed,
+            unsafe=unsafe,
+            compile=compile,
+            source=source,
+        )
         self._is_periodic = False
         self._variants = self._no_variants()
         self._partial_results = self._no_partial_results()
@@ -99,91 +79,22 @@ class Group:
 
     # -- hyperparameters ------------------------------------------------------------------------------------------------------
 
-    def build(self, arguments: Mapping[str, Any]) -> Optimizers:
-        """Make the optimizers for these arguments of the factory; the present ones stay.
-
-        Raises:
-            TypeError: A hyperparameter of another kind.
-            ValueError: A hyperparameter or policy that cannot work; the message has the user's name for it.
-        """
-        # Judged anew whenever hyperparameters change; but of what was accepted with a warning nobody is warned twice.
-        unsafe: Unsafe = "allow" if self._unsafe == "warn" and self.optimizers else self._unsafe
-        try:
-            transform = self.factory(**arguments)
-            return {
-                dtype: with_policy(transform, policy, seed=self._seed, unsafe=unsafe)
-                for dtype, policy in self.policies.items()
-            }
-        except (TypeError, ValueError) as error:
-            message = by_given_name(str(error), self.names, arguments)
-            raise type(error)(f"{self._owner}, param group {self.number}: {message}") from None
-
-    def follow(self, arguments: dict[str, Any], optimizers: Optimizers) -> None:
+    def follow(self, arguments: Mapping[str, Any], optimizers: Optimizers) -> None:
         """Step with other hyperparameters from here on; the caller has migrated the state to them before."""
-        self.optimizers = optimizers
-        self.arguments = arguments
+        super().follow(arguments, optimizers)
         self._is_periodic = any(periods(one.transform) for one in optimizers.values())
         self._variants.follow()
         self._partial_results.follow()
         for device in list(self._numbers):
             self._fill(device)
 
-    def require_capturable(self, arguments: Mapping[str, Any], device: torch.device) -> None:
-        """Refuse hyperparameters that a captured step on a device could not follow.
-
-        Raises:
-            RuntimeError: One has changed since the last step.
-            ValueError: A tensor that is on another device.
-        """
-        for name, targets in self.names.items():
-            for target in (one for one in targets if one in arguments):
-                value = arguments[target]
-                if differ(value, self.arguments.get(target)):
-                    raise RuntimeError(
-                        f"param group {self.number}: {name}: has changed since the last step, and a CUDA graph is being captured; accepted"
-                        " is to call step() or prepare() after the change, before the capture."
-                    )
-                if isinstance(value, Tensor) and value.device != device:
-                    raise ValueError(
-                        f"param group {self.number}: {name}: got a tensor on {value.device} while a CUDA graph is being captured; accepted"
-                        f" is one on {device}, which replays read."
-                    )
-
-    def changed(self, optimizers: Optimizers) -> set[torch.dtype]:
-        """The dtypes for which other optimizers nest their state differently than the present ones."""
-        return {
-            dtype for dtype, old in self.optimizers.items()
-            if skeleton(old.transform) != skeleton(optimizers[dtype].transform)
-        }  # fmt: skip
-
-    def require_cuts(self, optimizers: Optimizers) -> None:
-        """Refuse optimizers that have to see whole tensors, where parameters were placed for others, and the other way round.
-
-        Raises:
-            ValueError: The message says what changed.
-        """
-        for dtype, new in optimizers.items():
-            after = needs_whole_tensors(new.transform)
-            before = needs_whole_tensors(self.optimizers[dtype].transform) if self.elements else after
-            if before != after:
-                raise ValueError(
-                    f"{self._owner}, param group {self.number}: its transform would {'have' if after else 'not have'} to see"
-                    " whole tensors, and its parameters were placed at the first step for one that"
-                    f" {'has' if before else 'has not'}; make a new optimizer."
-                )
-            if after and self._only_flat:
-                raise ValueError(
-                    "layout: got 'flat' for a transform that must see whole tensors (its cut is 'tensor'); accepted are 'auto' and 'tree'."
-                )
-
     def plan_migrations(
         self,
         units: Iterable[Unit],
         arguments: Mapping[str, Any],
         optimizers: Optimizers,
-        may_begin: Callable[[Unit, list[str], Mapping[str, Any]], None] | None,
     ) -> Iterator[tuple[Unit, Migration]]:
-        """Plan the state of those units that are the group's, for other hyperparameters; ``may_begin`` refuses slots that cannot begin.
+        """Plan the state of those units that are the group's, for other hyperparameters.
 
         Raises:
             ValueError: It cannot be told; the message names the hyperparameters.
@@ -196,8 +107,6 @@ class Group:
                 continue
             try:
                 plan = plan_migration(unit, applied(optimizers[unit.tensor.dtype], unit.decision))
-                if may_begin is not None:
-                    may_begin(unit, plan.begun, arguments)
             except ValueError as error:
                 before = self.arguments
                 names = [
@@ -209,27 +118,13 @@ class Group:
 
     def optimizer_of(self, unit: Unit) -> eb.Optimizer[Any]:
         """The optimizer of a unit: the group's for its dtype, as its masks and labels came out."""
-        optimizer = self.optimizers[unit.tensor.dtype]
-        return optimizer if unit.decision is None else self._decided(optimizer, unit.decision)
-
-    def _decided(self, optimizer: eb.Optimizer[Any], decision: Decision) -> eb.Optimizer[Any]:
-        for before, what, known in self._by_decision:
-            if before is optimizer and what == decision:
-                return known
-        self._by_decision = [one for one in self._by_decision if any(one[0] is now for now in self.optimizers.values())]
-        self._by_decision.append((optimizer, decision, made := decision.applied(optimizer)))
-        return made
+        return self.decided(unit.tensor.dtype, unit.decision)
 
     # -- stepping -------------------------------------------------------------------------------------------------------------
 
     def compiles(self, unit: Unit) -> bool:
         """Whether the step of a unit is compiled; of those of a group with one dtype all are, or none."""
-        if torch.compiler.is_compiling():
-            return False  # the step is a part of what the user compiles
-        if self.compile != "auto":
-            return self.compile
-        worth_it = self.elements.get(unit.tensor.dtype, 0) >= WORTH_COMPILING
-        return worth_it and may_compile(unit.tensor.device)
+        return self.steps[unit.tensor.dtype].compiles(unit.tensor.device)
 
     def due(self, unit: Unit) -> Due:
         """Say which periodic work is due in the next step of a unit, as the host counts them.

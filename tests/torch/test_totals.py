@@ -17,7 +17,8 @@ import everybit as eb
 from everybit.base import barriers
 from everybit.protocol import ALONE
 from everybit.testing.registry import REGISTRY
-from everybit_torch import TorchOptimizer, asking, reductions, stepping
+from everybit_torch import TorchOptimizer, reductions, stepping
+from everybit_torch.segments import requests
 from everybit_torch.segments.totals import Work, find_totals
 from everybit_torch.sharded.allocations import AllocationCounter
 from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
@@ -269,7 +270,7 @@ def test_transforms_of_the_library_ask_for_the_same_reductions_at_every_step(nam
     params = {"w": torch.ones(3, 2)}
     for step, gradient in enumerate([1.0, 0.0, float("nan"), 1e30, 1.0]):
         transform = of_the_library()[name](0.1 * step)
-        assert asking.has_fixed_reductions(transform)
+        assert requests.is_fixed(transform)
         state = transform.init(params) if state is None else state
         kinds: list[str] = []
         ctx = eb.Context(step=torch.tensor(step + 1), pending=True)

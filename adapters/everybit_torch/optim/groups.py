@@ -133,8 +133,9 @@ class Group:
             before, after = (needs_whole_tensors(one.transform) for one in (self.optimizers[dtype], new))
             if self.steps[dtype].elements and before != after:
                 raise ValueError(
-                    f"{self._owner}, param group {self.number}: its transform would {'have' if after else 'not have'} to see whole tensors,"
-                    f" and {'had not' if after else 'had'} to at the first step; make a new optimizer."
+                    f"{self._owner}, param group {self.number}: its transform would {'have' if after else 'not have'} to see"
+                    " whole tensors, and its parameters were placed at the first step for one that"
+                    f" {'has' if before else 'has not'}; make a new optimizer."
                 )
 
     def require_capturable(self, arguments: Mapping[str, Any], device: torch.device) -> None:

@@ -203,11 +203,8 @@ class Parameters:
         self._firsts: dict[Tensor, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "states": None,
-            "sources": Sources(),
-            "axes": {},
-        }  # a front end saves what others keep there
+        # Of the states a front end saves what others keep there.
+        return self.__dict__ | {"states": None, "sources": Sources(), "axes": {}}
 
     def add_group(self, group: Group) -> None:
         """Add a param group."""
@@ -566,8 +563,10 @@ def _require_writable(new: Sequence[New], params: Sequence[list[Tensor]]) -> Non
                 f"{one.name}: got a tensor of shape {tuple(one.parameter.shape)} and strides {one.parameter.stride()}, several of whose"
                 " elements are one place in memory (expand); accepted are parameters that can be written to: clone it."
             )
+    by_id = {id(one.parameter): one for one in new if one.shares}
+    if not by_id:
+        return
     here = [p for given in params for p in given if not is_lazy(p)]
-    by_id = {id(one.parameter): one for one in new}
     names = {id(p): f"param group {n}, parameter {i}" for n, given in enumerate(params) for i, p in enumerate(given)}
     for pair in sharing([local(p) for p in here]):
         found = [here[number] for number in pair]

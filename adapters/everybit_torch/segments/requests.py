@@ -61,7 +61,7 @@ class Sources:
             if len(self._forms) > MOST:
                 self._forms.clear()  # optimizers are made anew when hyperparameters change
             transform = optimizer.transform
-            known = self._forms[id(optimizer)] = optimizer, _form(transform) if is_fixed(transform) else None
+            known = self._forms[id(optimizer)] = optimizer, form_of(transform) if is_fixed(transform) else None
         return known[1]
 
     def of(self, segment: Segment, totals: Sequence[Tensor], due: Due) -> Source:
@@ -106,7 +106,7 @@ def is_fixed(transform: eb.Transform[Any]) -> bool:
     One of a user's own may decide by its hyperparameters, its state or a total.
     """
     reducing = (one for one in transforms_in(transform) if one.reduces)
-    return not periods(transform) and all(map(_is_ours, reducing))
+    return not periods(transform) and all(map(is_ours, reducing))
 
 
 def _requests_in_periodic_work(segment: Segment) -> bool:
@@ -124,8 +124,8 @@ def _count(segment: Segment, due: Due) -> int:
     return len(totals)
 
 
-def _form(transform: eb.Transform[Any]) -> Form:
-    """The classes of a transform and of those inside it, with their choices; numbers do not change what is requested."""
+def form_of(transform: eb.Transform[Any]) -> Form:
+    """Return the classes of a transform and of those inside it, with their choices; numbers do not change what is requested."""
     return tuple(
         (type(node), *(value if isinstance(value, str | bool | None) else type(value) for value in _values(node)))
         for node in transforms_in(transform)
@@ -136,7 +136,8 @@ def _values(node: Any) -> list[Any]:
     return [getattr(node, field.name) for field in fields_of(node)]
 
 
-def _is_ours(transform: object) -> bool:
+def is_ours(transform: object) -> bool:
+    """Whether a transform is of this library."""
     return type(transform).__module__.partition(".")[0] in ("everybit", "everybit_torch")
 
 
@@ -149,7 +150,7 @@ def _ask(segment: Segment, totals: Sequence[Tensor], due: Due) -> tuple[Pending 
     names: set[str] = set()
 
     def note(transform: eb.Transform[Any], state: Any) -> None:
-        names.update(_reads(transform, state))
+        names.update(reads_of(transform, state))
 
     ctx = eb.Context(pending=True, requests_only=True, entered=note, seed=optimizer.seed, due=due).at(state.step + 1)
     result: Any = advance(enter(optimizer.transform, grads, state.inner, params, ctx, lambda *_: None), totals)
@@ -189,9 +190,9 @@ def _first_of_whole(segment: Segment) -> Source:
     return Source(None, any(x is grads[0] for x in values), pending=True)
 
 
-def _reads(transform: eb.Transform[Any], state: Any) -> set[str]:
-    """The slots that a transform decodes itself, and :data:`WEIGHTS` if it reads these."""
-    if _is_ours(transform) and len(list(transforms_in(transform))) > 1:
+def reads_of(transform: eb.Transform[Any], state: Any) -> set[str]:
+    """Return the slots that a transform decodes itself, and :data:`WEIGHTS` if it reads these."""
+    if is_ours(transform) and len(list(transforms_in(transform))) > 1:
         # Transforms inside are entered by themselves.
         names = {name for name, is_slot in (eb.tree.slot_fields(state) or {}).items() if is_slot}
         return names | {WEIGHTS} if isinstance(transform, _READ_WEIGHTS) else names

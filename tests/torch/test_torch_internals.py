@@ -39,6 +39,7 @@ USED = [
     ("torch._inductor.compile_fx", "compile_fx", "compiler"),
     ("torch._inductor.config", "post_grad_custom_post_pass", "compiler"),
     ("torch._inductor.config", "cpp.vec_isa_ok", "compiler"),
+    ("torch._inductor.config", "cpp.dynamic_threads", "compiler"),
     ("torch._inductor.config", "cpp.enable_floating_point_contract_flag", "compiler"),
     ("torch._inductor.config", "cpp.enable_unsafe_math_opt_flag", "compiler"),
     ("torch._inductor.cpp_builder", "get_cpp_compiler", "compiler"),

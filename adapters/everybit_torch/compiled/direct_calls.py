@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +28,26 @@ _Kind = tuple[bool, tuple[tuple[torch.dtype, torch.device, bool], ...]]
 _LENGTH = -1
 
 
+class _Remembered(NamedTuple):
+    """The inputs of a segment's last step, of which only the gradient is another at the next.
+
+    Attributes:
+        tensor: The segment's tensor.
+        first: The indices of its elements.
+        grad_dtype: The gradient's dtype.
+        rest: The inputs after the gradient, but for the numeric hyperparameters.
+        compiled: The code for them.
+        places: The number of the input that each argument of the code is.
+    """
+
+    tensor: Tensor
+    first: object
+    grad_dtype: torch.dtype
+    rest: list[Tensor]
+    compiled: Compiled
+    places: list[int]
+
+
 class DirectCalls:
     """A compiled step, called directly where that is safe.
 
@@ -39,6 +60,7 @@ class DirectCalls:
         self._through_dynamo, self._began = through_dynamo, began
         self._known: dict[_Kind, tuple[Compiled, list[int]] | None] = {}
         self._ran: tuple[Compiled, Sequence[Any]] | None = None
+        self._remembered: WeakKeyDictionary[Any, _Remembered] = WeakKeyDictionary()
 
     def note(self, compiled: Compiled, arguments: Sequence[Any]) -> None:
         """Remember which code runs, and what Dynamo passes to it."""
@@ -54,18 +76,41 @@ class DirectCalls:
         first: Tensor | Blocks | Scattered,
         totals: Sequence[Tensor],
         members: tuple[eb.Members, ...] | None = None,
+        segment: object = None,
     ) -> None:
-        """Step in place; the arguments are those of a compiled step that is not measured."""
+        """Step in place; the arguments are those of a compiled step that is not measured.
+
+        Args:
+            tensors: The tensor, alone in a list, as the gradient is.
+            grads: Its gradient.
+            state: Its state.
+            numbers: The numeric hyperparameters.
+            given: Those that are tensors.
+            first: The indices of the elements.
+            totals: The totals of requests.
+            members: The parameters of the elements, of a transform that reduces.
+            segment: What has this tensor and this state, and the same tensors of the state at every step.
+        """
         (tensor,), (grad,) = tensors, grads
+        last = self._remembered.get(segment) if segment is not None else None
+        if (
+            last is not None
+            and last.tensor is tensor
+            and last.first is first
+            and not totals
+            and _is_like(grad, tensor, last)
+        ):
+            self._begin_and_run(last.compiled, last.places, [tensor, grad, *last.rest, numbers])
+            return
         inputs = [tensor, grad, *eb.tree.leaves((state, first)), *given.values(), *totals]
         # Members are vectors of other lengths, of which code may depend; Dynamo looks at them.
         kind = _kind(inputs) if members is None else None
         known = None if kind is None else self._known.get(kind)
         if known is not None:
             compiled, places = known
-            inputs.append(numbers)
-            self._began()
-            compiled(*[tensor.numel() if place == _LENGTH else inputs[place] for place in places])
+            if segment is not None and not totals and not given:
+                self._remembered[segment] = _Remembered(tensor, first, grad.dtype, inputs[2:], compiled, places)
+            self._begin_and_run(compiled, places, [*inputs, numbers])
             return
         try:
             self._through_dynamo(tensors, grads, state, numbers, given, first, totals, members)
@@ -74,6 +119,24 @@ class DirectCalls:
             ran, self._ran = self._ran, None
         if kind is not None and ran is not None and kind not in self._known:
             self._known[kind] = _places(*ran, [*inputs, numbers])
+
+    def _begin_and_run(self, compiled: Compiled, places: Sequence[int], inputs: Sequence[Tensor]) -> None:
+        self._began()
+        compiled(*[inputs[0].numel() if place == _LENGTH else inputs[place] for place in places])
+
+
+def _is_like(grad: Tensor, tensor: Tensor, last: _Remembered) -> bool:
+    """Whether a gradient is of the kind that a segment's last one was."""
+    return (
+        grad.dtype is last.grad_dtype
+        and type(grad) is Tensor
+        and not grad.requires_grad
+        and grad.shape == tensor.shape
+        and grad.device == tensor.device
+        and grad.is_contiguous()
+        and grad.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _kind(inputs: Sequence[Tensor]) -> _Kind | None:

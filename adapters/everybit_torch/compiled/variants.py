@@ -70,6 +70,7 @@ class Inputs:
         due: Which periodic work is due, as far as the host says it.
         choices: Further keyword arguments of the body, which choose its code: names and hashable values.
         returns: Whether the body returns anything.
+        segment: What has this tensor and this state, and the same tensors of the state at every step; None: nothing is known to have.
     """
 
     tensors: list[Tensor]
@@ -83,6 +84,7 @@ class Inputs:
     due: Due = ()
     choices: tuple[tuple[str, Any], ...] = ()
     returns: bool = True
+    segment: object = None
 
     def answers(self) -> list[Tensor]:
         """Return the results of joint work, the last of the totals."""
@@ -198,9 +200,10 @@ class Variants(Generic[R]):
             )
         given = {name: arguments[name] for name in variant.given}
         try:
+            segment = (inputs.segment,) if isinstance(variant.run, DirectCalls) else ()
             measured = variant.run(
-                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals, inputs.members
-            )
+                inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals, inputs.members, *segment
+            )  # fmt: skip
         except Exception as error:
             if variant.began:
                 raise

@@ -37,7 +37,7 @@ from everybit_torch.optim.visits import entries_of as state_of
 from everybit_torch.segments.requests import Sources
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.short import Bucket, is_short
-from everybit_torch.segments.single import Single, place_of
+from everybit_torch.segments.single import Single, lie_at
 from everybit_torch.segments.steps import Steps
 
 if TYPE_CHECKING:
@@ -455,8 +455,8 @@ class Parameters:
             tied = _tied(parameters) if tied is None else tied
             keeps_rest = len(one.of.segment.stored.params.parts()) > 1
             for parameter, place in zip(one.of.parameters, one.of.places, strict=True):
-                here, (_, shape, _, dtype, device) = local(parameter), place
-                if place_of(here) == place:
+                here, (_, _, (shape, dtype, device)) = local(parameter), place
+                if lie_at([here], [place]):
                     continue
                 where = f"param group {one.group.number}: a parameter of shape {tuple(here.shape)}"
                 if (here.dtype, here.device, here.shape) != (dtype, device, shape):

@@ -124,13 +124,17 @@ def gradients(one: Stepped) -> list[Tensor | None]:
         TypeError: A sparse gradient.
     """
     grads = [parameter.grad for parameter in one.of.parameters]
-    for name, grad in zip(one.names, grads, strict=True):
-        if grad is not None and grad.layout is not torch.strided:
-            raise TypeError(
-                f"{name}: got a {grad.layout} gradient; accepted are dense gradients (torch.nn.Embedding(sparse=False), or"
-                " torch.optim.SparseAdam for sparse ones)."
-            )
-    return [None if grad is None else local(grad) for grad in grads]
+    if {grad.layout for grad in grads if grad is not None} - {torch.strided}:
+        name, layout = next(
+            (name, grad.layout)
+            for name, grad in zip(one.names, grads, strict=True)
+            if grad is not None and grad.layout is not torch.strided
+        )
+        raise TypeError(
+            f"{name}: got a {layout} gradient; accepted are dense gradients (torch.nn.Embedding(sparse=False), or"
+            " torch.optim.SparseAdam for sparse ones)."
+        )
+    return [None if grad is None else local(grad) for grad in grads] if one.of.is_sharded else grads
 
 
 def _settle_due(sources: Sources, tasks: Sequence[Task], visits: Sequence[Visit]) -> None:

@@ -30,7 +30,7 @@ CHUNK = 1 << 22
 """Elements of which the state is initialised at a time, so that a first step needs no float32 copy of the model."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Segment:
     """A tensor that is stepped at once.
 

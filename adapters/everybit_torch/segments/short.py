@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import cut
-from everybit_torch.dtensors import local
+from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.single import Place, Single, place_of
+from everybit_torch.segments.single import Place, Single, lie_at, places_of
 from everybit_torch.torch_internals.tensors import foreach_copy
 
 SHORT = 1 << 16
@@ -48,6 +49,7 @@ class Bucket:
     Attributes:
         segment: The vector and its state.
         places: The memory that the parameters had at the last step.
+        is_sharded: Whether parameters are DTensors.
     """
 
     def __init__(self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int]) -> None:
@@ -67,7 +69,8 @@ class Bucket:
         self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int]
     ) -> tuple[Tensor, int | Blocks | Scattered]:
         self.parameters, self._firsts = list(parameters), list(firsts)
-        here = [local(p).detach() for p in parameters]
+        self.is_sharded = any(map(is_dtensor, parameters))
+        here = [x.detach() for x in self._here()]
         (stored,) = optimizer.formats(here[:1])
         block, end = stored.policy.block, 0
         self._starts: list[int] = []
@@ -78,7 +81,6 @@ class Bucket:
             end = -(-end // block) * block
         self._ranges = [slice(a, a + x.numel()) for a, x in zip(self._starts, here, strict=True)]
         vector = here[0].new_zeros(end)
-        self._grad: Tensor | None = None
         self._forget()
         self._find(vector)
         self._read(vector)
@@ -86,35 +88,44 @@ class Bucket:
 
     def _forget(self) -> None:
         self.places: list[Place] = []
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        self._targets: list[Tensor] = []  # the parameters' memory
+        self._sources: list[Tensor] = []  # their parts of the vector
         self._is_dense = False
+        self._grad: Tensor | None = None
+        self._grads: list[Tensor] = []  # their parts of the gradient
 
     def __getstate__(self) -> dict[str, Any]:
         # In a copy these would be no views any more.
-        return self.__dict__ | {"_targets": [], "_sources": [], "_is_dense": False, "_grad": None}
+        return self.__dict__ | {"_targets": [], "_sources": [], "_is_dense": False, "_grad": None, "_grads": []}
+
+    def _here(self) -> list[Tensor]:
+        """This rank's parts of the parameters."""
+        return [local(p) for p in self.parameters] if self.is_sharded else self.parameters
 
     @property
     def numel(self) -> int:
         """The number of elements here."""
-        return sum(local(p).numel() for p in self.parameters)
+        return sum(x.numel() for x in self._here())
 
     def in_place(self) -> bool:
         """Whether all parameters have the memory that they had at the last step."""
-        return bool(self._targets) and [place_of(local(p)) for p in self.parameters] == self.places
+        return bool(self._targets) and lie_at(self._here(), self.places)
 
     def follow(self) -> None:
         """Step the memory that the parameters have now."""
         self._find(self.segment.tensor)
 
     def _find(self, vector: Tensor) -> None:
-        here = [local(p).detach() for p in self.parameters]
-        pieces = [vector[where] for where in self._ranges]
-        self.places = [place_of(x) for x in here]
-        self._targets = [x.view(-1) if x.is_contiguous() else x for x in here]
-        self._sources = [x if t.ndim == 1 else x.view(t.shape) for t, x in zip(self._targets, pieces, strict=True)]
+        here = [x.detach() for x in self._here()]
+        self.places = [*places_of(here)]
         has_gaps = vector.numel() != sum(x.numel() for x in here)
-        self._is_dense = not has_gaps and all(x.ndim == 1 for x in self._targets)
+        self._is_dense = not has_gaps and all(x.is_contiguous() for x in here)
+        self._targets = [x.view(-1) for x in here] if self._is_dense else here
+        self._sources = self._parts(vector, self._targets)
+
+    def _parts(self, vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of a vector, in the shapes of these tensors."""
+        return [vector[where].view(x.shape) for where, x in zip(self._ranges, like, strict=True)]
 
     def _read(self, vector: Tensor) -> None:
         if self._is_dense:
@@ -130,16 +141,12 @@ class Bucket:
         """
         vector = self.segment.tensor
         self._read(vector)
-        dtype = grads[0].dtype
-        for grad in grads[1:]:
-            dtype = dtype if grad.dtype is dtype else torch.promote_types(dtype, grad.dtype)
+        dtypes = {grad.dtype for grad in grads}
+        dtype = dtypes.pop() if len(dtypes) == 1 else reduce(torch.promote_types, dtypes)
         if self._grad is None or self._grad.dtype is not dtype:
             self._grad = torch.zeros(vector.numel(), dtype=dtype, device=vector.device)
-        flat = [grad if grad.ndim == 1 else grad.reshape(-1) for grad in grads]
-        if self._is_dense:
-            torch.cat(flat, out=self._grad)
-        else:
-            foreach_copy([self._grad[where] for where in self._ranges], flat)
+            self._grads = self._parts(self._grad, grads)
+        foreach_copy(self._grads, grads)  # in their shapes, because a view of each takes as long as its copy
         return self._grad
 
     def scatter(self) -> None:
@@ -149,7 +156,7 @@ class Bucket:
     def renumber(self, firsts: Sequence[int]) -> None:
         """Give the elements other global indices, from which they draw their random bits."""
         old, self._firsts = self.segment, list(firsts)
-        lengths = [local(p).numel() for p in self.parameters]
+        lengths = [x.numel() for x in self._here()]
         first = _indices(lengths, firsts, old.stored.policy.block, old.tensor.device)
         self.segment = Segment(old.optimizer, old.tensor, old.state, first)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.combinators import needs_whole_tensors
-from everybit_torch.dtensors import local
+from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
 
 
@@ -23,11 +24,12 @@ class Single:
 
     Attributes:
         places: The memory that the parameter had at the last step.
+        is_sharded: Whether the parameter is a DTensor.
     """
 
     def __init__(self, segment: Segment, parameter: Tensor) -> None:
-        self.segment, self.parameters = segment, [parameter]
-        self.places = [place_of(local(parameter))]
+        self.segment, self.parameters, self.is_sharded = segment, [parameter], is_dtensor(parameter)
+        self.places = [*places_of([local(parameter)])]
 
     @classmethod
     def new(cls, optimizer: eb.Optimizer[Any], parameter: Tensor, first: int) -> Single:
@@ -49,12 +51,12 @@ class Single:
         """Whether the parameter has the memory that it had at the last step."""
         here = local(self.parameters[0])
         # Of a copy the segment's tensor has memory of its own.
-        return place_of(here) == self.places[0] and here.data_ptr() == self.segment.tensor.data_ptr()
+        return lie_at([here], self.places) and here.data_ptr() == self.segment.tensor.data_ptr()
 
     def follow(self) -> None:
         """Step the memory that the parameter has now."""
         self.segment.tensor = as_stepped(self.parameters[0], self.segment.optimizer)
-        self.places = [place_of(local(self.parameters[0]))]
+        self.places = [*places_of([local(self.parameters[0])])]
 
     def gather(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the gradient in the shape of the segment's tensor."""
@@ -81,10 +83,17 @@ def as_stepped(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> Tensor:
     return here if whole or not here.is_contiguous() else here.view(-1)
 
 
-Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
-"""What changes when a tensor is given other memory."""
+Place = tuple[int, tuple[int, ...], tuple[torch.Size, torch.dtype, torch.device]]
+"""What changes when a tensor is given other memory: the address, the strides, and the kind."""
+
+_KIND = attrgetter("shape", "dtype", "device")
 
 
-def place_of(tensor: Tensor) -> Place:
-    """Return where a tensor lies."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def places_of(tensors: Sequence[Tensor]) -> Iterator[Place]:
+    """Yield where tensors lie."""
+    return zip(map(Tensor.data_ptr, tensors), map(Tensor.stride, tensors), map(_KIND, tensors), strict=True)
+
+
+def lie_at(tensors: Sequence[Tensor], places: Sequence[Place]) -> bool:
+    """Whether tensors lie there. Every step asks this of all parameters, so that nothing is kept of it that is to be collected."""
+    return all(map(eq, places_of(tensors), places))

@@ -185,7 +185,7 @@ class Steps:
             state = map_parts(state, [tensor], [segment.stored], lambda x, _: _vector(x), lambda x: x)
             tensor, grad = _vector(tensor), _vector(grad.contiguous())
         return Inputs(
-            [tensor], [grad], state, segment.first_tensor, list(totals), None, self._policy, decision, due, choices, returns
+            [tensor], [grad], state, segment.first_tensor, list(totals), None, self._policy, decision, due, choices, returns, segment
         )  # fmt: skip
 
     def _numbers_on(self, device: torch.device) -> Tensor:

@@ -93,7 +93,11 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
     with cpp_vectors.vector_bits():
         on_device = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
         of_kind = device_options() if on_device else trust_in_vectors()
-        return compile_fx(graph, list(inputs), config_patches={**_scalars_first(), **_as_written(), **of_kind})
+        return compile_fx(
+            graph,
+            list(inputs),
+            config_patches={**_scalars_first(), **_as_written(), **_threads_for_any_length(), **of_kind},
+        )
 
 
 def _module(name: str) -> Any:
@@ -117,6 +121,16 @@ def _as_written() -> dict[str, Any]:
     wanted = {"cpp.enable_floating_point_contract_flag": "off", "cpp.enable_unsafe_math_opt_flag": False}
     cpp = getattr(_module("torch._inductor.config"), "cpp", None)
     return {name: value for name, value in wanted.items() if hasattr(cpp, name.removeprefix("cpp."))}
+
+
+@cache
+def _threads_for_any_length() -> dict[str, Any]:
+    """Loops over elements that all threads share, whatever the length for which they are compiled.
+
+    Code is made once for all lengths, and kept on disk. Inductor otherwise makes a loop of one thread where that first length is short.
+    """
+    cpp = getattr(_module("torch._inductor.config"), "cpp", None)
+    return {"cpp.dynamic_threads": True} if hasattr(cpp, "dynamic_threads") else {}
 
 
 @cache

@@ -70,6 +70,42 @@ def test_bits_of_one_process(
         assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
 
 
+OF_EACH: dict[str, eb.Transform[Any]] = {
+    "lamb": eb.lamb(0.03),
+    "lars": eb.lars(0.03),
+    "stable_adamw": eb.stable_adamw(0.03),
+    "clipped": eb.chain(eb.clip_by_global_norm(4.0), eb.lamb(0.03), eb.clip_by_global_norm(0.01)),
+}
+
+
+def of_each(name: str, shape: tuple[int, ...] | None, outer: OuterStrategy, ranks: int) -> tuple[Weights, str]:
+    model, transform = Cells(torch.bfloat16), OF_EACH[name]
+    if shape is None:
+        alone = FlatStepper(model, transform, policy="LEAN_BF16", strategy="no_shard", divisor=1.0)
+        train_alone(alone, model, range(3), 1, ranks)
+        return weights_of(model), ""
+    stepper = FlatStepper(
+        model, transform, policy="LEAN_BF16", mesh=mesh_of(shape), strategy="optim_grads_params", outer=outer,
+        units=[Cell], divisor=1.0,
+    )  # fmt: skip
+    train(stepper, model, range(3), 1)
+    return weights_of(model), repr(stepper.as_optimizer())
+
+
+@pytest.mark.parametrize("name", OF_EACH)
+@pytest.mark.parametrize(
+    ("shape", "outer"), [((2,), "no_shard"), ((4,), "no_shard"), ((2, 2), "no_shard"), ((2, 2), "optim")]
+)
+def test_numbers_of_each_parameter_are_added_up_over_its_rows(
+    name: str, shape: tuple[int, ...], outer: OuterStrategy
+) -> None:
+    ranks = torch.Size(shape).numel()
+    weights, _ = of_each(name, None, "no_shard", ranks)
+    for found, text in run(ranks, of_each, name, shape, outer, ranks):
+        assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
+        assert "whole at owners" not in text
+
+
 class Scale(nn.Module):
     """One number, whose gradient is what it is given."""
 

@@ -76,7 +76,7 @@ def alone(name: str, policy: Any) -> Weights:
             for segment, grad in zip(segments, gradients(step, name, torch.bfloat16), strict=True)
             if not skips(step, grad)
         ]
-        totals = find_totals(work)
+        totals = find_totals(work)[0]
         for segment, grad, *_ in work:
             segment.step(grad, totals)
     return weights_of(model)
@@ -128,7 +128,7 @@ def visiting(
             for segment, tensor, grad in found:
                 segment.tensor = tensor
                 work.append(Work(segment, grad, axis=axis))
-            totals = find_totals(work)
+            totals = find_totals(work)[0]
         visits.step(grads, lambda segment, grad, totals=totals: segment.step(grad, totals, due=segment.due()))  # type: ignore[misc]
     return weights_of(model), visits.state()
 

@@ -91,7 +91,7 @@ class Drive:
     def step(self, grads: list[Tensor]) -> None:
         work = [Work(segment, grads[n].reshape(-1)) for n, segment in self.long.items()]
         work += [Work(bucket.segment, bucket.gather([grads[n] for n in numbers])) for numbers, bucket in self.buckets]
-        totals = find_totals(work, find=self.steps.find)
+        totals = find_totals(work, find=self.steps.find)[0]
         for segment, grad, *_ in work:
             self.steps.step(segment, grad, totals)
         for _, bucket in self.buckets:
@@ -244,7 +244,7 @@ def on_two_meshes(shape: tuple[int, ...]) -> list[float]:
         work.append(Work(Segment.new(optimizer, torch.zeros_like(rows)), rows, axis=axis))
     alone = torch.full((2,), 3.0)  # every rank has it
     work.append(Work(Segment.new(optimizer, torch.zeros(2)), alone))
-    return [float(total) for total in find_totals(work)]
+    return [float(total) for total in find_totals(work)[0]]
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2)])

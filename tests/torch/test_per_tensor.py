@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 
 import everybit as eb
-from everybit_torch import TorchOptimizer, groups, reductions
+from everybit_torch import TorchOptimizer
+from everybit_torch.segments import segment, totals
 from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 from tests.support.transforms import EXAMPLES, averaged, lamb, noisy
 
 LEAN, KAHAN, FP32 = eb.policies.LEAN_BF16, eb.policies.KAHAN_BF16, eb.policies.FP32
 
 
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without a compiler go through vectors 16 elements at a time, as they go through long ones."""
+    monkeypatch.setattr(segment, "PIECE", 16)
+    monkeypatch.setattr(totals, "PIECE", 16)
+
+
+@pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("policy", [LEAN, FP32], ids=["LEAN", "FP32"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_bits_are_those_of_the_whole_tree(name: str, policy: eb.Policy) -> None:
     dtype = torch.float32 if policy is FP32 else torch.bfloat16
-    model = Awkward(dtype)
+    model, stepped = Awkward(dtype), Awkward(dtype)
     whole = Whole(EXAMPLES[name], model, policy)
-    kinds: tuple[dict[str, Any], ...] = ({},)
-    models = [Awkward(dtype) for _ in kinds]
-    optimizers = [
-        TorchOptimizer(one.parameters(), EXAMPLES[name], lr=1e-2, policy=policy, seed=3, **kind)
-        for one, kind in zip(models, kinds, strict=True)
-    ]
+    optimizer = TorchOptimizer(stepped.parameters(), EXAMPLES[name], lr=1e-2, policy=policy, seed=3)
     for step in range(4):
         give_gradients(model, 1000 + step)
         expected = whole.step(model)
-        for one, optimizer in zip(models, optimizers, strict=True):
-            assert same_bits(train(one, optimizer, 1, start=step), expected)
+        assert same_bits(train(stepped, optimizer, 1, start=step), expected)
 
 
 @pytest.mark.exhaustive  # tests/torch/test_direct_calls.py and tests/core/test_context.py have one case each
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.usefixtures("in_pieces")
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("alone", [False, True], indirect=True)
-def test_compiled_steps_give_the_bits_of_uncompiled_ones(
-    monkeypatch: pytest.MonkeyPatch, name: str, alone: bool, pieces: bool
-) -> None:
-    """With parameters without a gradient, so that pieces of several sizes and numbers of members are stepped."""
-    if pieces:
-        monkeypatch.setattr(reductions, "PIECE", 16)
-        monkeypatch.setattr(groups, "EXPANDED_PIECE", 16)
+def test_compiled_steps_give_the_bits_of_uncompiled_ones(name: str, alone: bool) -> None:
+    """With parameters without a gradient."""
     found = []
     for compile in (False, True):
         model = Awkward(torch.bfloat16)

@@ -61,14 +61,14 @@ class Prepared:
         parameters: All there are.
         tasks: Those that have gradients, and are stepped here.
         visits: Those that visit owners, of which some have gradients.
-        totals: By source, the totals of the transform's requests.
+        totals: Of each task the totals of the transform's requests, by id; and of each source whose parameters visit.
         gathered: Gradients that were gathered for them.
     """
 
     parameters: Parameters
     tasks: list[Task]
     visits: list[Visit]
-    totals: dict[str, list[Tensor]] = field(default_factory=dict)
+    totals: dict[object, list[Tensor]] = field(default_factory=dict)
     gathered: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -113,7 +113,7 @@ def prepare(parameters: Parameters) -> Prepared:
         here = [visit for visit in prepared.visits if visit.visiting.source == source]
         _settle_due(parameters.sources, several, here)
         prepared.gathered.update({id(task): task.gather() for task in several})
-        prepared.totals[source] = _totals(parameters, several, here, prepared.gathered)
+        prepared.totals.update(_totals(parameters, several, here, prepared.gathered))
     return prepared
 
 
@@ -156,12 +156,17 @@ def _settle_due(sources: Sources, tasks: Sequence[Task], visits: Sequence[Visit]
 
 def _totals(
     parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit], gathered: Mapping[int, Tensor]
-) -> list[Tensor]:
-    """Find the totals of one source's requests. Of a parameter that visits the norm is that of this rank's rows, if that is all it is."""
+) -> dict[object, list[Tensor]]:
+    """Find the totals of one source's requests, by task and of what visits.
+
+    Of a parameter that visits the norm is that of this rank's rows, if that is all it is.
+    """
     finds: dict[int, Callable[[Tensor, Sequence[Tensor], Due, bool, Reads], Partial | None]] = {}
-    work = []
+    work: list[Work] = []
+    keys: list[object] = []
     for task in tasks:
         one = task.stepped
+        keys.append(id(task))
         axis, counts = parameters.axis_and_counts(one.of.parameters[0])
         work.append(Work(one.of.segment, gathered[id(task)], task.due, counts, axis))
         finds[id(one.of.segment)] = partial(one.steps.find, one.of.segment, decision=one.decision)
@@ -172,6 +177,7 @@ def _totals(
             shadow = member.visitor.shadow()
             axis, counts = parameters.axis_and_counts(member.parameter)
             work.append(Work(shadow, grad, (), counts, axis))
+            keys.append(visit.visiting.source)
             finds[id(shadow)] = partial(_at_owner, visit, member)
 
     def find(
@@ -179,7 +185,7 @@ def _totals(
     ) -> Partial | None:
         return finds[id(segment)](grad, totals, due, counts, reads)
 
-    return find_totals(work, find, parameters.sources)
+    return dict(zip(keys, find_totals(work, find, parameters.sources), strict=True))
 
 
 def _at_owner(
@@ -208,7 +214,7 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
     every = [parameter for one in prepared.parameters.stepped for parameter in one.of.parameters] if metrics else []
     mesh = mesh_of(every)
     for task in prepared.tasks:
-        totals = prepared.totals.get(task.stepped.group.source, ()) if task.stepped.optimizer.reduces else ()
+        totals = prepared.totals.get(id(task), ())
         grad = prepared.gathered.pop(id(task), None)
         found = step_one(task, task.gather() if grad is None else grad, totals, metrics=metrics)
         if found is not None and (mesh is None or is_counted(task.stepped.of.parameters[0], mesh)):

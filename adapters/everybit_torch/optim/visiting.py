@@ -258,7 +258,7 @@ def rows_to_bring(name: str, parameter: Tensor, optimizer: eb.Optimizer[Any]) ->
     """
     if not is_dtensor(parameter) or not parameter.ndim or not parameter.numel():
         return None
-    whole = needs_whole_tensors(optimizer.transform) or optimizer.per_tensor
+    whole = needs_whole_tensors(optimizer.transform)
     blocks = {block for policy in policies_of(optimizer.policy) for block in policy.blocks if block > 1}
     if not whole and not blocks:
         return None

@@ -16,7 +16,7 @@ import everybit as eb
 from everybit.combinators import Lookahead, LowRank
 from everybit.protocol import Pending, SumOfSquares, advance, enter, fields_of, periods, transforms_in
 from everybit_torch.host_counts import Due
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.segment import Segment, as_context
 
 WEIGHTS = "params"
 """The name of the weights among the inputs of a request; the others go by the names of their slots."""
@@ -75,7 +75,7 @@ class Sources:
         form, unknown = self._form(segment.optimizer), Source(None, gradient_norm=False, pending=True)
         if form is None:
             return unknown if segment.is_whole else _source(segment, totals, due)
-        key = (form, due, len(totals), segment.tensor.dtype)
+        key = (form, due, len(totals), segment.tensor.dtype, segment.members is None)
         if key not in self._found:
             if segment.is_whole and totals:
                 return unknown
@@ -96,7 +96,7 @@ class Sources:
         """Note that a transform made no request after these."""
         form = self._form(segment.optimizer)
         if form is not None:
-            key = (form, due, len(totals), segment.tensor.dtype)
+            key = (form, due, len(totals), segment.tensor.dtype, segment.members is None)
             self._found[key] = Source(frozenset(), gradient_norm=False, pending=False)
 
 
@@ -152,7 +152,9 @@ def _ask(segment: Segment, totals: Sequence[Tensor], due: Due) -> tuple[Pending 
     def note(transform: eb.Transform[Any], state: Any) -> None:
         names.update(reads_of(transform, state))
 
-    ctx = eb.Context(pending=True, requests_only=True, entered=note, seed=optimizer.seed, due=due).at(state.step + 1)
+    ctx = eb.Context(
+        members=as_context(none.members), pending=True, requests_only=True, entered=note, seed=optimizer.seed, due=due
+    ).at(state.step + 1)
     result: Any = advance(enter(optimizer.transform, grads, state.inner, params, ctx, lambda *_: None), totals)
     return result if isinstance(result, Pending) else None, names, grads
 

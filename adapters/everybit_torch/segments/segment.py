@@ -41,10 +41,12 @@ class Segment:
         tensor: The weights, as stored. A step changes them in place.
         state: The optimizer's state for them, which a step changes in place.
         first: Global index of the first element, which the others follow; or the indices of a vector with elements from several places.
+        whole: The number of elements of the whole parameter, if these are rows of one whose transform requests numbers of each.
 
     Attributes:
         stored: The formats of the weights and of the state.
         first_tensor: ``first`` on the device: int64, 0-d, or the other indices as they are.
+        members: What tells a request for a number of each parameter that the elements are a part of one; None: they are a whole one.
         count: The host's copy of ``state.step``.
     """
 
@@ -52,28 +54,44 @@ class Segment:
     tensor: Tensor
     state: OptimizerState[Any]
     first: int | Blocks | Scattered = 0
+    whole: int | None = None
     stored: Resolved = field(init=False)
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
+    members: eb.Members | None = field(init=False, default=None)
     count: HostCount = field(init=False, default_factory=HostCount)
 
     def __post_init__(self) -> None:
         (self.stored,) = self.optimizer.formats([self.tensor])
         first, device = self.first, self.tensor.device
         self.first_tensor = torch.full((), first, dtype=torch.int64, device=device) if isinstance(first, int) else first
+        if self.whole is not None:
+            edges = torch.tensor([0, self.tensor.numel()], device=device)
+            sizes = torch.full((1,), self.whole, dtype=torch.float64, device=device)
+            self.members = eb.Members(torch.zeros(1, dtype=torch.int64, device=device), edges, sizes)
 
     @classmethod
-    def new(cls, optimizer: eb.Optimizer[Any], tensor: Tensor, first: int | Blocks | Scattered = 0) -> Segment:
+    def new(
+        cls,
+        optimizer: eb.Optimizer[Any],
+        tensor: Tensor,
+        first: int | Blocks | Scattered = 0,
+        whole: int | None = None,
+    ) -> Segment:
         """Return a segment before its first step. The state of a long vector is computed piece by piece."""
         if tensor.ndim != 1 or tensor.numel() <= CHUNK or needs_whole_tensors(optimizer.transform):
-            return cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first)
+            return cls(optimizer, tensor, optimizer.init([tensor], eb.Context(first_element=first)), first, whole)
         (stored,) = optimizer.formats([tensor])
 
         def room(x: Tensor, part: PartSpec | None) -> Tensor:
             return x.new_empty(tensor.numel() if part is None else part.count(tensor.numel()))
 
         none = tensor[:0]
-        made = cls(optimizer, tensor, map_parts(optimizer.init([none]), [none], [stored], room, torch.clone), first)
-        for _, part in made.pieces(CHUNK, lambda x: x):
+        made = cls(
+            optimizer, tensor, map_parts(optimizer.init([none]), [none], [stored], room, torch.clone), first, whole
+        )
+        size = max(CHUNK // stored.policy.block, 1) * stored.policy.block
+        for start in range(0, tensor.numel(), size):
+            part = made.cut(start, min(start + size, tensor.numel()), lambda x: x)
             write(part.state, optimizer.init([part.tensor], eb.Context(first_element=part.first)))
         return made
 
@@ -97,14 +115,16 @@ class Segment:
         """
         state = cut(self.state, [self.tensor], [self.stored], start, stop, on_shared)
         first = self.first + start if isinstance(self.first, int) else self.first.cut(start, stop)
-        part = Segment(self.optimizer, self.tensor[start:stop], state, first)
+        part = Segment(self.optimizer, self.tensor[start:stop], state, first, self.whole)
         part.count.note(part.state.step, self.count.known(self.state.step))
         return part
 
     def pieces(
         self, elements: int, on_shared: Callable[[Tensor], Tensor] = torch.clone
     ) -> Iterator[tuple[slice, Segment]]:
-        """Cut a long vector, for work that goes through it a part at a time; another segment is one piece.
+        """Cut a long vector, for work that goes through it a part at a time.
+
+        What is no vector is one piece, and so is a parameter of which a transform requests numbers: a piece would answer for itself.
 
         Args:
             elements: About the length of a piece: pieces begin at multiples of a block.
@@ -114,7 +134,7 @@ class Segment:
             The elements of the piece, and the piece.
         """
         numel, block = self.tensor.numel(), self.stored.policy.block
-        if self.tensor.ndim != 1 or self.is_whole or numel <= elements:
+        if self.tensor.ndim != 1 or self.is_whole or self.optimizer.per_tensor or numel <= elements:
             yield slice(0, numel), self
             return
         size = max(elements // block, 1) * block
@@ -163,13 +183,19 @@ class Segment:
         for where, part in self.pieces(piece_size(self.tensor.device)):
             own = grad if part is self else grad[where]
             found = step_in_place(
-                self.optimizer, [part.tensor], [own], part.state, part.first, totals=totals, due=due, metrics=metrics
-            )
+                self.optimizer, [part.tensor], [own], part.state, part.first,
+                totals=totals, members=part.members, due=due, metrics=metrics,
+            )  # fmt: skip
             measured = found if measured is None or found is None else measured + found
         if part is not self:
             write(self.shared(), part.shared())
         self.note_step(before)
         return measured
+
+
+def as_context(members: eb.Members | None) -> tuple[eb.Members, ...] | None:
+    """Return the members of one tensor in the form of :class:`everybit.Context`."""
+    return None if members is None else (members,)
 
 
 def piece_size(device: torch.device) -> int:
@@ -185,11 +211,12 @@ def step_in_place(
     first: FirstElement,
     *,
     totals: Sequence[Tensor] = (),
+    members: eb.Members | None = None,
     due: Due = (),
     metrics: bool = False,
 ) -> Metrics | None:
     """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores."""
-    ctx = eb.Context(first_element=first, due=due, pending=len(totals) > 0)
+    ctx = eb.Context(first_element=first, members=as_context(members), due=due, pending=len(totals) > 0)
     found = advance(optimizer.step_traced(tensors, grads, state, ctx), totals)
     trace: StepTrace = require_done(found, optimizer.transform)
     measured = measure(optimizer, trace, ctx) if metrics else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -14,7 +15,7 @@ from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import cut
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.single import Place, Single, lie_at, places_of
+from everybit_torch.segments.single import Place, Single, lie_at, places_of, rows_of
 from everybit_torch.torch_internals.tensors import foreach_copy
 
 SHORT = 1 << 16
@@ -54,7 +55,8 @@ class Bucket:
 
     def __init__(self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int]) -> None:
         vector, first = self._begin(optimizer, parameters, firsts)
-        self.segment = Segment.new(optimizer, vector, first)
+        whole = rows_of(parameters[0], optimizer) if len(parameters) == 1 else None
+        self.segment = Segment.new(optimizer, vector, first, whole)
 
     @classmethod
     def of(cls, segment: Segment, parameter: Tensor) -> Bucket:
@@ -62,7 +64,7 @@ class Bucket:
         made = object.__new__(cls)
         assert isinstance(segment.first, int)
         vector, _ = made._begin(segment.optimizer, [parameter], [segment.first])
-        made.segment = Segment(segment.optimizer, vector, segment.state, segment.first)
+        made.segment = replace(segment, tensor=vector)
         return made
 
     def _begin(
@@ -158,7 +160,7 @@ class Bucket:
         old, self._firsts = self.segment, list(firsts)
         lengths = [x.numel() for x in self._here()]
         first = _indices(lengths, firsts, old.stored.policy.block, old.tensor.device)
-        self.segment = Segment(old.optimizer, old.tensor, old.state, first)
+        self.segment = replace(old, first=first)
 
     def own(self, number: int, on_shared: Callable[[Tensor], Tensor] = lambda x: x) -> Segment:
         """Return the segment of one parameter: its present weights, and views of the state.

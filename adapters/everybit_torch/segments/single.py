@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter, eq
 from typing import Any
 
@@ -40,7 +41,9 @@ class Single:
             parameter: The parameter.
             first: Global index of its first element here.
         """
-        return cls(Segment.new(optimizer, as_stepped(parameter, optimizer), first), parameter)
+        return cls(
+            Segment.new(optimizer, as_stepped(parameter, optimizer), first, rows_of(parameter, optimizer)), parameter
+        )
 
     @property
     def numel(self) -> int:
@@ -68,8 +71,7 @@ class Single:
 
     def renumber(self, firsts: Sequence[int]) -> None:
         """Give the elements other global indices, from which they draw their random bits."""
-        old = self.segment
-        self.segment = Segment(old.optimizer, old.tensor, old.state, firsts[0])
+        self.segment = replace(self.segment, first=firsts[0])
 
     def own(self, number: int) -> Segment:  # noqa: ARG002  # there is one
         """Return the parameter's segment."""
@@ -81,6 +83,12 @@ def as_stepped(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> Tensor:
     here = local(parameter).detach()
     whole = needs_whole_tensors(optimizer.transform)
     return here if whole or not here.is_contiguous() else here.view(-1)
+
+
+def rows_of(parameter: Tensor, optimizer: eb.Optimizer[Any]) -> int | None:
+    """Return the number of elements of the whole, if ranks hold rows of a parameter of which its transform requests numbers."""
+    is_cut = is_dtensor(parameter) and any(placement.is_shard() for placement in parameter.placements)
+    return parameter.numel() if is_cut and optimizer.per_tensor else None
 
 
 Place = tuple[int, tuple[int, ...], tuple[torch.Size, torch.dtype, torch.device]]

@@ -1,9 +1,12 @@
-"""Two-phase totals: numbers over all elements of a step, found before anything is stepped.
+"""Two-phase totals: numbers over all elements of a step, or over those of each parameter, found before anything is stepped.
 
 A transform may request a sum or a maximum over all parameters, such as the norm of the gradients. In the first phase it runs on every
 segment, up to the first request without a known total. The contributions of segments and processes are added up, and the transform
 runs anew with the total, once for each further request. In the second phase segments are stepped with all totals. No tree of all
 parameters is made.
+
+Numbers of each parameter, such as trust ratios, are met at once where a segment holds a whole parameter. If processes hold rows of it,
+their contributions are added up over its mesh, for that segment alone.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from torch import Tensor
 import everybit as eb
 from everybit.base import FirstElement, sum_of_squares, torch_dtype
 from everybit.base.barriers import scratch_for
+from everybit.protocol.per_tensor import Numbers
 from everybit.protocol.requests import Kind
 from everybit.stepping import OptimizerState
 from everybit_torch.host_counts import Due
-from everybit_torch.segments.requests import Sources, is_fixed
-from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.requests import Sources
+from everybit_torch.segments.segment import Segment, as_context
 
 PIECE = 1 << 20
 """Elements of which a contribution is computed at a time on a CPU."""
@@ -55,17 +59,19 @@ class Partial(NamedTuple):
         kind: ``"sum"`` or ``"max"``.
         value: The contribution, in the dtype of the request or in float64.
         dtype: The dtype of the request.
+        each: Whether it is for a number of each parameter.
     """
 
     kind: Kind
     value: Tensor
     dtype: torch.dtype
+    each: bool = False
 
     def with_other(self, other: Partial) -> Partial:
         """Return the contribution of both, in float64."""
         value, added = self.value.double(), other.value.to(self.value.device, torch.float64)
         both = value + added if self.kind == "sum" else torch.maximum(value, added)
-        return Partial(self.kind, both, self.dtype)
+        return Partial(self.kind, both, self.dtype, self.each)
 
 
 Reads = frozenset[str] | None
@@ -83,6 +89,7 @@ def contribution(
     first: FirstElement,
     *,
     totals: Sequence[Tensor],
+    members: eb.Members | None,
     due: Due,
     counts: bool,
     reads: Reads = None,
@@ -91,12 +98,14 @@ def contribution(
 
     It can be compiled: then only those slots are decoded from which the request is computed, also without ``reads``.
     """
-    ctx = eb.Context(first_element=first, pending=True, requests_only=True, contributes=counts, due=due)
+    ctx = eb.Context(
+        first_element=first, members=as_context(members), pending=True, requests_only=True, contributes=counts, due=due
+    )
     found = optimizer.ask(tensors, grads, state, ctx, totals=totals, reads=reads)
     if found is None:
         return None
     value = found.partial()
-    return Partial(found.kind, value, value.dtype)
+    return Partial(found.kind, value, value.dtype, each=isinstance(found.request, Numbers))
 
 
 def find_uncompiled(
@@ -109,7 +118,7 @@ def find_uncompiled(
         own = grad if part is segment else grad[where]
         found = contribution(
             segment.optimizer, [part.tensor], [own], part.state, part.first,
-            totals=totals, due=due, counts=counts, reads=reads,
+            totals=totals, members=part.members, due=due, counts=counts, reads=reads,
         )  # fmt: skip
         if found is None:
             return None
@@ -117,10 +126,13 @@ def find_uncompiled(
     return whole
 
 
-def find_totals(work: Sequence[Work], find: Find = find_uncompiled, sources: Sources | None = None) -> list[Tensor]:
-    """Find the totals of a transform's requests, in order.
+def find_totals(
+    work: Sequence[Work], find: Find = find_uncompiled, sources: Sources | None = None
+) -> list[list[Tensor]]:
+    """Find the totals of a transform's requests, in order, for each segment.
 
-    Parameters may lie on several meshes. A total is then reduced over each mesh, and the results are put together.
+    Parameters may lie on several meshes. A total is then reduced over each mesh, and the results are put together. Numbers of each
+    parameter are reduced over its own mesh.
 
     Every process has to call it, with at least one segment for each axis, and with the axes in the same order. A process without elements
     gives a segment of an empty vector.
@@ -133,52 +145,77 @@ def find_totals(work: Sequence[Work], find: Find = find_uncompiled, sources: Sou
     Raises:
         RuntimeError: Segments make different requests.
     """
+    totals: list[list[Tensor]] = [[] for _ in work]
     if not work[0].segment.optimizer.reduces:
-        return []
+        return totals
     sources = Sources() if sources is None else sources
-    by_axis: dict[int, list[Work]] = {}
-    for one in work:
-        by_axis.setdefault(id(one.axis), []).append(one)
-    totals: list[Tensor] = []
-    while (found := _add_up(work, totals, find, sources)) is not None:
-        whole: Partial | None = None
-        for number, together in by_axis.items():
-            axis, part = together[0].axis, found[number]
-            reduce = axis.sum if part.kind == "sum" else axis.max
-            reduced = Partial(part.kind, reduce(part.value.double()), part.dtype)
-            whole = reduced if whole is None else whole.with_other(reduced)
-        assert whole is not None
-        totals.append(whole.value.to(whole.dtype))
+    found = [_contribution(one, (), find, sources) for one in work]
+    while any(part is not None for part in found):
+        each = [number for number, part in enumerate(found) if part is not None and part.each]
+        if each:
+            for number, total in zip(each, _of_each([(work[n].axis, found[n]) for n in each]), strict=True):
+                totals[number].append(total)
+            for number in each:
+                found[number] = _contribution(work[number], totals[number], find, sources)
+            continue
+        kinds = {None if part is None else part.kind for part in found}
+        if len(kinds) > 1:
+            raise RuntimeError(
+                f"{work[0].segment.optimizer.transform}: makes different requests for different parameters; accepted is a transform whose"
+                " requests go over all of its parameters."
+            )
+        total = _of_all([(one.axis, part) for one, part in zip(work, found, strict=True)])
+        for own in totals:
+            own.append(total)
+        found = [_contribution(one, own, find, sources) for one, own in zip(work, totals, strict=True)]
     return totals
 
 
-def _add_up(work: Sequence[Work], totals: Sequence[Tensor], find: Find, sources: Sources) -> dict[int, Partial] | None:
-    """Add up the contributions to the first request that ``totals`` leave open, by axis; or return None."""
-    if not sources.of(work[0].segment, totals, work[0].due).pending:
+def _contribution(one: Work, totals: Sequence[Tensor], find: Find, sources: Sources) -> Partial | None:
+    """A segment's contribution to the first request that ``totals`` leave open, or None."""
+    segment, grad, due, counts, _ = one
+    source, wide = sources.of(segment, totals, due), torch_dtype(segment.stored.policy.compute)
+    if not source.pending:
         return None
-    found: dict[int, Partial] = {}
-    kind: Kind | None = None
-    for number, (segment, grad, due, counts, axis) in enumerate(work):
-        source, wide = sources.of(segment, totals, due), torch_dtype(segment.stored.policy.compute)
-        part: Partial | None
-        # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
-        if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
-            own = grad if counts else grad[:0]
-            part = Partial("sum", sum_of_squares(own, scratch_for([own])), torch.float64)
-        else:
-            here = [x if x.device == grad.device else x.to(grad.device) for x in totals]
-            part = find(segment, grad, here, due, counts, source.names)
-        kind_here = None if part is None else part.kind
-        if number and kind_here != kind:
-            raise RuntimeError(
-                f"{segment.optimizer.transform}: makes different requests for different parameters; accepted is a transform whose requests"
-                " go over all of its parameters."
-            )
-        kind = kind_here
-        if part is None and is_fixed(segment.optimizer.transform):
-            break
-        if part is not None:
-            found[id(axis)] = found[id(axis)].with_other(part) if id(axis) in found else part
-    if not found:
-        sources.note_end(work[0].segment, totals, work[0].due)
-    return found or None
+    # A gradient of a wider dtype is refused by the run of the transform, before anything is changed.
+    if source.gradient_norm and torch.promote_types(grad.dtype, wide) is wide:
+        own = grad if counts else grad[:0]
+        return Partial("sum", sum_of_squares(own, scratch_for([own])), torch.float64)
+    here = [x if x.device == grad.device else x.to(grad.device) for x in totals]
+    part = find(segment, grad, here, due, counts, source.names)
+    if part is None:
+        sources.note_end(segment, totals, due)
+    return part
+
+
+def _of_all(found: Sequence[tuple[eb.Axis, Partial | None]]) -> Tensor:
+    """The total of the contributions to one request: over the segments of each axis, over its processes, and over all axes."""
+    here: dict[int, tuple[eb.Axis, Partial]] = {}
+    for axis, part in found:
+        assert part is not None
+        here[id(axis)] = axis, here[id(axis)][1].with_other(part) if id(axis) in here else part
+    whole: Partial | None = None
+    for axis, part in here.values():
+        reduced = Partial(part.kind, _reduced(axis, part.kind, part.value.double()), part.dtype)
+        whole = reduced if whole is None else whole.with_other(reduced)
+    assert whole is not None
+    return whole.value.to(whole.dtype)
+
+
+def _of_each(found: Sequence[tuple[eb.Axis, Partial | None]]) -> list[Tensor]:
+    """The totals of numbers of each parameter, of one request of each segment; one reduction for an axis."""
+    by_axis: dict[int, list[int]] = {}
+    for number, (axis, _) in enumerate(found):
+        by_axis.setdefault(id(axis), []).append(number)
+    totals: dict[int, Tensor] = {}
+    for several in by_axis.values():
+        parts = [part for _, part in (found[number] for number in several) if part is not None]
+        sums = _reduced(found[several[0]][0], "sum", torch.cat([part.value.double().reshape(-1) for part in parts]))
+        pieces = torch.split(sums, [part.value.numel() for part in parts])
+        for number, part, piece in zip(several, parts, pieces, strict=True):
+            totals[number] = piece.view(part.value.shape).to(part.value.device, part.dtype)
+    return [totals[number] for number in range(len(found))]
+
+
+def _reduced(axis: eb.Axis, kind: Kind, value: Tensor) -> Tensor:
+    return axis.sum(value) if kind == "sum" else axis.max(value)

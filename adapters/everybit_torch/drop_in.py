@@ -10,12 +10,41 @@ from torch import Tensor
 
 from everybit.policies import PolicyOrName
 from everybit.stepping import Unsafe
+from everybit_torch.arguments import ImplementationArguments
 from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.segments.steps import Compile
 from everybit_torch.torch_internals.optimizers import hooks_of
 
 IMPLEMENTATION: Mapping[str, Any] = {"foreach": None, "capturable": False, "differentiable": False}
 """Options of most of torch's optimizers that choose among its implementations, at the values that choose none."""
+
+
+class Options(ImplementationArguments, total=False):
+    """What every optimizer takes beside ``torch.optim``'s hyperparameters.
+
+    Arguments by which torch chooses among its implementations are taken at the values that leave the choice open; ``capturable`` at either,
+    since every step can be captured.
+
+    Attributes:
+        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`; None, the default: as the
+            model is, for float32 and float64 models only.
+        compile: Whether to compile the step; ``"auto"`` by default.
+        metrics: Whether to measure each step.
+        seed: The seed of stochastic rounding.
+        unsafe: What is done with a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
+    """
+
+    policy: PolicyOrName | None
+    compile: Compile
+    metrics: bool
+    seed: int
+    unsafe: Unsafe
+
+
+class AdamOptions(Options, total=False):
+    """The same, and an argument by which torch's Adam and AdamW differ, at the value of each."""
+
+    decoupled_weight_decay: bool
 
 
 class DropIn(TorchOptimizer):

@@ -1,4 +1,4 @@
-"""Optimizers with ``torch.optim``'s signatures, plus ``policy``, ``layout``, ``compile``, ``metrics``, ``seed`` and ``unsafe``."""
+"""Optimizers with ``torch.optim``'s signatures, plus :class:`~everybit_torch.drop_in.Options`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.base import Hyperparameter
-from everybit.policies import PolicyOrName
-from everybit.stepping import Unsafe
-from everybit_torch.arguments import TorchArguments
-from everybit_torch.drop_in import IMPLEMENTATION, DropIn
+from everybit_torch.drop_in import IMPLEMENTATION, AdamOptions, DropIn, Options
 from everybit_torch.optim.front import TorchNames
 from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.optim.param_groups import Params
 from everybit_torch.optim.parameters import Stepped
 from everybit_torch.optim.states import UNUSED
-from everybit_torch.segments.steps import Compile
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq", "max_variance": "max_exp_avg_sq"}
 _FULLY_DECOUPLED: Mapping[str, Any] = {"fully_decoupled": False, "max_learning_rate": None}
@@ -41,15 +37,7 @@ class AdamW(DropIn):
         fully_decoupled: A step shrinks a parameter by ``weight_decay`` of itself instead, scaled by ``lr / max_learning_rate`` if the
             latter is given.
         max_learning_rate: The schedule's greatest value; only with ``fully_decoupled``.
-        policy: How parameters and state are stored: a policy, or the name of one in :mod:`everybit.policies`; None for float32 and
-            float64 models only.
-        compile: Compile the step.
-        metrics: Measure each step.
-        seed: The seed of stochastic rounding.
-        unsafe: What is done with a policy under which a slot of the state would stop moving; see :func:`everybit.with_policy`.
-        torch_arguments: ``foreach``, ``fused``, ``differentiable``, ``decoupled_weight_decay``, at the values by which torch leaves the
-            choice open, and ``capturable`` at either, since every step can be captured. The other arguments of
-            :func:`everybit.adamw` are taken, too.
+        options: See :class:`Options`. The other arguments of :func:`everybit.adamw` are taken, too.
 
     Raises:
         TypeError: A parameter that is not a real floating-point tensor; an argument that there is not, with the one that is meant.
@@ -84,18 +72,11 @@ class AdamW(DropIn):
         maximize: bool = False,
         fully_decoupled: bool = False,
         max_learning_rate: float | None = None,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[TorchArguments],
+        **options: Unpack[AdamOptions],
     ) -> None:
         super().__init__(
             params, eb.adamw, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate, **options,
         )  # fmt: skip
 
 
@@ -116,17 +97,10 @@ class Adam(DropIn):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[TorchArguments],
+        **options: Unpack[AdamOptions],
     ) -> None:
         super().__init__(
-            params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            params, eb.adam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize, **options,
         )  # fmt: skip
 
 
@@ -167,12 +141,7 @@ class Lion(TorchOptimizer):
         maximize: Ascend instead.
         fully_decoupled: See :class:`AdamW`.
         max_learning_rate: See there.
-        policy: See :class:`AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: See there.
+        options: See :class:`Options`.
     """
 
     def __init__(
@@ -185,18 +154,11 @@ class Lion(TorchOptimizer):
         maximize: bool = False,
         fully_decoupled: bool = False,
         max_learning_rate: float | None = None,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[TorchArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
-            fully_decoupled=fully_decoupled, max_learning_rate=max_learning_rate,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            params, lion, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize, fully_decoupled=fully_decoupled,
+            max_learning_rate=max_learning_rate, **options,
         )  # fmt: skip
 
 
@@ -232,12 +194,7 @@ class SGD(_WithOptionalMomentum):
         weight_decay: L2 penalty.
         nesterov: Look ahead; needs momentum, and zero dampening.
         maximize: Ascend instead.
-        policy: See :class:`AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: See there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.SGD
@@ -255,18 +212,11 @@ class SGD(_WithOptionalMomentum):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[TorchArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.sgd, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-            maximize=maximize, policy=policy, compile=compile, metrics=metrics, seed=seed,
-            unsafe=unsafe,
-            **torch_arguments,
+            maximize=maximize, **options,
         )  # fmt: skip
 
 
@@ -282,12 +232,7 @@ class RMSprop(_WithOptionalMomentum):
         momentum: Decay of the momentum; 0 keeps none.
         centered: Divide by the root of the variance instead of the square.
         maximize: Ascend instead.
-        policy: See :class:`AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: See there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.RMSprop
@@ -306,16 +251,9 @@ class RMSprop(_WithOptionalMomentum):
         centered: bool = False,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[TorchArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.rmsprop, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
-            maximize=maximize, policy=policy, compile=compile, metrics=metrics, seed=seed,
-            unsafe=unsafe,
-            **torch_arguments,
+            maximize=maximize, **options,
         )  # fmt: skip

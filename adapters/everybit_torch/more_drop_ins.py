@@ -1,4 +1,4 @@
-"""Further optimizers with ``torch.optim``'s signatures, plus ``policy``, ``layout``, ``compile``, ``metrics``, ``seed`` and ``unsafe``."""
+"""Further optimizers with ``torch.optim``'s signatures, plus :class:`~everybit_torch.drop_in.Options`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 import everybit as eb
-from everybit.policies import PolicyOrName
-from everybit.stepping import Unsafe
-from everybit_torch.arguments import ImplementationArguments
-from everybit_torch.drop_in import IMPLEMENTATION, DropIn
+from everybit_torch.drop_in import IMPLEMENTATION, DropIn, Options
 from everybit_torch.optim.front import TorchNames
 from everybit_torch.optim.param_groups import Params
-from everybit_torch.segments.steps import Compile
 
 _MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
 
@@ -33,12 +29,7 @@ class NAdam(DropIn):
         momentum_decay: How fast momentum rises to the first of ``betas``.
         decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
         maximize: Ascend instead.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.NAdam
@@ -55,18 +46,11 @@ class NAdam(DropIn):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[ImplementationArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.nadam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay,
-            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize, **options,
         )  # fmt: skip
 
 
@@ -81,12 +65,7 @@ class RAdam(DropIn):
         weight_decay: L2 penalty.
         decoupled_weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself, in the place of the penalty.
         maximize: Ascend instead.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.RAdam
@@ -102,18 +81,11 @@ class RAdam(DropIn):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[ImplementationArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.radam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            params, eb.radam, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay,
+            maximize=maximize, **options,
         )  # fmt: skip
 
 
@@ -128,12 +100,7 @@ class Adagrad(DropIn):
         initial_accumulator_value: What the sum of squares begins at, at least zero.
         eps: Added outside the root.
         maximize: Ascend instead.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: ``foreach``, ``fused`` and ``differentiable``, as there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.Adagrad
@@ -155,18 +122,11 @@ class Adagrad(DropIn):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[ImplementationArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.adagrad, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
-            initial_accumulator_value=initial_accumulator_value, eps=eps, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            params, eb.adagrad, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value,
+            eps=eps, maximize=maximize, **options,
         )  # fmt: skip
 
 
@@ -180,12 +140,7 @@ class Adamax(DropIn):
         eps: Added to the magnitudes of the gradients.
         weight_decay: L2 penalty.
         maximize: Ascend instead.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.Adamax
@@ -200,17 +155,10 @@ class Adamax(DropIn):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[ImplementationArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.adamax, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            params, eb.adamax, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, **options,
         )  # fmt: skip
 
 
@@ -224,12 +172,7 @@ class Adadelta(DropIn):
         eps: Added inside the roots.
         weight_decay: L2 penalty.
         maximize: Ascend instead.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.Adadelta
@@ -244,17 +187,10 @@ class Adadelta(DropIn):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[ImplementationArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.adadelta, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            params, eb.adadelta, lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize, **options,
         )  # fmt: skip
 
 
@@ -270,12 +206,7 @@ class Adafactor(DropIn):
         d: The root mean square above which an update is scaled down, at least 1.
         weight_decay: A step shrinks a parameter by ``lr * weight_decay`` of itself.
         maximize: Ascend instead.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: ``foreach``, as there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.Adafactor
@@ -293,17 +224,11 @@ class Adafactor(DropIn):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[ImplementationArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.torch_adafactor, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            **options,
         )  # fmt: skip
 
 
@@ -316,12 +241,7 @@ class Rprop(DropIn):
         etas: Factors of a step's size where the gradient's sign changes, and where it stays.
         step_sizes: The least and the greatest size of a step.
         maximize: Ascend instead.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.Rprop
@@ -335,18 +255,9 @@ class Rprop(DropIn):
         step_sizes: tuple[float, float] = (1e-6, 50.0),
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[ImplementationArguments],
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(
-            params, eb.rprop, lr=lr, etas=etas, step_sizes=step_sizes, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
-        )  # fmt: skip
+        super().__init__(params, eb.rprop, lr=lr, etas=etas, step_sizes=step_sizes, maximize=maximize, **options)
 
 
 def _mu(group: Mapping[str, Any], step: int) -> float:
@@ -365,12 +276,7 @@ class ASGD(DropIn):
         t0: The number of steps before averaging begins.
         weight_decay: L2 penalty.
         maximize: Ascend instead.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-        torch_arguments: ``foreach``, ``capturable`` and ``differentiable``, as there.
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.ASGD
@@ -386,17 +292,10 @@ class ASGD(DropIn):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
-        **torch_arguments: Unpack[ImplementationArguments],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, eb.asgd, lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay, maximize=maximize,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
-            **torch_arguments,
+            params, eb.asgd, lr=lr, lambd=lambd, alpha=alpha, t0=t0, weight_decay=weight_decay, maximize=maximize, **options,
         )  # fmt: skip
 
 
@@ -415,12 +314,7 @@ class Muon(DropIn):
         eps: The least norm that a matrix is divided by, above zero.
         ns_steps: Steps of the iteration, from 1 to 99.
         adjust_lr_fn: Factor of the update, from rows and columns: ``"original"``, the default, or ``"match_rms_adamw"``.
-        policy: See :class:`~everybit_torch.AdamW`, as for all that follow.
-        compile: See there.
-        metrics: See there.
-        seed: See there.
-        unsafe: See there.
-
+        options: See :class:`Options`.
     """
 
     torch_class = torch.optim.Muon
@@ -437,17 +331,11 @@ class Muon(DropIn):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
-        *,
-        policy: PolicyOrName | None = None,
-        compile: Compile = "auto",
-        metrics: bool = False,
-        seed: int = 0,
-        unsafe: Unsafe = "refuse",
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params, eb.torch_muon, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
-            ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
-            policy=policy, compile=compile, metrics=metrics, seed=seed, unsafe=unsafe,
+            ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, **options,
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from everybit_torch.optim.optimizer import TorchOptimizer
 
 
@@ -34,8 +32,8 @@ def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iter
 
     Raises:
         TypeError: Another optimizer.
-        RuntimeError: Inside: a step, another ``evaluation_weights``, or what would save or export the optimizer beside these weights, such
-            as ``state_dict()``.
+        RuntimeError: Inside: a step, another ``evaluation_weights``, or what would export or load weights or state. ``state_dict()`` has
+            the trained weights, too.
 
     Examples:
         >>> import torch, everybit as eb
@@ -64,18 +62,9 @@ def evaluation_weights(optimizer: TorchOptimizer | HasEvaluationWeights) -> Iter
         return
 
     optimizer.require_trained("evaluation_weights")
-    values = [value for group in optimizer.eval_params() for value in group]
-    parameters = [p for group in optimizer.own_groups for p in group["params"]]
-    kept = [parameter.detach().clone() for parameter in parameters]
-    optimizer.evaluating = True
+    optimizer.place()
+    optimizer.show_evaluated()
     try:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, values, strict=True):
-                parameter.copy_(value)
-        del values
         yield
     finally:
-        optimizer.evaluating = False
-        with torch.no_grad():
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
+        optimizer.show_trained()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import everybit as eb
-from everybit_torch import AdamW
+from everybit_torch import AdamW, TorchOptimizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,7 +36,9 @@ class Bytes(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": window, "labels": window}
 
 
-def trainer(directory: Path, policy: eb.Policy | None, **arguments: Any) -> Any:
+def trainer(
+    directory: Path, policy: eb.Policy | None, kind: Any = AdamW, evaluates: bool = False, **arguments: Any
+) -> Any:
     transformers.set_seed(0)
     config = transformers.GPT2Config(
         vocab_size=256, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
@@ -43,15 +46,17 @@ def trainer(directory: Path, policy: eb.Policy | None, **arguments: Any) -> Any:
     model = transformers.GPT2LMHeadModel(config)
     if policy is not None:
         model = model.to(torch.bfloat16)
-    optimizer = AdamW(model.parameters(), lr=1e-2, policy=policy, **arguments)
+    optimizer = kind(model.parameters(), lr=1e-2, policy=policy, **arguments)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8)
     return transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=str(directory), max_steps=8, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_steps=4,
             max_grad_norm=1.0, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=0,
+            eval_strategy="steps" if evaluates else "no", eval_steps=2,
         ),
         train_dataset=Bytes(),
+        eval_dataset=Bytes() if evaluates else None,
         optimizers=(optimizer, schedule),
     )  # fmt: skip
 
@@ -73,6 +78,28 @@ def test_resume_is_continue(tmp_path: Path, name: str, arguments: dict[str, Any]
         first, second = _state(whole, a), _state(resumed, b)
         assert first.keys() == second.keys()
         assert all(torch.equal(first[k], second[k]) and first[k].dtype is second[k].dtype for k in first)
+
+
+@pytest.mark.parametrize("policy", [None, eb.policies.LEAN_BF16], ids=["FP32", "LEAN_BF16"])
+def test_weights_for_evaluation_are_evaluated_and_saved_and_training_goes_on_from_its_own(
+    tmp_path: Path, policy: eb.Policy | None
+) -> None:
+    """Trainer calls ``optimizer.eval()`` before an evaluation, saves after it, and calls ``train()`` before the next step."""
+    kind = functools.partial(TorchOptimizer, factory=eb.schedule_free_adamw)
+    plain = trainer(tmp_path / "plain", policy, kind)
+    plain.train()
+    whole = trainer(tmp_path / "whole", policy, kind, evaluates=True)
+    whole.train()
+    resumed = trainer(tmp_path / "resumed", policy, kind, evaluates=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    first, second = ([e["eval_loss"] for e in one.state.log_history if "eval_loss" in e] for one in (whole, resumed))
+    assert first == second
+    assert len(first) == 4
+    for run in (whole, resumed):
+        inside = [p.detach().clone() for p in run.model.parameters()]
+        run.optimizer.train()
+        assert not all(map(torch.equal, run.model.parameters(), inside))
+        assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
 
 
 def test_float32_follows_torchs_adamw(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import everybit as eb
-from everybit_torch import AdamW, TorchOptimizer, enable_gradient_release, evaluation_weights
+from everybit_torch import AdamW, TorchOptimizer, create, enable_gradient_release, evaluation_weights
 
 POLICIES = {"FP32": torch.float32, "LEAN_BF16": torch.bfloat16, "FLOOR_BF16": torch.bfloat16}
 
@@ -20,12 +21,15 @@ def averaged(learning_rate: Any) -> eb.Transform[Any]:
 
 
 def train(model: nn.Module, optimizer: TorchOptimizer, steps: int) -> None:
-    dtype = next(model.parameters()).dtype
     for step in range(steps):
-        optimizer.zero_grad()
-        x = torch.sin(torch.arange(32.0) * (step + 1)).view(4, 8).to(dtype)
-        model(x).float().square().mean().backward()
-        optimizer.step()
+        train_step(model, optimizer, step)
+
+
+def train_step(model: nn.Module, optimizer: TorchOptimizer, step: int) -> None:
+    optimizer.zero_grad()
+    x = torch.sin(torch.arange(32.0) * (step + 1)).view(4, 8).to(next(model.parameters()).dtype)
+    model(x).float().square().mean().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -65,7 +69,7 @@ def test_the_model_has_its_weights_again_after_an_error_and_steps_are_refused_in
     optimizer.step()
     before = model.weight.detach().clone()
     with (
-        pytest.raises(RuntimeError, match=r"step: inside evaluation_weights\(\).*; accepted is outside of it"),
+        pytest.raises(RuntimeError, match=r"step: the model has its weights for evaluation; accepted is outside of"),
         evaluation_weights(optimizer),
     ):
         optimizer.step()
@@ -91,7 +95,6 @@ def test_an_optimizer_without_averages_evaluates_what_it_trains() -> None:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("state_dict", lambda o: o.state_dict()),
         ("full_state_dict", lambda o: o.full_state_dict()),
         ("export_fp32", lambda o: o.export_fp32()),
         ("eval_params", lambda o: o.eval_params()),
@@ -111,7 +114,7 @@ def test_what_would_be_another_run_is_refused_inside(name: str, call: Any) -> No
     with evaluation_weights(optimizer):
         inside = model.weight.detach().clone()
         with pytest.raises(
-            RuntimeError, match=rf"^{name}: inside evaluation_weights\(\), .*; accepted is outside of it\.$"
+            RuntimeError, match=rf"^{name}: the model has its weights for evaluation; accepted is outside of"
         ):
             call(optimizer)
         assert torch.equal(model.weight, inside)
@@ -131,7 +134,87 @@ def test_a_backward_pass_under_gradient_release_is_refused_inside() -> None:
     handle = enable_gradient_release(model, optimizer)
     with (
         evaluation_weights(optimizer),
-        pytest.raises(RuntimeError, match="gradient release: inside evaluation_weights"),
+        pytest.raises(RuntimeError, match="under gradient release: the model has its weights for evaluation"),
     ):
         model(torch.ones(1, 4)).sum().backward()
     handle.remove()
+
+
+def is_evaluated(model: nn.Module, optimizer: TorchOptimizer, trained: list[Tensor]) -> bool:
+    """Whether the model has other weights than those that are trained."""
+    return optimizer.evaluating and not all(map(torch.equal, model.parameters(), trained))
+
+
+def checkpoint(model: nn.Module, optimizer: TorchOptimizer, tmp_path: Path) -> tuple[Any, Any]:
+    """State dicts of both, as they come back from a file."""
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
+    weights, state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    return weights, state
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_program_that_saves_between_eval_and_train_goes_on_from_the_trained_weights(
+    policy: str, named: bool, tmp_path: Path
+) -> None:
+    """As transformers' Trainer: ``eval()`` before an evaluation, a checkpoint after it, ``train()`` before each step."""
+
+    def made() -> tuple[nn.Sequential, TorchOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).to(POLICIES[policy])
+        model[0].bias.requires_grad_(False)
+        given = model.named_parameters() if named else model.parameters()
+        return model, TorchOptimizer(given, averaged, lr=1e-2, policy=eb.policies.PRESETS[policy], compile=False)
+
+    plain, alone = made()
+    train(plain, alone, 6)
+    model, optimizer = made()
+    optimizer.eval()
+    optimizer.train()
+    train(model, optimizer, 3)
+    trained = [p.detach().clone() for p in model.parameters()]
+    optimizer.eval()
+    optimizer.eval()  # nothing
+    assert is_evaluated(model, optimizer, trained)
+    weights, state = checkpoint(model, optimizer, tmp_path)
+    again, resumed = made()
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert is_evaluated(again, resumed, trained)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    with pytest.raises(
+        RuntimeError, match=r"^step: the model has its weights for evaluation; .* or after train\(\)\.$"
+    ):
+        resumed.step()
+    for one, its in ((model, optimizer), (again, resumed)):
+        its.train()
+        its.train()  # nothing
+        assert all(map(torch.equal, one.parameters(), trained))
+        for step in range(3, 6):
+            train_step(one, its, step)
+        assert all(map(torch.equal, one.parameters(), plain.parameters()))
+        assert not any("trained_weights" in its.state[p] for p in one.parameters() if p.requires_grad)
+
+
+def test_trained_weights_of_another_shape_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = TorchOptimizer(model.parameters(), eb.schedule_free_adamw, lr=0.1, compile=False)
+    train_one(model, optimizer)
+    optimizer.eval()
+    _, state = checkpoint(model, optimizer, tmp_path)
+    optimizer.train()
+    before = optimizer.state_dict()
+    state["state"][0]["trained_weights"] = torch.zeros(3)
+    with pytest.raises(
+        ValueError, match=r"^state_dict\['state'\]\[0\]\['trained_weights'\]: got .*accepted is torch.float32 of shape"
+    ):
+        optimizer.load_state_dict(state)
+    assert str(optimizer.state_dict()) == str(before)
+    assert not optimizer.evaluating
+
+
+def test_eval_does_nothing_where_the_trained_weights_are_evaluated() -> None:
+    model = nn.Linear(4, 4)
+    for optimizer in (AdamW(model.parameters(), compile=False), create("muon", model, policy="FP32", compile=False)):
+        optimizer.eval()
+        train_one(model, optimizer)

@@ -12,6 +12,7 @@ from everybit.policies import AnyPolicy
 from everybit.stepping import Unsafe
 from everybit_torch.arguments import as_python
 from everybit_torch.hyperparameter_names import spread
+from everybit_torch.optim import evaluating
 from everybit_torch.optim.groups import Group, GroupMaker
 from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.segments.steps import Compile
@@ -133,6 +134,17 @@ class RowOptimizer(TorchOptimizer):
                 loss = closure()
         self._step_all()
         return loss
+
+    def eval(self) -> None:
+        """Do nothing, for a transform that evaluates the weights which it trains.
+
+        Raises:
+            RuntimeError: It evaluates others, which the stepper gives to the model.
+        """
+        if evaluating.has_others(self):
+            raise RuntimeError(
+                "eval: the weights for evaluation are gathered by the stepper; accepted is `with evaluation_weights(stepper):`."
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature; there is one way here
         """Discard the gradients of this cycle."""

@@ -18,8 +18,10 @@ from everybit_torch.ambient import in_plain_mode
 from everybit_torch.arguments import require_factory, settled
 from everybit_torch.choosing import tree_of
 from everybit_torch.compiled.probing import Factory
+from everybit_torch.dtensors import is_dtensor
 from everybit_torch.embeddings import require_names
 from everybit_torch.optim import (
+    evaluating,
     full_weights,
     hyperparameters,
     loading,
@@ -74,7 +76,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
     torch_names: ClassVar[TorchNames | None] = None
     # What torch's argument `decoupled_weight_decay` has to be, where torch's optimizer of this name has it.
     _decoupled: ClassVar[bool | None] = None
-    # Whether the model has the weights for evaluation; set by evaluation_weights.
+    # Whether the model has the weights for evaluation.
     evaluating: bool = False
 
     def __init__(
@@ -218,11 +220,11 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             name: Of what is refused.
 
         Raises:
-            RuntimeError: Inside ``evaluation_weights()``.
+            RuntimeError: Inside ``evaluation_weights()``, or after :meth:`eval`.
         """
         if self.evaluating:
             raise RuntimeError(
-                f"{name}: inside evaluation_weights(), where the model has other weights; accepted is outside of it."
+                f"{name}: the model has its weights for evaluation; accepted is outside of evaluation_weights(), or after train()."
             )
 
     @in_plain_mode
@@ -363,6 +365,33 @@ class TorchOptimizer(torch_optimizers.Optimizer):
         return full_weights.export(self, eb.Optimizer.eval_params)
 
     @in_plain_mode
+    def eval(self) -> None:
+        """Give the model its weights for evaluation, until :meth:`train`. Programs such as accelerate call both where they exist.
+
+        Nothing is done for a transform that evaluates the weights which it trains, and at a second call. The state dict of an optimizer in
+        this state has the trained weights too, so that a checkpoint of both goes on in training.
+        """
+        if not self.evaluating:
+            self._begin_and_follow()
+            if evaluating.has_others(self):
+                self.show_evaluated()
+
+    def train(self) -> None:
+        """Give the model the weights that are trained, after :meth:`eval`."""
+        if self.evaluating:
+            self.show_trained()
+
+    def show_evaluated(self) -> None:
+        """Give the model the weights for evaluation, whatever they are."""
+        evaluating.begin(self)
+        self.evaluating = True
+
+    def show_trained(self) -> None:
+        """Give the model the weights that are trained."""
+        evaluating.end(self)
+        self.evaluating = False
+
+    @in_plain_mode
     @torch.no_grad()
     def import_fp32(self, weights: Iterable[Iterable[Tensor]]) -> None:
         """Store full-precision weights, as :meth:`export_fp32` gives them: the model's tensors are rounded, residuals hold the rest.
@@ -442,8 +471,15 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     @in_plain_mode
     def state_dict(self) -> dict[str, Any]:
-        """Return the state per parameter, as torch does; tensors have their stored dtypes, and load under ``weights_only=True``."""
-        self.require_trained("state_dict")
+        """Return the state per parameter, as torch does; tensors have their stored dtypes, and load under ``weights_only=True``.
+
+        Raises:
+            RuntimeError: The model has its weights for evaluation, and its parameters are DTensors.
+            ValueError: State of a tensor that is no parameter of the optimizer.
+        """
+        if any(map(is_dtensor, self._parameters())):
+            # Functions that load sharded state look for the entries that the optimizer has then, and would leave the trained weights out.
+            self.require_trained("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._settle()
@@ -491,7 +527,10 @@ class TorchOptimizer(torch_optimizers.Optimizer):
             replaced = before(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        report = loading.restore(self, self._judge(state_dict, strict=strict))
+        loaded = self._judge(state_dict, strict=strict)
+        is_evaluated = evaluating.is_saved_in(loaded, self._parameters())
+        report = loading.restore(self, loaded)
+        self.evaluating = is_evaluated
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
         return report

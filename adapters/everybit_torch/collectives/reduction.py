@@ -99,6 +99,26 @@ class Wire:
         return within, cls.of(resolved, outer)
 
 
+@dataclass(frozen=True, slots=True)
+class Grads:
+    """How gradients are kept and sent.
+
+    Attributes:
+        main: The dtype in which they are added up.
+        inner: How they are sent between the ranks that hold different parts.
+        outer: How their sums are sent between the ranks that hold the same parts.
+    """
+
+    main: torch.dtype
+    inner: Wire
+    outer: Wire
+
+    @classmethod
+    def of(cls, resolved: Resolved, inner: int, outer: int) -> Grads:
+        """Those of a policy, between so many ranks."""
+        return cls(torch_dtype(resolved.grads_main), *Wire.pair(resolved, inner, outer))
+
+
 @dataclass(slots=True)
 class Reduction:
     """A reduction under way; :meth:`finish` it before the main gradient is looked at.

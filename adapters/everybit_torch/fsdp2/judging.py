@@ -16,8 +16,8 @@ from everybit.combinators import needs_whole_tensors
 from everybit.policies import LOW, resolve
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.meshes import Mesh, communicators
+from everybit_torch.collectives.reduction import Grads
 from everybit_torch.dtensors import is_dtensor, local
-from everybit_torch.fsdp2.main_gradients import Grads
 from everybit_torch.fsdp2.units import Unit, homes_of, is_sharded, require_shardable, shard, sharded_modules, units_of
 from everybit_torch.sharded.arguments import Arguments
 from everybit_torch.sharded.fingerprint import Facts, describe, require_alike

@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from everybit.base import torch_dtype
-from everybit.policies import Resolved
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import FusedSum, Mode, Wire, accumulate, cast, reduce_scatter_into
+from everybit_torch.collectives.reduction import FusedSum, Grads, Mode, accumulate, cast, reduce_scatter_into
 from everybit_torch.dtensors import local
 from everybit_torch.fsdp2.units import Unit
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.torch_internals.fsdp import ReduceScatter
-
-
-@dataclass(frozen=True, slots=True)
-class Grads:
-    """How gradients of a unit are kept and sent.
-
-    Attributes:
-        main: The dtype in which they are added up.
-        inner: How they are sent between the ranks that hold different rows.
-        outer: How their sums are sent between the ranks that hold the same rows.
-    """
-
-    main: torch.dtype
-    inner: Wire
-    outer: Wire
-
-    @classmethod
-    def of(cls, resolved: Resolved, inner: int, outer: int) -> Grads:
-        """Those of a policy, between so many ranks."""
-        return cls(torch_dtype(resolved.grads_main), *Wire.pair(resolved, inner, outer))
 
 
 class MainGradient(ReduceScatter):

@@ -33,7 +33,7 @@ from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from everybit_torch.fsdp2.optimizer import RowOptimizer
+    from everybit_torch.flat.optimizer import ShareOptimizer
     from everybit_torch.fsdp2.stepper import FSDP2Stepper
 
 
@@ -235,7 +235,7 @@ class FlatStepper:
 
     # -- what one sees ---------------------------------------------------------------------------------------------------------------
 
-    def as_optimizer(self) -> ShardOptimizer | RowOptimizer:
+    def as_optimizer(self) -> ShardOptimizer | ShareOptimizer:
         """Return this stepper as a ``torch.optim.Optimizer``, for learning-rate schedulers and training frameworks.
 
         It has a param group for each label, with this rank's parts of the parameters; its ``step`` is this stepper's. With

@@ -15,8 +15,8 @@ from everybit.base import dtype_name
 from everybit.combinators import needs_whole_tensors
 from everybit.policies import resolve, short
 from everybit.stepping import Metrics, OptimizerState, nbytes, state_bytes
+from everybit_torch.collectives.reduction import Grads
 from everybit_torch.dtensors import row_edges
-from everybit_torch.fsdp2.main_gradients import Grads
 from everybit_torch.fsdp2.units import homes_of
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
 from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels, Transforms, label_parameters

@@ -1,4 +1,4 @@
-"""The ``torch.optim.Optimizer`` of a stepper over FSDP2's parameters: a param group for each label, and the stepper's step."""
+"""The ``torch.optim.Optimizer`` of a stepper: a param group for each label, over this rank's parts, and the stepper's step."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ class LabelledGroups(GroupMaker):
         return self.made(number, Factory(one.transform), policies, arguments, names=names, source=one.source)
 
 
-class RowOptimizer(TorchOptimizer):
-    """A ``torch.optim.Optimizer`` over the rows that this rank steps; made by a stepper, see ``FlatStepper.as_optimizer``.
+class ShareOptimizer(TorchOptimizer):
+    """A ``torch.optim.Optimizer`` over the parts that this rank steps; made by a stepper, see ``FlatStepper.as_optimizer``.
 
-    Schedulers may change the hyperparameters of the param groups, of which each label has one. Parameters are DTensors, so that
-    ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` see all ranks' gradients, if every rank calls them.
+    Schedulers may change the hyperparameters of the param groups, of which each label has one. FSDP2's parts are DTensors, so that
+    ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` see all ranks' gradients, if every rank calls them. Parts of flat
+    buffers are vectors, or whole tensors, of this rank alone.
 
     Args:
         labelled: The labels of the model.

@@ -189,6 +189,8 @@ class Parameters:
         visiting: Those that visit owners.
         axes: The ranks of each mesh.
         sources: What is known of their transforms' requests.
+        ranks: The processes that have the other elements of plain tensors, and whether this one contributes its own; None: it has all.
+        wholes: Of plain tensors that are a part of a parameter, the number of elements of the whole.
     """
 
     def __init__(self, states: States) -> None:
@@ -198,6 +200,8 @@ class Parameters:
         self.visiting: list[Visiting] = []
         self.axes: dict[DeviceMesh, GroupAxis] = {}
         self.sources = Sources()
+        self.ranks: tuple[eb.Axis, bool] | None = None
+        self.wholes: Mapping[Tensor, int] = {}
         self._settled: list[Settled] = []
         self._counted: dict[torch.dtype, int] = {}
         self._firsts: dict[Tensor, int] = {}
@@ -324,9 +328,9 @@ class Parameters:
         of: Single | Bucket
         whole = needs_whole_tensors(optimizer.transform)
         if new[0].is_alone() and (whole or local(parameters[0]).is_contiguous()):
-            of = Single.new(optimizer, parameters[0], firsts[0])
+            of = Single.new(optimizer, parameters[0], firsts[0], self.wholes.get(parameters[0]))
         else:
-            of = Bucket(optimizer, parameters, firsts)
+            of = Bucket(optimizer, parameters, firsts, self.wholes.get(parameters[0]))
         stepped = Stepped(group, decision, [one.name for one in new], of)
         stepped.steps.elements += of.numel
         self.stepped.append(stepped)
@@ -369,7 +373,7 @@ class Parameters:
     def axis_and_counts(self, parameter: Tensor) -> tuple[eb.Axis, bool]:
         """Return the processes that have other elements of a parameter, and whether this one, of those with the same, contributes them."""
         if not is_dtensor(parameter):
-            return eb.Local, True
+            return (eb.Local, True) if self.ranks is None else self.ranks
         mesh = mesh_of([parameter])
         assert mesh is not None
         if mesh not in self.axes:
@@ -409,9 +413,19 @@ class Parameters:
         By its number an element draws its random bits: a run goes on with the same ones in another front end.
         """
         counted: dict[torch.dtype, int] = {}
+        firsts: dict[Tensor, int] = {}
         for parameter in parameters:
-            self._firsts[parameter] = counted.get(parameter.dtype, 0)
-            counted[parameter.dtype] = self._firsts[parameter] + parameter.numel()
+            firsts[parameter] = counted.get(parameter.dtype, 0)
+            counted[parameter.dtype] = firsts[parameter] + parameter.numel()
+        self.number_at(firsts)
+
+    def number_at(self, firsts: Mapping[Tensor, int]) -> None:
+        """Let the elements of parameters have other global indices, from which they draw their random bits.
+
+        Args:
+            firsts: That of the first element of each.
+        """
+        self._firsts.update(firsts)
         for group in self._settled:
             group.waiting = [(p, self._firsts.get(p, first)) for p, first in group.waiting]
         for visiting in self.visiting:

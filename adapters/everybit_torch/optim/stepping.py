@@ -214,6 +214,8 @@ def step(prepared: Prepared, *, metrics: bool = False) -> Metrics | None:
     every = [parameter for one in prepared.parameters.stepped for parameter in one.of.parameters] if metrics else []
     mesh = mesh_of(every)
     for task in prepared.tasks:
+        if task.stepped.of.segment.is_whole and not task.stepped.of.numel:
+            continue  # another rank has the whole tensor
         totals = prepared.totals.get(id(task), ())
         grad = prepared.gathered.pop(id(task), None)
         found = step_one(task, task.gather() if grad is None else grad, totals, metrics=metrics)

@@ -15,7 +15,7 @@ from everybit.base import Blocks, Scattered
 from everybit.stepping.entries import cut
 from everybit_torch.dtensors import is_dtensor, local
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.single import Place, Single, lie_at, places_of, rows_of
+from everybit_torch.segments.single import Place, Single, lie_at, places_of, whole_of
 from everybit_torch.torch_internals.tensors import foreach_copy
 
 SHORT = 1 << 16
@@ -46,6 +46,7 @@ class Bucket:
         optimizer: The optimizer, as masks and labels came out.
         parameters: At least one, in order. Of a DTensor this rank's part is stepped.
         firsts: Global index of the first element of each.
+        whole: Of a single plain tensor that is a part of a parameter, the number of elements of the whole.
 
     Attributes:
         segment: The vector and its state.
@@ -53,9 +54,15 @@ class Bucket:
         is_sharded: Whether parameters are DTensors.
     """
 
-    def __init__(self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        optimizer: eb.Optimizer[Any],
+        parameters: Sequence[Tensor],
+        firsts: Sequence[int],
+        whole: int | None = None,
+    ) -> None:
         vector, first = self._begin(optimizer, parameters, firsts)
-        whole = rows_of(parameters[0], optimizer) if len(parameters) == 1 else None
+        whole = whole_of(parameters[0], optimizer, whole) if len(parameters) == 1 else None
         self.segment = Segment.new(optimizer, vector, first, whole)
 
     @classmethod

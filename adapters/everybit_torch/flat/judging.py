@@ -1,0 +1,164 @@
+"""The arguments of a stepper on flat buffers, which are judged on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from everybit.base import dtype_name
+from everybit.combinators import needs_whole_tensors, step_cost
+from everybit.policies import LOW, resolve
+from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.collectives.meshes import communicators
+from everybit_torch.collectives.reduction import Grads
+from everybit_torch.dtensors import is_dtensor
+from everybit_torch.flat.layout import Buffer, Spec, lay_out
+from everybit_torch.sharded.arguments import Arguments
+from everybit_torch.sharded.fingerprint import Facts, describe, require_alike
+from everybit_torch.sharded.ignored_parameters import ignored_ids
+from everybit_torch.sharded.labelling import Labelled, LabelledTransform, label_parameters
+from everybit_torch.sharded.model_layout import require_model, require_some
+from everybit_torch.sharded.model_units import find_units
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Arguments that can work.
+
+    Attributes:
+        given: The arguments.
+        ranks: The inner and the outer ranks.
+        device: Of the parameters.
+        parameters: Those that are managed, by name, in the model's order.
+        labelled: The labels of those that are trained.
+        buffers: Their places.
+        divisor: The number by which sums of gradients are divided.
+    """
+
+    given: Arguments
+    ranks: tuple[Communicator, Communicator]
+    device: torch.device
+    parameters: Mapping[str, nn.Parameter]
+    labelled: Labelled
+    buffers: tuple[Buffer, ...]
+    divisor: float
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some parameters are of 16 bits."""
+        return any(parameter.dtype in LOW for parameter in self.parameters.values())
+
+    def grads_under(self, meaning: Mapping[str, LabelledTransform]) -> list[Grads]:
+        """How gradients of each buffer are kept and sent, under these policies."""
+        sizes = self.ranks[0].size, self.ranks[1].size
+        firsts = [buffer.places[0].spec for buffer in self.buffers]
+        return [
+            Grads.of(resolve(meaning[one.label].policy, dtype_name(one.dtype, field=one.name)), *sizes)
+            for one in firsts
+        ]
+
+    def facts(self, model: nn.Module) -> Facts:
+        """Facts that every rank must share, by name."""
+        inner, outer = self.ranks
+        facts = [("strategy", repr(self.given.sharding.strategy))]
+        facts.append(("mesh", f"{inner.size} ranks" + (f" x {outer.size} outer" if outer.size > 1 else "")))
+        units = {place.spec.name: place.spec.unit for buffer in self.buffers for place in buffer.places}
+        for name, p in self.parameters.items():
+            trained = f"trained, unit {units[name]!r}" if name in units else "frozen"
+            facts.append((name, f"{p.dtype} {tuple(p.shape)}, {trained}, label {self.labelled.of.get(name, '')!r}"))
+        facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
+        for label, one in self.labelled.meaning.items():
+            facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
+            facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
+        facts.append(("divisor", repr(self.divisor)))
+        return [*facts, *((name, repr(getattr(self.given, name))) for name in ("nan", "seed"))]
+
+
+def judge(model: nn.Module, given: Arguments) -> Judged:
+    """Look at all arguments, on all ranks. Nothing is changed.
+
+    Args:
+        model: The model.
+        given: The other arguments.
+
+    Raises:
+        TypeError: See the stepper.
+        ValueError: See the stepper.
+        RuntimeError: Another rank cannot make its stepper.
+    """
+    require_model(model)
+    ranks = communicators(given.mesh, next((p.device for p in model.parameters()), None))
+    judged: Judged | None = None
+    refused: Exception | None = None
+    try:
+        judged = _look_at(model, given.of_once(model), ranks)
+    except Exception as error:
+        refused = error
+    require_alike(refused or (judged.facts(model) if judged else ()), *ranks)
+    if refused is not None:
+        raise refused
+    assert judged is not None
+    return judged
+
+
+def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Communicator]) -> Judged:
+    left_alone, units = ignored_ids(model, given.ignored), find_units(model, given.units)
+    parameters = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}
+    require_some(parameters.values())
+    for name, parameter in parameters.items():
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"{name}: is a DTensor, of which this rank has a part; accepted under this strategy are whole parameters, or"
+                " strategy='optim_grads_params' for a model to which fully_shard was applied."
+            )
+    device = _device_of(parameters)
+    given.require_usable(model, parameters)
+    labelled = label_parameters(model, parameters, given.transform, given.policy, given.labels)
+    given.require_safe(labelled.meaning)
+    inner, outer = ranks
+    shares = given.sharding.shares(inner.size)
+    specs = _specs(parameters, _homes(model, units, left_alone), labelled)
+    buffers = lay_out(specs, shares, inner.size * outer.size // shares)
+    return Judged(given, ranks, device, parameters, labelled, buffers, given.divisor_of(inner.size * outer.size))
+
+
+def _device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        raise ValueError(f"model: has parameters on {', '.join(sorted(map(str, devices)))}; accepted is one device.")
+    (device,) = devices
+    if device.type == "meta":
+        raise ValueError(
+            "model: is on the meta device, without values; accepted is a model with values. (everybit_torch.plan and `everybit plan` take"
+            " one on the meta device.)"
+        )
+    return device
+
+
+def _homes(model: nn.Module, units: Mapping[str, nn.Module], left_alone: Collection[int]) -> dict[int, str]:
+    """The innermost unit of each parameter, by id; the model's own for one that several units share."""
+    homes: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in left_alone:
+            inside = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+            homes.setdefault(id(parameter), set()).add(max(inside, key=len))
+    return {key: next(iter(found)) if len(found) == 1 else "" for key, found in homes.items()}
+
+
+def _specs(parameters: Mapping[str, nn.Parameter], homes: Mapping[int, str], labelled: Labelled) -> Sequence[Spec]:
+    specs, counted = [], Counter[torch.dtype]()
+    for name, parameter in parameters.items():
+        if name in labelled.of:
+            one, shape = labelled.meaning[labelled.of[name]], tuple(parameter.shape)
+            whole = needs_whole_tensors(one.transform)
+            cost = step_cost(one.transform, shape) if whole and parameter.numel() else 0.0
+            unit, first = homes[id(parameter)], counted[parameter.dtype]
+            specs.append(
+                Spec(name, shape, parameter.dtype, unit, labelled.of[name], first, one.policy.block, whole, cost)
+            )
+        counted[parameter.dtype] += parameter.numel()
+    return specs

@@ -1,0 +1,266 @@
+"""A stepper on flat buffers, for ranks that all have whole weights: parameters are pieces of the buffers, and each rank steps its share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everybit_torch.collectives.communicator import GroupAxis
+from everybit_torch.flat.buffers import FlatBuffer, Partial, Reduced
+from everybit_torch.flat.cycle import Cycle
+from everybit_torch.flat.judging import Judged
+from everybit_torch.flat.optimizer import LabelledGroups, ShareOptimizer
+from everybit_torch.fused_sums import FusedSums
+from everybit_torch.segments.single import lie_at, places_of
+from everybit_torch.sharded.labelling import LabelledTransform
+from everybit_torch.sharded.model_buffers import synchronize_values
+from everybit_torch.sharded.nonfinite import count_nonfinite
+from everybit_torch.torch_internals.autograd import at_the_end_of_the_pass
+
+
+class BufferStepper(Cycle):
+    """Steps a model on flat buffers; see :class:`~everybit_torch.FlatStepper`.
+
+    Args:
+        model: The model. Its parameters that are trained become pieces of the buffers.
+        judged: The arguments, and the places of the parameters.
+
+    Attributes:
+        buffers: Weights and main gradients, in the order in which buffers are laid out.
+    """
+
+    def __init__(self, model: nn.Module, judged: Judged) -> None:
+        given = judged.given
+        super().__init__(model, judged.parameters, judged.ranks, judged.device, judged.labelled, given.nan)
+        self._judged, self._sharding, ranks = judged, given.sharding, judged.ranks
+        synchronize_values(model, (self.outer, self.inner), tuple(judged.parameters.values()))
+        fused = FusedSums(judged.device) if given.compile else None
+        self.buffers = [
+            FlatBuffer(buffer, self.parameters, grads, given.sharding, ranks, fused)
+            for buffer, grads in zip(judged.buffers, judged.grads_under(self.labelled), strict=True)
+        ]
+        self._trained = [self.parameters[name] for name in self.labels]
+        self._places = [*places_of(self._trained)]
+        self._stepped = _stepped(self.buffers, list(self.labels))
+        groups = LabelledGroups(
+            self.labelled, seed=given.seed, unsafe=given.unsafe, compile=given.compile, mixed=judged.mixed
+        )
+        self._optimizer = ShareOptimizer(
+            judged.labelled, self._stepped, groups, seed=given.seed, step=self.step, clear=self.zero_grad
+        )
+        self.counts = self.outer.rank == 0 and (given.sharding.state or self.inner.rank == 0)
+        self._optimizer.own.ranks = GroupAxis((self.inner,) if given.sharding.state else ()), True
+        places = {place.spec.name: place for buffer in self.buffers for place in buffer.places}
+        self._optimizer.own.number_at({self._stepped[name]: place.first for name, place in places.items()})
+        self._optimizer.own.wholes = {self._stepped[name]: place.spec.numel for name, place in places.items()}
+        self._sums: list[Partial | Reduced | None] = []
+        self._last: bool | None = None  # whether the present pass is the last of its cycle, if somebody has said so
+        self._passes, self._is_passing, self._reduces, self._next = 0, False, False, -1
+        self._arrived: Counter[int] = Counter()
+        self._seen: set[str] = set()  # parameters that had a gradient on this rank
+        self._nonfinite: dict[str, Tensor] = {}
+        self._discard()
+        self._handles: list[Any] = [
+            self._watch(self.parameters[place.spec.name], number, position)
+            for number, buffer in enumerate(self.buffers)
+            for position, place in enumerate(buffer.buffer.places)
+        ]
+
+    def _watch(self, parameter: Any, number: int, position: int) -> Any:
+        return parameter.register_post_accumulate_grad_hook(partial(self._arrive, number, position))
+
+    @property
+    def stepped(self) -> Mapping[str, nn.Parameter]:
+        """The tensors that the optimizer steps, by name: this rank's part of each parameter, which may be empty."""
+        return self._stepped
+
+    # -- a pass ---------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_pass(self, *, last: bool, reduces: bool) -> Iterator[None]:  # noqa: ARG002  # whether it does is the strategy's
+        passes, self._last = self._passes, last
+        try:
+            yield
+            if self._passes == passes:  # a rank whose loss reaches no parameter takes part with zeros
+                self._begin_pass()
+                self._end_pass()
+        finally:
+            self._last = None
+
+    @torch.no_grad()
+    def _arrive(self, number: int, position: int, parameter: Tensor) -> None:
+        """A gradient has come: add it in place, free it, and reduce what is complete."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if not self._is_passing:
+            self._begin_pass()
+            at_the_end_of_the_pass(self._end_pass)
+        name = self.buffers[number].buffer.places[position].spec.name
+        if self._reduces and number > self._next:
+            raise RuntimeError(
+                f"{name}: a gradient came after those of its unit had been sent; accepted is one backward pass in a microbatch."
+            )
+        sums = self._sums[number]
+        if isinstance(sums, Reduced) and not sums.can_be_added_to:
+            raise RuntimeError(
+                f"{name}: a gradient came after the last pass of its cycle; accepted next is step() or zero_grad()."
+            )
+        if not isinstance(sums, Partial):
+            sums = self._sums[number] = Partial(self.buffers[number], sums)
+        if self._nan == "param":
+            self._nonfinite[name] = self._nonfinite.get(name, 0) + count_nonfinite(gradient)
+        sums.add(position, gradient)
+        self._arrived[number] += 1
+        self._seen.add(name)
+        if self._reduces:
+            self._reduce(complete=True)
+
+    def _begin_pass(self) -> None:
+        if self._failed and self._context is None:
+            self._require_ready("backward")
+        if self._touched is not None:
+            raise RuntimeError(
+                "backward: the gradients of this cycle are final; accepted next is step() or zero_grad()."
+            )
+        self._reduces = self._sharding.grads or self._last is True
+        self._is_passing, self._next, self._arrived = True, len(self.buffers) - 1, Counter()
+
+    def _reduce(self, *, complete: bool) -> None:
+        """Reduce the buffers whose gradients are all there, or all of them, from the last to the first: in one order on all ranks."""
+        while self._next >= 0:
+            of, sums = self.buffers[self._next], self._sums[self._next]
+            if complete and self._arrived[self._next] < len(of.buffer.places):
+                return
+            partial_sums = sums if isinstance(sums, Partial) else Partial(of, sums)
+            self._sums[self._next] = partial_sums.reduce(self._judged.divisor if self._last else None)
+            self._next -= 1
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        if self._reduces:
+            self._reduce(complete=False)
+            for sums in self._sums:
+                assert isinstance(sums, Reduced)
+                sums.wait()
+        self._is_passing, self._passes = False, self._passes + 1
+
+    # -- a cycle --------------------------------------------------------------------------------------------------------------------
+
+    def _complete(self) -> set[str]:
+        self._require_in_place()
+        touched = self._agree_on_passes()
+        if not all(isinstance(sums, Reduced) for sums in self._sums):  # on no rank, as all had the same passes
+            self._next, self._last = len(self.buffers) - 1, True
+            self._reduce(complete=False)
+            self._last = None
+        for of, sums in zip(self.buffers, self._sums, strict=True):
+            assert isinstance(sums, Reduced)
+            own = sums.finish(self._judged.divisor)
+            for place in of.places:
+                stepped = self._stepped[place.spec.name]
+                stepped.grad = own[place.start : place.stop].view(stepped.shape) if place.spec.name in touched else None
+        return touched
+
+    def _agree_on_passes(self) -> set[str]:
+        """Return which parameters have a gradient on any rank.
+
+        Raises:
+            RuntimeError: Ranks had different numbers of passes whose gradients were sent.
+        """
+        reduced = self._passes if self._sharding.grads else 0
+        numbers = torch.tensor(
+            [*(float(name in self._seen) for name in self.labels), reduced, reduced**2], dtype=torch.float64
+        )
+        *flags, passes, squares = self._summed(numbers).tolist()
+        if passes**2 != self.inner.size * self.outer.size * squares:  # equal exactly where all ranks' numbers are
+            raise RuntimeError(
+                f"step: this rank had {reduced} backward passes in this cycle, and another rank another number, so that gradients of"
+                " different passes were added up; accepted is microbatch() on every rank, also where a loss reaches no parameter."
+            )
+        return {name for name, here in zip(self.labels, flags, strict=True) if here}
+
+    def _require_in_place(self) -> None:
+        """Refuse parameters that are no pieces of the buffers any more.
+
+        Raises:
+            RuntimeError: The message names the first.
+        """
+        there = dict(self.model.named_parameters())
+        for name, parameter, place in zip(self.labels, self._trained, self._places, strict=True):
+            if there.get(name) is not parameter or not lie_at([parameter], [place]):
+                raise RuntimeError(
+                    f"{name}: is not where the stepper has put it (model.to(), load_state_dict(assign=True), or p.data = ...?); accepted"
+                    " is to change the model before the stepper is made, and to copy values into its parameters after it."
+                )
+
+    def _own_nonfinite(self) -> Mapping[str, Tensor]:
+        return self._nonfinite
+
+    def _recover(self) -> None:
+        self._is_passing = False
+
+    def _discard(self) -> None:
+        for ranks in (self.outer, self.inner):
+            ranks.drain()
+        self._sums = [None] * len(self.buffers)
+        self._seen, self._nonfinite, self._passes, self._last = set(), {}, 0, None
+
+    @property
+    def _has_gradients(self) -> bool:
+        return any(sums is not None for sums in self._sums)
+
+    def _send_by(self, labelled: Mapping[str, LabelledTransform]) -> Callable[[], None]:
+        changed, before = self._judged.grads_under(labelled), [of.grads for of in self.buffers]
+        for of, grads in zip(self.buffers, changed, strict=True):
+            of.grads = grads
+
+        def undo() -> None:
+            for of, grads in zip(self.buffers, before, strict=True):
+                of.grads = grads
+
+        return undo
+
+    def _hand_out(self) -> None:
+        for of in self.buffers:
+            of.hand_out()
+
+    # -- what one sees --------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._recover()
+        self._forget()
+        for handle in self._handles:
+            handle.remove()
+        self.completeness.is_closed = True
+
+    @property
+    def described(self) -> str:
+        """A description in one line."""
+        outer = f" x {self.outer.size} outer" if self.outer.size > 1 else ""
+        buffers = self._judged.buffers
+        filled = sum(place.numel for buffer in buffers for place in buffer.places)
+        padding = sum(buffer.numel for buffer in buffers) - filled
+        return (
+            f"strategy={self._sharding.strategy!r} over {self.inner.size}{outer}, {len(buffers)} buffers, {filled} elements and"
+            f" {padding} of padding"
+        )
+
+
+def _stepped(buffers: list[FlatBuffer], names: list[str]) -> dict[str, nn.Parameter]:
+    """This rank's part of each parameter: a vector over the memory of its share, or the whole tensor, or nothing of it."""
+    found: dict[str, nn.Parameter] = {}
+    for of in buffers:
+        for place in of.places:
+            part = of.own_weights[place.start : place.stop]
+            if place.spec.is_whole:
+                part = part.view(place.spec.shape if place.numel else (0, *place.spec.shape[1:]))
+            one = found[place.spec.name] = nn.Parameter(part)
+            one.grad_dtype = None  # a step has the main gradient's dtype
+    return {name: found[name] for name in names}

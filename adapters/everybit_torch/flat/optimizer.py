@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -150,3 +150,64 @@ class ShareOptimizer(TorchOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature; there is one way here
         """Discard the gradients of this cycle."""
         self._clear()
+
+
+_SAVING = "accepted is save_sharded(stepper, path), or, for weights alone, model.state_dict()."
+_LOADING = "accepted is load_sharded(stepper, path), or loading before the stepper is made."
+_WEIGHTS = "accepted is to read or write the model's weights, and then stepper.loaded()."
+
+
+class PieceOptimizer(ShareOptimizer):
+    """A :class:`ShareOptimizer` over pieces of flat buffers, which are of this rank alone: what would save or load them is refused."""
+
+    def _refuse(self, name: str, accepted: str) -> NoReturn:
+        raise RuntimeError(
+            f"{name}: as_optimizer() holds this rank's parts of the parameters, and its state lies with them; {accepted}"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "as_optimizer(): cannot be copied or pickled, for its tensors are parts of the stepper's buffers; "
+            + _SAVING
+        )
+
+    def state_dict(self) -> NoReturn:
+        """Refuse; see ``save_sharded``."""
+        self._refuse("state_dict", _SAVING)
+
+    def full_state_dict(self) -> NoReturn:
+        """Refuse; see ``save_sharded``."""
+        self._refuse("full_state_dict", _SAVING)
+
+    def torch_state_dict(self) -> NoReturn:
+        """Refuse; see ``save_sharded``."""
+        self._refuse("torch_state_dict", _SAVING)
+
+    def export_fp32(self) -> NoReturn:
+        """Refuse; see ``save_sharded``."""
+        self._refuse("export_fp32", _SAVING)
+
+    def eval_params(self) -> NoReturn:
+        """Refuse; see ``evaluation_weights``."""
+        self._refuse("eval_params", _WEIGHTS)
+
+    def import_fp32(self, weights: object) -> NoReturn:  # noqa: ARG002
+        """Refuse; see ``FlatStepper.loaded``."""
+        self._refuse("import_fp32", _WEIGHTS)
+
+    def load_state_dict(self, state_dict: object, *, strict: bool = True) -> NoReturn:  # noqa: ARG002
+        """Refuse; see ``load_sharded``."""
+        self._refuse("load_state_dict", _LOADING)
+
+    def load_full_state_dict(self, state_dict: object, *, strict: bool = True) -> NoReturn:  # noqa: ARG002
+        """Refuse; see ``load_sharded``."""
+        self._refuse("load_full_state_dict", _LOADING)
+
+    def load_torch_state_dict(self, state_dict: object, *, strict: bool = True) -> NoReturn:  # noqa: ARG002
+        """Refuse; see ``load_sharded``."""
+        self._refuse("load_torch_state_dict", _LOADING)

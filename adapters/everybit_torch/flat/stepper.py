@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,16 @@ from everybit_torch.collectives.communicator import GroupAxis
 from everybit_torch.flat.buffers import FlatBuffer, Partial, Reduced
 from everybit_torch.flat.cycle import Cycle
 from everybit_torch.flat.judging import Judged
-from everybit_torch.flat.optimizer import LabelledGroups, ShareOptimizer
+from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.fused_sums import FusedSums
 from everybit_torch.segments.single import lie_at, places_of
 from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.model_buffers import synchronize_values
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.torch_internals.autograd import at_the_end_of_the_pass
+
+if TYPE_CHECKING:
+    from everybit_torch.sharded.saved_parts import SavedParts
 
 
 class BufferStepper(Cycle):
@@ -51,7 +54,7 @@ class BufferStepper(Cycle):
         groups = LabelledGroups(
             self.labelled, seed=given.seed, unsafe=given.unsafe, compile=given.compile, mixed=judged.mixed
         )
-        self._optimizer = ShareOptimizer(
+        self._optimizer = PieceOptimizer(
             judged.labelled, self._stepped, groups, seed=given.seed, step=self.step, clear=self.zero_grad
         )
         self.counts = self.outer.rank == 0 and (given.sharding.state or self.inner.rank == 0)
@@ -251,6 +254,12 @@ class BufferStepper(Cycle):
             f"strategy={self._sharding.strategy!r} over {self.inner.size}{outer}, {len(buffers)} buffers, {filled} elements and"
             f" {padding} of padding"
         )
+
+    def saved_parts(self) -> SavedParts:
+        """Return this rank's part of a checkpoint."""
+        from everybit_torch.flat.saved_pieces import PieceParts
+
+        return PieceParts(self)
 
 
 def _stepped(buffers: list[FlatBuffer], names: list[str]) -> dict[str, nn.Parameter]:

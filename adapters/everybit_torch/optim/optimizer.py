@@ -245,7 +245,7 @@ class TorchOptimizer(torch_optimizers.Optimizer):
 
     def note_metrics(self, measured: Metrics | None) -> None:
         """Let these be the metrics of the last step, added up over all processes that have parts of the parameters."""
-        self._measured = stepping.over_all(self._parameters(), measured)
+        self._measured = stepping.over_all(self._parameters(), measured, self.own.ranks)
 
     def prepare(self) -> None:
         """Prepare a step: place parameters and state, and copy changed hyperparameters to the device. It counts no step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from everybit_torch.segments.requests import Sources
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.totals import Partial, Reads, Work, find_totals
 from everybit_torch.streams import is_capturing
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(slots=True)
@@ -262,18 +265,26 @@ def again(parameters: Parameters, number: int) -> Callable[[], None]:
     return step
 
 
-def over_all(parameters: Sequence[Tensor], measured: Metrics | None) -> Metrics | None:
+def over_all(
+    parameters: Sequence[Tensor], measured: Metrics | None, ranks: tuple[eb.Axis, bool] | None = None
+) -> Metrics | None:
     """Add up what was measured over the processes that have parts of the parameters. Every process has to call it.
+
+    Args:
+        parameters: The parameters.
+        measured: Of the parts here.
+        ranks: The processes that have the other parts of plain tensors; see :class:`~everybit_torch.optim.parameters.Parameters`.
 
     Raises:
         ValueError: The parameters lie on several meshes.
     """
     mesh = mesh_of(parameters)
-    if mesh is None:
+    if mesh is None and ranks is None:
         return measured
     if measured is None:
         measured = Metrics.zero(local(parameters[0]).device)
-    return eb.tree.map(axis_of(mesh).sum, measured)
+    axis = ranks[0] if mesh is None and ranks is not None else axis_of(cast("DeviceMesh", mesh))
+    return eb.tree.map(axis.sum, measured)
 
 
 def added(total: Metrics, measured: Metrics) -> Metrics:

@@ -17,6 +17,7 @@ from everybit_torch.flat.cycle import Cycle
 from everybit_torch.flat.judging import Judged
 from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
 from everybit_torch.fused_sums import FusedSums
+from everybit_torch.segments.run import Memory
 from everybit_torch.segments.single import lie_at, places_of
 from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.model_buffers import synchronize_values
@@ -62,6 +63,12 @@ class BufferStepper(Cycle):
         places = {place.spec.name: place for buffer in self.buffers for place in buffer.places}
         self._optimizer.own.number_at({self._stepped[name]: place.first for name, place in places.items()})
         self._optimizer.own.wholes = {self._stepped[name]: place.spec.numel for name, place in places.items()}
+        memories = [Memory(of.own_weights, of.own) for of in self.buffers]
+        self._optimizer.own.memory = {
+            self._stepped[place.spec.name]: memory
+            for of, memory in zip(self.buffers, memories, strict=True)
+            for place in of.places
+        }
         self._sums: list[Partial | Reduced | None] = []
         self._last: bool | None = None  # whether the present pass is the last of its cycle, if somebody has said so
         self._passes, self._is_passing, self._reduces, self._next = 0, False, False, -1

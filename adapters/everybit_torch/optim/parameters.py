@@ -35,6 +35,7 @@ from everybit_torch.optim.visiting import Visited, Visiting, entries_of, rows_to
 from everybit_torch.optim.visits import Visitor
 from everybit_torch.optim.visits import entries_of as state_of
 from everybit_torch.segments.requests import Sources
+from everybit_torch.segments.run import Memory, Run
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.short import Bucket, is_short
 from everybit_torch.segments.single import Single, lie_at
@@ -133,10 +134,13 @@ class New:
     shares: bool
     rows: RowShards | None
 
+    def looks_at_tensors(self) -> bool:
+        """Whether its transform needs whole parameters, or requests numbers of each."""
+        return self.optimizer.per_tensor or needs_whole_tensors(self.optimizer.transform)
+
     def is_alone(self) -> bool:
         """Whether it is stepped by itself: it is long, its transform looks at whole parameters, or it shares memory."""
-        by_tensor = self.shares or self.optimizer.per_tensor or needs_whole_tensors(self.optimizer.transform)
-        return by_tensor or not is_short(local(self.parameter))
+        return self.shares or self.looks_at_tensors() or not is_short(local(self.parameter))
 
 
 @dataclass(slots=True)
@@ -190,6 +194,7 @@ class Parameters:
         axes: The ranks of each mesh.
         sources: What is known of their transforms' requests.
         ranks: The processes that have the other elements of plain tensors, and whether this one contributes its own; None: it has all.
+        memory: Of plain tensors that lie one after the other with their gradients, where they lie.
         wholes: Of plain tensors that are a part of a parameter, the number of elements of the whole.
     """
 
@@ -202,6 +207,7 @@ class Parameters:
         self.sources = Sources()
         self.ranks: tuple[eb.Axis, bool] | None = None
         self.wholes: Mapping[Tensor, int] = {}
+        self.memory: Mapping[Tensor, Memory] = {}
         self._settled: list[Settled] = []
         self._counted: dict[torch.dtype, int] = {}
         self._firsts: dict[Tensor, int] = {}
@@ -312,6 +318,10 @@ class Parameters:
                 continue
             here = local(one.parameter)
             key: Any = (one.group, here.dtype, here.device, one.decision)
+            memory = self.memory.get(one.parameter)
+            if memory is not None and not one.looks_at_tensors():
+                together.setdefault((*key, id(memory)), []).append(one)
+                continue
             if is_dtensor(one.parameter):
                 key = (*key, one.parameter.device_mesh, one.parameter.placements)
             together.setdefault((*key, id(one.parameter)) if one.is_alone() else key, []).append(one)
@@ -326,8 +336,11 @@ class Parameters:
         optimizer = group.decided(parameters[0].dtype, decision)
         firsts = [one.first + (first_element(one.parameter) if optimizer.draws_bits else 0) for one in new]
         of: Single | Bucket
+        memory = None if new[0].looks_at_tensors() else self.memory.get(parameters[0])
         whole = needs_whole_tensors(optimizer.transform)
-        if new[0].is_alone() and (whole or local(parameters[0]).is_contiguous()):
+        if memory is not None:
+            of = Run(optimizer, parameters, firsts, memory)
+        elif new[0].is_alone() and (whole or local(parameters[0]).is_contiguous()):
             of = Single.new(optimizer, parameters[0], firsts[0], self.wholes.get(parameters[0]))
         else:
             of = Bucket(optimizer, parameters, firsts, self.wholes.get(parameters[0]))

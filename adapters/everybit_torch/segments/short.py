@@ -93,7 +93,7 @@ class Bucket:
         self._forget()
         self._find(vector)
         self._read(vector)
-        return vector, _indices([x.numel() for x in here], firsts, block, vector.device)
+        return vector, indices([x.numel() for x in here], firsts, block, vector.device)
 
     def _forget(self) -> None:
         self.places: list[Place] = []
@@ -166,7 +166,7 @@ class Bucket:
         """Give the elements other global indices, from which they draw their random bits."""
         old, self._firsts = self.segment, list(firsts)
         lengths = [x.numel() for x in self._here()]
-        first = _indices(lengths, firsts, old.stored.policy.block, old.tensor.device)
+        first = indices(lengths, firsts, old.stored.policy.block, old.tensor.device)
         self.segment = replace(old, first=first)
 
     def own(self, number: int, on_shared: Callable[[Tensor], Tensor] = lambda x: x) -> Segment:
@@ -192,10 +192,17 @@ class Bucket:
         return made
 
 
-def _indices(
+def indices(
     lengths: Sequence[int], firsts: Sequence[int], block: int, device: torch.device
 ) -> int | Blocks | Scattered:
-    """The global indices of the elements of a vector of parameters, each of which begins at a multiple of a block."""
+    """Return the global indices of the elements of a vector of parameters, each of which begins at a multiple of a block.
+
+    Args:
+        lengths: The number of elements of each parameter.
+        firsts: Global index of the first of them.
+        block: Elements for which a format stores one number.
+        device: Of the vector.
+    """
     ends = [first + length for first, length in zip(firsts, lengths, strict=True)]
     aligned = len(lengths) == 1 or all(length % block == 0 for length in lengths)
     if list(firsts[1:]) == ends[:-1] and aligned:

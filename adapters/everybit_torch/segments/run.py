@@ -1,0 +1,82 @@
+"""Parts of parameters that lie one after the other in memory, as their gradients do: both are stepped where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+import everybit as eb
+from everybit_torch.segments.segment import Segment
+from everybit_torch.segments.short import Bucket, indices
+from everybit_torch.segments.single import lie_at, places_of
+from everybit_torch.torch_internals.tensors import foreach_copy
+
+
+class Memory(NamedTuple):
+    """Memory of several parameters, and of their gradients at the same positions.
+
+    Attributes:
+        weights: A vector.
+        gradient: A vector of the same length.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+
+
+class Run(Bucket):
+    """Parts of parameters that lie one after the other in memory.
+
+    If a format stores one number for a block of elements, each begins at a multiple of a block, and gaps hold zeros.
+
+    Args:
+        optimizer: The optimizer, as masks and labels came out.
+        parameters: Vectors over the memory, in order.
+        firsts: Global index of the first element of each.
+        memory: Where they and their gradients lie.
+    """
+
+    def __init__(
+        self, optimizer: eb.Optimizer[Any], parameters: Sequence[Tensor], firsts: Sequence[int], memory: Memory
+    ) -> None:
+        begin = int(parameters[0].storage_offset())
+        self.parameters, self._firsts, self.is_sharded = list(parameters), list(firsts), False
+        self._starts = [int(p.storage_offset()) - begin for p in parameters]
+        self._ranges = [slice(a, a + p.numel()) for a, p in zip(self._starts, parameters, strict=True)]
+        (stored,) = optimizer.formats([parameters[0]])
+        block = stored.policy.block
+        start = begin - memory.weights.storage_offset()
+        stop = min(start + -(-self._ranges[-1].stop // block) * block, memory.weights.numel())
+        self._gradient = memory.gradient[start:stop]
+        self.places = [*places_of(parameters)]
+        self._parts_of_gradient = [self._gradient[where] for where in self._ranges]
+        self._gradient_places = [*places_of(self._parts_of_gradient)]
+        vector = memory.weights[start:stop]
+        self.segment = Segment.new(
+            optimizer, vector, indices([p.numel() for p in parameters], firsts, block, vector.device)
+        )
+
+    def in_place(self) -> bool:
+        """Whether all parameters have the memory that they had at first."""
+        return lie_at(self.parameters, self.places)
+
+    def follow(self) -> None:
+        """Refuse: the memory is a stepper's.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "as_optimizer(): its parameters are pieces of the stepper's buffers; accepted is to leave them there."
+        )
+
+    def gather(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the gradients as one vector: their memory, to which those are copied that somebody has put elsewhere."""
+        if not lie_at(grads, self._gradient_places):
+            foreach_copy(self._parts_of_gradient, grads)
+        return self._gradient
+
+    def scatter(self) -> None:
+        """Do nothing: the new values are in the parameters' memory."""

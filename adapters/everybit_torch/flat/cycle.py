@@ -169,6 +169,10 @@ class Cycle(ABC):
         """The final gradients of this rank's parts, by name."""
         return {name: local(p.grad) for name, p in self.stepped.items() if p.grad is not None}
 
+    def _flat_gradients(self) -> list[Tensor]:
+        """The final gradients as vectors, for their norm."""
+        return [gradient.reshape(-1) for gradient in self._gradients().values()]
+
     def _summed(self, numbers: Tensor) -> Tensor:
         """Sum over all ranks."""
         summed = numbers.to(self._device)
@@ -228,7 +232,7 @@ class Cycle(ABC):
         """
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if self.counts:
-            flat = [gradient.reshape(-1) for gradient in gradients.values()]
+            flat = self._flat_gradients()
             for one in sums_of_squares(flat, flat[0].device if flat else self._device):
                 squares += one.to(self._device)
         squares = self._summed(squares)

@@ -69,6 +69,11 @@ class BufferStepper(Cycle):
             for of, memory in zip(self.buffers, memories, strict=True)
             for place in of.places
         }
+        self._final = {
+            place.spec.name: of.own[place.start : place.stop].view(self._stepped[place.spec.name].shape)
+            for of in self.buffers
+            for place in of.places
+        }
         self._sums: list[Partial | Reduced | None] = []
         self._last: bool | None = None  # whether the present pass is the last of its cycle, if somebody has said so
         self._passes, self._is_passing, self._reduces, self._next = 0, False, False, -1
@@ -165,17 +170,22 @@ class BufferStepper(Cycle):
     def _complete(self) -> set[str]:
         self._require_in_place()
         touched = self._agree_on_passes()
+        if len(touched) < len(self.labels):
+            self._require_same_parameters()
         if not all(isinstance(sums, Reduced) for sums in self._sums):  # on no rank, as all had the same passes
             self._next, self._last = len(self.buffers) - 1, True
             self._reduce(complete=False)
             self._last = None
-        for of, sums in zip(self.buffers, self._sums, strict=True):
+        for sums in self._sums:
             assert isinstance(sums, Reduced)
-            own = sums.finish(self._judged.divisor)
-            for place in of.places:
-                stepped = self._stepped[place.spec.name]
-                stepped.grad = own[place.start : place.stop].view(stepped.shape) if place.spec.name in touched else None
+            sums.finish(self._judged.divisor)
+        for name, gradient in self._final.items():
+            self._stepped[name].grad = gradient if name in touched else None
         return touched
+
+    def _flat_gradients(self) -> list[Tensor]:
+        """Return main gradients as they lie, with zeros in padding and for parameters without a gradient."""
+        return [of.own for of in self.buffers]
 
     def _agree_on_passes(self) -> set[str]:
         """Return which parameters have a gradient on any rank.
@@ -201,12 +211,27 @@ class BufferStepper(Cycle):
         Raises:
             RuntimeError: The message names the first.
         """
-        there = dict(self.model.named_parameters())
+        if lie_at(self._trained, self._places):
+            return
         for name, parameter, place in zip(self.labels, self._trained, self._places, strict=True):
-            if there.get(name) is not parameter or not lie_at([parameter], [place]):
+            if not lie_at([parameter], [place]):
                 raise RuntimeError(
                     f"{name}: is not where the stepper has put it (model.to(), load_state_dict(assign=True), or p.data = ...?); accepted"
                     " is to change the model before the stepper is made, and to copy values into its parameters after it."
+                )
+
+    def _require_same_parameters(self) -> None:
+        """Refuse a model that has other parameters than were laid out, which get the gradients.
+
+        Raises:
+            RuntimeError: The message names the first.
+        """
+        there = dict(self.model.named_parameters())
+        for name, parameter in zip(self.labels, self._trained, strict=True):
+            if there.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{name}: is another parameter than when the stepper was made (load_state_dict(assign=True)?); accepted is a new"
+                    " stepper after such a change."
                 )
 
     def _own_nonfinite(self) -> Mapping[str, Tensor]:

@@ -200,7 +200,8 @@ class Variants(Generic[R]):
             )
         given = {name: arguments[name] for name in variant.given}
         try:
-            segment = (inputs.segment,) if isinstance(variant.run, DirectCalls) else ()
+            is_direct = isinstance(variant.run, DirectCalls)
+            segment = (inputs.segment,) if is_direct else ()
             measured = variant.run(
                 inputs.tensors, inputs.grads, inputs.state, numbers, given, inputs.first, inputs.totals, inputs.members, *segment
             )  # fmt: skip

@@ -403,6 +403,15 @@ def cast(into: Tensor, values: Tensor, scale: float = 1.0) -> None:
     accumulate(into, values, mode="copy", scale=scale)
 
 
+def as_sent(sums: Tensor, wire: Wire) -> Tensor:
+    """Return sums in the wire's dtype and scale: themselves, scaled in place, if they have that dtype."""
+    if sums.dtype is wire.dtype:
+        return sums if wire.prescale == 1.0 else sums.mul_(wire.prescale)
+    sent = torch.empty_like(sums, dtype=wire.dtype)
+    cast(sent, sums, wire.prescale)
+    return sent
+
+
 def chunks(numel: int, size: int) -> Iterator[tuple[int, int]]:
     """Ranges of at most ``size`` elements."""
     for low in range(0, numel, size):

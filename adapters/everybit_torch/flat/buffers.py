@@ -17,10 +17,9 @@ from everybit_torch.collectives.reduction import (
     Grads,
     Mode,
     Reduction,
-    Wire,
     accumulate,
     all_reduce_into,
-    cast,
+    as_sent,
     divide,
     reduce_scatter_into,
 )
@@ -86,15 +85,6 @@ class FlatBuffer:
             ).wait()
 
 
-def _as_sent(sums: Tensor, wire: Wire) -> Tensor:
-    """Sums in the wire's dtype and scale: themselves, if they have that dtype."""
-    if sums.dtype is wire.dtype:
-        return sums if wire.prescale == 1.0 else sums.mul_(wire.prescale)
-    sent = torch.empty_like(sums, dtype=wire.dtype)
-    cast(sent, sums, wire.prescale)
-    return sent
-
-
 class Partial:
     """Sums of this rank's own gradients, which can be added to, and become :class:`Reduced` once.
 
@@ -133,7 +123,7 @@ class Partial:
             end = place.stop
         sums[end:].zero_()
         wire, what = of.grads.inner, f"gradients of {of.buffer}"
-        sent = sums if of.has_bucket else _as_sent(sums, wire)
+        sent = sums if of.has_bucket else as_sent(sums, wire)
         now = divisor if of.outer.size == 1 else None
         if not of.sharding.state:
             under_way = all_reduce_into(of.main, sent, of.inner, wire, divisor=now, what=what, fused=of.fused)
@@ -185,7 +175,7 @@ class Reduced:
         self.wait()
         if of.outer.size > 1:
             wire, what = of.grads.outer, f"gradients of {of.buffer}, outer dimension"
-            all_reduce_into(of.own, _as_sent(of.own, wire), of.outer, wire, divisor=divisor, what=what).finish()
+            all_reduce_into(of.own, as_sent(of.own, wire), of.outer, wire, divisor=divisor, what=what).finish()
         elif not self._is_divided:
             divide(of.own, divisor)
         return of.own

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.reduction import Wire, all_reduce_into, cast, divide, reduce_scatter_into
+from everybit_torch.collectives.reduction import all_reduce_into, as_sent, divide, reduce_scatter_into
 from everybit_torch.dtensors import local, row_edges
 from everybit_torch.fsdp2.main_gradients import MainGradient
 
@@ -70,12 +70,12 @@ class OuterRows:
             return gradients
         wire, what = main.grads.outer, f"gradients of {main.unit}, outer dimension"
         if not self.is_cut:
-            sums = _as_sent(main.main, wire)
+            sums = as_sent(main.main, wire)
             all_reduce_into(main.main, sums, self._outer, wire, divisor=divisor, what=what).finish()
             return gradients
         whole, lengths = self._packed(gradients)
         own = whole.new_empty(lengths[self._outer.rank], dtype=main.main.dtype)
-        sums = _as_sent(whole, wire)
+        sums = as_sent(whole, wire)
         reduce_scatter_into(
             own, sums, self._outer, wire, mode="copy", divisor=divisor, what=what, lengths=lengths
         ).finish()
@@ -107,10 +107,3 @@ class OuterRows:
         shapes = {p: self._rows(x, p, rank).shape for p, x in like.items()}
         pieces = torch.split(part, [shape.numel() for shape in shapes.values()])
         return {p: piece.view(shape) for (p, shape), piece in zip(shapes.items(), pieces, strict=True)}
-
-
-def _as_sent(sums: Tensor, wire: Wire) -> Tensor:
-    """A copy of sums, in the wire's dtype and scale."""
-    sent = torch.empty_like(sums, dtype=wire.dtype)
-    cast(sent, sums, wire.prescale)
-    return sent

@@ -16,7 +16,7 @@ import everybit as eb
 from everybit.combinators import Lookahead, LowRank
 from everybit.protocol import Pending, SumOfSquares, advance, enter, fields_of, periods, transforms_in
 from everybit_torch.host_counts import Due
-from everybit_torch.segments.segment import Segment, as_context
+from everybit_torch.segments.segment import Segment
 
 WEIGHTS = "params"
 """The name of the weights among the inputs of a request; the others go by the names of their slots."""
@@ -153,7 +153,7 @@ def _ask(segment: Segment, totals: Sequence[Tensor], due: Due) -> tuple[Pending 
         names.update(reads_of(transform, state))
 
     ctx = eb.Context(
-        members=as_context(none.members), pending=True, requests_only=True, entered=note, seed=optimizer.seed, due=due
+        members=none.members, pending=True, requests_only=True, entered=note, seed=optimizer.seed, due=due
     ).at(state.step + 1)
     result: Any = advance(enter(optimizer.transform, grads, state.inner, params, ctx, lambda *_: None), totals)
     return result if isinstance(result, Pending) else None, names, grads

@@ -57,7 +57,7 @@ class Segment:
     whole: int | None = None
     stored: Resolved = field(init=False)
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
-    members: eb.Members | None = field(init=False, default=None)
+    members: tuple[eb.Members, ...] | None = field(init=False, default=None)
     count: HostCount = field(init=False, default_factory=HostCount)
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Segment:
         if self.whole is not None:
             edges = torch.tensor([0, self.tensor.numel()], device=device)
             sizes = torch.full((1,), self.whole, dtype=torch.float64, device=device)
-            self.members = eb.Members(torch.zeros(1, dtype=torch.int64, device=device), edges, sizes)
+            self.members = (eb.Members(torch.zeros(1, dtype=torch.int64, device=device), edges, sizes),)
 
     @classmethod
     def new(
@@ -193,11 +193,6 @@ class Segment:
         return measured
 
 
-def as_context(members: eb.Members | None) -> tuple[eb.Members, ...] | None:
-    """Return the members of one tensor in the form of :class:`everybit.Context`."""
-    return None if members is None else (members,)
-
-
 def piece_size(device: torch.device) -> int:
     """Elements that are stepped at a time on a device without a compiler."""
     return PIECE if device.type in ("cpu", "meta") else DEVICE_PIECE
@@ -211,12 +206,12 @@ def step_in_place(
     first: FirstElement,
     *,
     totals: Sequence[Tensor] = (),
-    members: eb.Members | None = None,
+    members: tuple[eb.Members, ...] | None = None,
     due: Due = (),
     metrics: bool = False,
 ) -> Metrics | None:
     """Take the pure step, and write its results over its arguments. Compiled, the writes become in-place stores."""
-    ctx = eb.Context(first_element=first, members=as_context(members), due=due, pending=len(totals) > 0)
+    ctx = eb.Context(first_element=first, members=members, due=due, pending=len(totals) > 0)
     found = advance(optimizer.step_traced(tensors, grads, state, ctx), totals)
     trace: StepTrace = require_done(found, optimizer.transform)
     measured = measure(optimizer, trace, ctx) if metrics else None

@@ -18,7 +18,7 @@ from everybit_torch.compiled.compilation import can_compile, may_compile
 from everybit_torch.compiled.probing import Factory, fits, is_number
 from everybit_torch.compiled.variants import LIMIT, Inputs, Variants
 from everybit_torch.host_counts import Due
-from everybit_torch.segments.segment import Segment, as_context, step_in_place
+from everybit_torch.segments.segment import Segment, step_in_place
 from everybit_torch.segments.totals import Partial, Reads, contribution, find_uncompiled
 from everybit_torch.streams import copies_need_no_wait, is_capturing
 
@@ -185,7 +185,7 @@ class Steps:
             state = map_parts(state, [tensor], [segment.stored], lambda x, _: _vector(x), lambda x: x)
             tensor, grad = _vector(tensor), _vector(grad.contiguous())
         return Inputs(
-            [tensor], [grad], state, segment.first_tensor, list(totals), as_context(segment.members), self._policy, decision, due,
+            [tensor], [grad], state, segment.first_tensor, list(totals), segment.members, self._policy, decision, due,
             choices, returns, segment,
         )  # fmt: skip
 
@@ -226,7 +226,7 @@ def _step(
     metrics: bool,
 ) -> Metrics | None:
     return step_in_place(
-        optimizer, tensors, grads, state, first, totals=totals, members=_of_one(members), due=due, metrics=metrics
+        optimizer, tensors, grads, state, first, totals=totals, members=members, due=due, metrics=metrics
     )
 
 
@@ -242,9 +242,4 @@ def _contribution(
     due: Due,
     counts: bool,
 ) -> Partial | None:
-    own = _of_one(members)
-    return contribution(optimizer, tensors, grads, state, first, totals=totals, members=own, due=due, counts=counts)
-
-
-def _of_one(members: tuple[eb.Members, ...] | None) -> eb.Members | None:
-    return None if members is None else members[0]
+    return contribution(optimizer, tensors, grads, state, first, totals=totals, members=members, due=due, counts=counts)

@@ -25,7 +25,7 @@ from everybit.protocol.requests import Kind
 from everybit.stepping import OptimizerState
 from everybit_torch.host_counts import Due
 from everybit_torch.segments.requests import Sources
-from everybit_torch.segments.segment import Segment, as_context
+from everybit_torch.segments.segment import Segment
 
 PIECE = 1 << 20
 """Elements of which a contribution is computed at a time on a CPU."""
@@ -89,7 +89,7 @@ def contribution(
     first: FirstElement,
     *,
     totals: Sequence[Tensor],
-    members: eb.Members | None,
+    members: tuple[eb.Members, ...] | None,
     due: Due,
     counts: bool,
     reads: Reads = None,
@@ -99,7 +99,7 @@ def contribution(
     It can be compiled: then only those slots are decoded from which the request is computed, also without ``reads``.
     """
     ctx = eb.Context(
-        first_element=first, members=as_context(members), pending=True, requests_only=True, contributes=counts, due=due
+        first_element=first, members=members, pending=True, requests_only=True, contributes=counts, due=due
     )
     found = optimizer.ask(tensors, grads, state, ctx, totals=totals, reads=reads)
     if found is None:

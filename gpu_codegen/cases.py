@@ -16,7 +16,7 @@ from everybit.protocol import any_per_tensor
 from everybit.testing.registry import REGISTRY
 from everybit_torch import FlatStepper, MixedPrecision
 from everybit_torch.choosing import Decision, choices
-from everybit_torch.sharded.buffer_stepper import BufferStepper
+from everybit_torch.flat.stepper import BufferStepper
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ def _of_stepper(optimizer: str, policy_name: str, policy: eb.Policy | MixedPreci
     factory, arguments = MAIN[optimizer]
     stepper = FlatStepper(torch.nn.Linear(4, 4, bias=False, dtype=dtype), factory(**arguments), policy=policy)
     assert isinstance(stepper.engine, BufferStepper)
-    engine = stepper.engine.as_optimizer().engine
-    (group,), (unit,) = engine.groups, engine.units
-    assert unit.gradients is not None
-    stored = group.policies[dtype]
+    made = stepper.engine.as_optimizer()
+    made.place()
+    (one,), (buffer,) = made.own.stepped, stepper.engine.buffers
+    group, stored = one.group, one.group.policies[dtype]
     assert isinstance(stored, Policy)
     name = f"stepper: {optimizer}"
     found = Case(
-        name, policy_name, stored, group.factory, group.arguments, unit.tensor.dtype, unit.gradients.buffer.dtype
+        name, policy_name, stored, group.factory, group.arguments, one.of.segment.tensor.dtype, buffer.own.dtype
     )
     stepper.close()
     return found

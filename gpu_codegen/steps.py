@@ -14,7 +14,7 @@ from everybit.stepping import OptimizerState
 from everybit_torch.compiled import variants
 from everybit_torch.compiled.probing import is_number
 from everybit_torch.compiled.variants import Inputs, Variants
-from everybit_torch.stepping import step_in_place
+from everybit_torch.segments.segment import step_in_place
 from gpu_codegen.capture import Wrapper, captured
 from gpu_codegen.cases import Case
 

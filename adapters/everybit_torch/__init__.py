@@ -36,10 +36,10 @@ from everybit_torch.weights import export_weights, import_weights, load_safetens
 
 if TYPE_CHECKING:
     from everybit_torch.fsdp2.exact_reduce_scatter import ExactReduceScatter
+    from everybit_torch.planning.plan import Plan, plan
     from everybit_torch.sharded.checkpoint import latest_checkpoint, load_sharded, load_sharded_into, save_sharded
     from everybit_torch.sharded.mixed_precision import MixedPrecision
     from everybit_torch.sharded.nonfinite_state import NonFiniteState, nonfinite_state
-    from everybit_torch.sharded.plan import Plan, plan
     from everybit_torch.sharded.reports import NonFinite, StepReport
     from everybit_torch.sharded.stepper import FlatStepper
 
@@ -50,13 +50,13 @@ _LATE = {
     "MixedPrecision": "sharded.mixed_precision",
     "NonFinite": "sharded.reports",
     "NonFiniteState": "sharded.nonfinite_state",
-    "Plan": "sharded.plan",
+    "Plan": "planning.plan",
     "StepReport": "sharded.reports",
     "latest_checkpoint": "sharded.checkpoint",
     "load_sharded": "sharded.checkpoint",
     "load_sharded_into": "sharded.checkpoint",
     "nonfinite_state": "sharded.nonfinite_state",
-    "plan": "sharded.plan",
+    "plan": "planning.plan",
     "save_sharded": "sharded.checkpoint",
 }
 

@@ -166,9 +166,9 @@ def test_sizes_are_shown_in_units_of_which_there_is_one(capsys: pytest.CaptureFi
     code, _, said = advised(capsys, "--ranks", "1", "--memory", "2MB", "--policies", "LEAN_BF16")
     assert code == 0
     assert "1 rank of 1.9 MiB, 0 bytes of it reserved" in said
-    assert "KiB of one rank at the step's peak. The budget is 1.9 MiB;" in said
+    assert "MiB of one rank at the step's peak. The budget is 1.9 MiB;" in said
     peak = re.search(
-        r"LEAN_BF16 under no_shard: ([\d.]+) KiB at the peak, [\d.]+ KiB of the budget are left; 0 bytes are sent", said
+        r"LEAN_BF16 under no_shard: ([\d.]+) MiB at the peak, [\d.]+ KiB of the budget are left; 0 bytes are sent", said
     )
     assert peak is not None, said
-    assert float(peak[1]) > 2 * 28_768 / 1024  # more than the weights of the model
+    assert float(peak[1]) > 2 * 28_768 / 2**20  # more than the weights of the model

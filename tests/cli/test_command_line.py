@@ -98,7 +98,7 @@ def test_shells_are_completed_for_all_commands(capsys: pytest.CaptureFixture[str
 def test_one_is_no_plural_and_a_heading_of_two_lines_is_one_word_in_a_block(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "50")
     assert cli.main([*PLAN, "--ranks", "1"]) == 0
     assert cli.main(["advise", "--model", "tiny", "--ranks", "1", "--memory", "1GB"]) == 0
     monkeypatch.setenv("COLUMNS", "40")

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import everybit as eb
 from everybit_torch import TorchOptimizer
+from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.flat.judging import judge
 from everybit_torch.flat.stepper import BufferStepper
 from everybit_torch.sharded.arguments import Arguments
@@ -92,3 +96,43 @@ def test_bits_of_one_process(
     for found, theirs in run(ranks, on_ranks, name, policy, strategy, shape, number, pattern):
         assert theirs == norms
         assert [key for key in weights if not torch.equal(found[key], weights[key])] == []
+
+
+def all_gather_as_documented(parts: list[Tensor], own: Tensor, group: Any, async_op: bool) -> Any:
+    assert async_op
+    assert parts[dist.get_rank(group)].shape == own.shape
+    parts[dist.get_rank(group)].copy_(own)
+    works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
+    for work in works:
+        work.wait()
+    return works[-1]
+
+
+def reduce_scatter_as_documented(into: Tensor, parts: list[Tensor], group: Any, async_op: bool) -> Any:
+    assert async_op
+    assert parts[dist.get_rank(group)].shape == into.shape
+    works = [dist.reduce(part, group=group, group_dst=rank, async_op=True) for rank, part in enumerate(parts)]
+    for work in works:
+        work.wait()
+    into.copy_(parts[dist.get_rank(group)])
+    return works[-1]
+
+
+def as_if_over_nccl() -> tuple[Any, int]:
+    """Lists of parts, which torch documents, in the place of what is done for gloo."""
+    with (
+        mock.patch.object(Communicator, "_takes_lists", return_value=True),
+        mock.patch.object(Communicator, "_goes_over_gloo", return_value=False),
+        mock.patch.object(dist, "all_gather", mock.Mock(side_effect=all_gather_as_documented)) as gathered,
+        mock.patch.object(dist, "reduce_scatter", mock.Mock(side_effect=reduce_scatter_as_documented)) as reduced,
+    ):
+        found = on_ranks("muon", "LEAN_BF16", "optim_grads", (3,), 1, "microbatch")
+        return found, min(gathered.call_count, reduced.call_count)
+
+
+def test_backends_that_take_lists_are_given_parts_of_different_lengths() -> None:
+    weights, norms = alone("muon", "LEAN_BF16", 3, 1)
+    for (found, theirs), calls in run(3, as_if_over_nccl):
+        assert theirs == norms
+        assert [key for key in weights if not torch.equal(found[key], weights[key])] == []
+        assert calls >= 3

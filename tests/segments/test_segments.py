@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import everybit as eb
+from everybit.base import Scattered
+from everybit_torch import AdamW
 from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.dtensors import row_edges
 from everybit_torch.segments import segment as module
+from everybit_torch.segments.run import neighbours
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.short import Bucket
+from everybit_torch.segments.short import Bucket, indices
 from everybit_torch.segments.steps import Steps
 from everybit_torch.segments.totals import Work, find_totals
 from tests.support.exact_models import mesh_of
@@ -257,3 +260,53 @@ def test_a_norm_goes_over_each_parameters_own_mesh_once(shape: tuple[int, int]) 
     squares = sum(float(x.square().sum()) for x in whole)
     for totals in run(torch.Size(shape).numel(), on_two_meshes, shape):
         assert totals == [squares]
+
+
+WORD = 1 << 32
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), min_size=1, max_size=10),
+    st.integers(WORD - 20, WORD + 2),
+    st.integers(1, 12),
+)
+def test_neighbours_stepped_at_once_follow_each_other_or_are_short_within_one_word(
+    lying: list[tuple[int, int]], first: int, short: int
+) -> None:
+    lengths, firsts = [], []
+    for length, skipped in lying:
+        first += skipped
+        lengths.append(length)
+        firsts.append(first)
+        first += length
+    found = neighbours(lengths, firsts, short)
+    assert [number for where in found for number in range(where.start, where.stop)] == [*range(len(lengths))]
+    for where in found:
+        index = indices(lengths[where], firsts[where], 1, torch.device("cpu"))
+        expected = [one + n for one, length in zip(firsts[where], lengths[where], strict=True) for n in range(length)]
+        if isinstance(index, int):
+            assert [index + n for n in range(len(expected))] == expected
+        else:
+            assert isinstance(index, Scattered)
+            assert len(expected) < short
+            assert [(int(index.high) << 32) + (low & (WORD - 1)) for low in index.low.tolist()] == expected
+
+
+def test_short_parameters_on_both_sides_of_two_to_the_32_are_stepped_with_the_bits_of_each_alone() -> None:
+    """Scattered elements of one vector have one upper word; a parameter may lie on the edge."""
+    shapes, firsts = [(5,), (6,), (7,), (3,)], [WORD - 9, WORD - 2, WORD + 40, WORD - 30]
+    values = [torch.linspace(-1, 1, *shape).bfloat16() for shape in shapes]
+
+    def trained(which: list[int]) -> list[Tensor]:
+        parameters = [nn.Parameter(values[number].clone()) for number in which]
+        optimizer = AdamW(parameters, 0.1, policy="LEAN_BF16", compile=False)
+        optimizer.own.number_at({p: firsts[number] for p, number in zip(parameters, which, strict=True)})
+        for _ in range(2):
+            for p, number in zip(parameters, which, strict=True):
+                p.grad = values[number].square()
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    together = trained([0, 1, 2, 3])
+    assert all(torch.equal(together[number], *trained([number])) for number in range(4))

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit_torch import TorchOptimizer, nonfinite_state
 from everybit_torch.sharded.checkpoint import load_sharded, load_sharded_into, save_sharded
-from everybit_torch.sharded.layout import ParameterSpec, build
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.block_formats import Int8Blocks, Int8Residual
 from tests.support.exact_models import whole_of
-from tests.support.programs import on_buffers
 from tests.support.ranks import run
 
 STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads")
@@ -79,8 +77,8 @@ def weights(stepper: FlatStepper, module: Model) -> list[Tensor]:
 
 def exact(stepper: FlatStepper) -> int:
     """Bytes of what the optimizer keeps on this rank: slots and compensation."""
-    units = on_buffers(stepper).as_optimizer().engine.units
-    return sum(x.nbytes for unit in units for x in eb.tree.leaves((unit.state.extra, unit.state.inner)) if x.ndim)
+    states = [one.of.segment.state for one in stepper.engine.as_optimizer().own.stepped]
+    return sum(x.nbytes for state in states for x in eb.tree.leaves((state.extra, state.inner)) if x.ndim)
 
 
 def each_strategy(folder: str) -> dict[Any, Any]:
@@ -155,21 +153,3 @@ def test_a_number_that_is_not_finite_is_reported_by_name_on_every_rank(strategy:
         assert found == [
             ("values.5", "param", 1), ("values.5", "momentum.scale", 5), ("values.5", "variance.scale", 5),
         ]  # fmt: skip
-
-
-def test_no_share_ends_inside_a_block_and_only_parameters_with_blocks_are_padded() -> None:
-    shapes = [(7, 9), (9,), (64,), ()]
-    for block in (1, 32):
-        specs = [ParameterSpec((str(n),), shape, torch.float32, block=block) for n, shape in enumerate(shapes)]
-        for shards in (1, 2, 3):
-            (group,) = build(specs, shards=shards).groups
-            assert group.numel == 63 + 9 + 64 + 1
-            assert group.padded % (shards * block) == 0
-            assert all(placement.start % block == 0 for placement in group.placements)
-            for rank in range(shards):
-                low, high = group.shard(rank, shards)
-                assert all(s.low % block == 0 for s in group.slices(low, high))
-            covered = sorted([*group.gaps, *((p.start, p.stop) for p in group.placements)])
-            assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])]
-            assert covered[-1][1] == group.padded
-            assert block > 1 or list(group.gaps) == ([(137, group.padded)] if group.padded > 137 else [])

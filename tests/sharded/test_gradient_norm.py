@@ -1,18 +1,13 @@
-"""A step reads the gradients once for all that it has to know of them before it steps: the norm, a clip's norm, whether they are finite."""
+"""The norm of the gradients of all ranks: as reported, as a clip scales by it, and whether it is finite."""
 
 from __future__ import annotations
-
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import everybit as eb
-from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.exact_models import whole_of
@@ -21,65 +16,6 @@ from tests.support.ranks import run
 
 ADAMW = eb.adamw(1e-2)
 CLIP = eb.clip_by_global_norm(0.1)
-# How often gradients are read for each: once before the step, for the report, and once for each total that is not the report's.
-TRANSFORMS: dict[str, tuple[Any, int]] = {
-    "no clip": (ADAMW, 1),
-    "clip": (eb.chain(CLIP, ADAMW), 1),
-    "clip in a chain in a chain": (eb.chain(eb.chain(CLIP, eb.scale(2.0)), ADAMW), 1),
-    "named": (eb.named_chain({"clip": CLIP, "adamw": ADAMW}), 1),
-    "two clips": (eb.chain(CLIP, eb.clip_by_global_norm(0.05), ADAMW), 1 + 1),
-    "scaled before": (eb.chain(eb.scale(2.0), CLIP, ADAMW), 1 + 1),
-}
-READING = ("dot", "linalg_vector_norm", "isfinite", "norm")
-
-
-class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements of which numbers are found, by operation."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.elements: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in READING and args[0].ndim:
-            self.elements[name] += args[0].numel()
-        return func(*args, **(kwargs or {}))
-
-
-def elements_read(strategy: Strategy, nan: NanCheck, low: bool) -> list[tuple[str, dict[str, float]]]:
-    """Elements read by a second step for each element of this rank's gradient that it counts, by operation."""
-    dtype = torch.bfloat16 if low else torch.float32
-    found = []
-    for name, (transform, _) in TRANSFORMS.items():
-        model = network(dtype)
-        policy = eb.policies.LEAN_BF16 if low else None
-        stepper = FlatStepper(model, transform, strategy=strategy, units=[Block], nan=nan, policy=policy)
-        reads = Reads()
-        for step in range(2):
-            with stepper.microbatch(last=True):
-                model(data(step, dist.get_rank(), 0, dtype)).float().square().mean().backward()
-            reads.elements.clear()
-            with reads:
-                stepper.step()
-        own = sum(p.numel() for group in stepper.as_optimizer().param_groups for p in group["params"])
-        found.append((name, {op: count / own for op, count in reads.elements.items()}))
-        stepper.close()
-    return found
-
-
-@pytest.mark.parametrize("nan", ["off", "step"])
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
-def test_gradients_are_read_once_for_the_report_the_clip_and_the_check(strategy: Strategy, nan: NanCheck) -> None:
-    """A clip at another place than the first finds the norm of something else."""
-    for low in (False, True):
-        for found in run(2, elements_read, strategy, nan, low):
-            # Where each main gradient is written when it has been reduced, the squares are added up on the way.
-            before = 1 if strategy == "optim" else 0
-            assert found == [
-                (name, {"dot": times - 1 + before} if times - 1 + before else {})
-                for name, (_, times) in TRANSFORMS.items()
-            ]
 
 
 def clipped(strategy: Strategy) -> list[tuple[float, float]]:
@@ -176,26 +112,3 @@ def test_the_norm_is_that_of_the_gradients_as_they_are_stepped(change: str) -> N
             expected = {"nothing": whole, "clipped": 1.0}.get(change, 2 * whole)
             # float32 gradients are rounded once when they are scaled.
             assert norm == pytest.approx(expected, rel=2.0**-20), strategy
-
-
-def test_squares_added_up_on_the_way_have_the_bits_of_those_found_afterwards() -> None:
-    for found in run(2, both_ways):
-        assert found
-
-
-def both_ways() -> bool:
-    equal = []
-    for size in (5, 1 << 16, (1 << 17) + 3):
-        model = nn.Linear(size, 1, bias=False)
-        norms = []
-        for look in (False, True):
-            stepper = FlatStepper(model, eb.sgd(0.0), strategy="optim_grads")
-            x = torch.randn(1, size, generator=torch.Generator().manual_seed(dist.get_rank()))
-            with stepper.microbatch(last=True):
-                model(x).sum().backward()
-            if look:
-                assert [p.grad.sum() for g in stepper.as_optimizer().param_groups for p in g["params"]]
-            norms.append(stepper.step().grad_norm)
-            stepper.close()
-        equal.append(torch.equal(*norms))
-    return all(equal)

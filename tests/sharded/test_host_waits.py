@@ -1,12 +1,10 @@
-"""What a step reads back from the device, for which the host waits: nothing, unless a setting or an untouched parameter asks for it."""
+"""What a step reads back from the device, for which the host waits: nothing, unless a setting asks for it."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +16,12 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
-from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
+from everybit_torch.collectives.reduction import CHUNK
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.squares import sums_of_squares
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
-from everybit_torch.stepping import PIECE
-from tests.support.exact_models import whole_of
-from tests.support.programs import FLAT, Block, data, network, on_a_mesh, on_buffers
+from tests.support.programs import FLAT, Block, data, network, on_a_mesh
 from tests.support.ranks import run
 from tests.support.readbacks import ReadBackError, Readbacks
 
@@ -66,8 +62,7 @@ def stepped_without_reading(strategies: tuple[Strategy, ...] = FLAT, mesh: Any =
                 said.append(f"{strategy}, {number}: {report.grad_norm}")
             if report.untouched or report.skipped:
                 said.append(f"{strategy}, {number}: {report}")
-        # Only the numbers of backward passes, of the step before, and only where all ranks need as many.
-        if readbacks.read != (2 if on_buffers(stepper).sharding.grads else 0):
+        if readbacks.read:
             said.append(f"{strategy}, {number}: read {readbacks.read} times")
         stepper.close()
     return said
@@ -112,8 +107,6 @@ def test_a_compiled_step_reads_nothing_back() -> None:
     policy = replace(eb.policies.EXACT_BF16, grads=eb.Grads(main="float32"))
     stepper = FlatStepper(model, eb.adamw(1e-2, b2=0.95), policy=policy, units=[Block], compile=True)
     readbacks = Readbacks()
-    lengths = {unit.tensor.numel() for unit in on_buffers(stepper).as_optimizer().engine.units}
-    assert min(lengths) > 1
     for step in range(4):
         with stepper.microbatch(last=True):
             model(data(step, 0, 0, torch.bfloat16)).float().square().mean().backward()
@@ -150,94 +143,11 @@ def waits(strategy: Strategy) -> list[tuple[bool, int]]:
 
 
 @pytest.mark.parametrize("strategy", FLAT)
-def test_settings_and_parameters_without_a_gradient_make_a_rank_wait(strategy: Strategy) -> None:
-    """Ranks that wait and ranks that do not take part in the same sums."""
+def test_a_check_for_nan_makes_a_rank_wait_and_parameters_without_a_gradient_do_not(strategy: Strategy) -> None:
     every = len(list(network().parameters()))
     by_setting = [(False, 0), (True, 0), (True, 0)]
     first, second = run(2, waits, strategy)
-    assert first == [*by_setting, (True, 0), (True, every), (False, 0)]
-    assert second == [*by_setting, (False, 0), (True, every), (False, 0)]
-
-
-def forget_a_pass(model: nn.Module, stepper: FlatStepper) -> None:
-    """A cycle of two backward passes, of which the first rank forgets the first."""
-    with stepper.microbatch(last=False):
-        model(data(0, dist.get_rank(), 0, torch.float32)).square().mean().backward()
-    if dist.get_rank() == 0:
-        stepper.zero_grad()
-    with stepper.microbatch(last=True):
-        model(data(0, dist.get_rank(), 1, torch.float32)).square().mean().backward()
-
-
-def what_is_said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def different_passes(strategy: Strategy, nan: NanCheck, directory: str) -> list[tuple[str, bool]]:
-    """What is said of ranks that had different numbers of passes, by steps and by saving, and whether weights moved."""
-    found = []
-    model = network()
-    stepper = FlatStepper(model, eb.sgd(0.1), strategy=strategy, units=[Block], nan=nan)
-
-    def observe(call: Callable[[], object]) -> None:
-        before = stepper_weights(stepper)
-        said = what_is_said(call)
-        found.append((said, any(not torch.equal(a, b) for a, b in zip(before, stepper_weights(stepper), strict=True))))
-
-    forget_a_pass(model, stepper)
-    observe(stepper.step)
-    if nan == "off":
-        backward(model, stepper, 1, dist.get_rank())
-        observe(stepper.step)
-    stepper.zero_grad()
-    backward(model, stepper, 2, dist.get_rank())
-    observe(stepper.step)
-    if nan == "off":
-        forget_a_pass(model, stepper)
-        stepper.step()
-        observe(lambda: save_sharded(stepper, directory))
-    observe(lambda: save_sharded(stepper, directory))
-    backward(model, stepper, 3, dist.get_rank())
-    observe(stepper.step)
-    if nan == "off":
-        forget_a_pass(model, stepper)
-        stepper.step()
-        load_sharded(stepper, directory)
-        backward(model, stepper, 4, dist.get_rank())
-        observe(stepper.step)
-    return found
-
-
-def stepper_weights(stepper: FlatStepper) -> list[Tensor]:
-    return [whole_of(p).clone() for p in stepper.model.parameters()]
-
-
-@pytest.mark.parametrize("nan", ["off", "step"])
-@pytest.mark.parametrize("strategy", ["optim_grads"])
-def test_different_numbers_of_passes_are_an_error_on_all_ranks(
-    strategy: Strategy, nan: NanCheck, tmp_path: Path
-) -> None:
-    """Where no step waits it is the next one's error, or a checkpoint's; all ranks raise at the same place, and go on from there."""
-    for rank, found in enumerate(run(2, different_passes, strategy, nan, str(tmp_path))):
-        mine = 1 if rank == 0 else 2
-        words = f"ranks had different numbers of backward passes in {{}}, this one {mine}: zero_grad() was called on some of them only."
-        if nan == "step":
-            (now, moved), *others = found
-            assert now.startswith("step: " + words.format("this cycle"))
-            assert not moved
-            assert others == [("", True), ("", False), ("", True)]
-            continue
-        taken, (later, moved), good, (unsaved, _), *others = found
-        assert taken == good == ("", True)
-        assert not moved
-        assert later.startswith("step: " + words.format("the cycle of the last step"))
-        assert "That step was taken" in later
-        assert unsaved.startswith("save_sharded: " + words.format("the cycle of the last step"))
-        assert others == [("", False), ("", True), ("", True)]
+    assert first == second == [*by_setting, (False, 0), (False, every), (False, 0)]
 
 
 # -- the norm ------------------------------------------------------------------------------------------------------------------------------
@@ -248,7 +158,7 @@ class Scaled(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(torch.zeros(size, dtype=dtype) for size in (PIECE + 5, 3, 1))
+        self.parts = nn.ParameterList(torch.zeros(size, dtype=dtype) for size in (CHUNK + 5, 3, 1))
 
     def gradient(self, rank: int, scale: float) -> list[Tensor]:
         """A rank's, exactly."""
@@ -294,7 +204,7 @@ def test_the_norm_is_the_float64_norm_of_the_whole_gradient(size: int, dtype: to
     for found in run(size, norms, dtype):
         for strategy, scale, norm, expected in found:
             # A sum of n float64 numbers above zero is off by n * 2**-53, relatively, at most, in whatever order; so is the reference's.
-            assert norm == pytest.approx(expected, rel=2 * (PIECE + 9) * 2.0**-53), (strategy, scale)
+            assert norm == pytest.approx(expected, rel=2 * (CHUNK + 9) * 2.0**-53), (strategy, scale)
 
 
 @settings(max_examples=50, deadline=None)

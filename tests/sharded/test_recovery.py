@@ -69,7 +69,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 Point = tuple[str, int]
 
-WATCHED = re.compile(r"everybit_torch/(sharded|collectives)/")
+WATCHED = re.compile(r"everybit_torch/(flat|sharded|collectives|segments)/")
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def test_an_error_at_any_point_leaves_nothing_behind(tmp_path: Path, strategy: S
     """Raised at the entry of functions, on all ranks; each case takes another twelfth of them."""
     part = FLAT.index(strategy) + len(FLAT) * CONTEXTS.index(context)
     for tried, late, wrong in run(2, raising_everywhere, tmp_path, strategy, context, part, 12, timeout=20):
-        assert tried > 15
+        assert tried > 12
         assert 0 < late < tried / 2
         assert not wrong
 
@@ -313,7 +313,7 @@ def half_stepped(path: Path, strategy: Strategy) -> tuple[list[str], bool]:
     save_sharded(stepper, path)
     expected = gradients(model, stepper, "microbatch"), weights_of(stepper)
     cycle(model, stepper, "microbatch")
-    with pytest.raises(BoomError), watched(("Executor._stepped", 1)):
+    with pytest.raises(BoomError), watched(("BufferStepper._hand_out", 1)):
         stepper.step()
     stepper.zero_grad()
     refused = []
@@ -351,13 +351,9 @@ def on_one_rank_only(strategy: Strategy, nan: NanCheck) -> str:
         model(data(0, 0, 0, torch.float32)).square().mean().backward()
     if dist.get_rank() == 0:
         stepper.zero_grad()
-    with stepper.microbatch(last=True):
-        model(data(0, 0, 1, torch.float32)).square().mean().backward()
-    if nan == "off":  # a step does not wait for the device, and the next one tells of it
-        stepper.step()
-        cycle(model, stepper, "microbatch")
     try:
-        stepper.step()
+        with stepper.microbatch(last=True):
+            model(data(0, 0, 1, torch.float32)).square().mean().backward()
     except RuntimeError as error:
         return str(error)
     return "nothing"

@@ -15,7 +15,7 @@ import everybit as eb
 from everybit.policies import resolve
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.reduction import CHUNK, Wire, accumulate, all_reduce_into, install, reduce_scatter_into
-from everybit_torch.sharded.plan import plan
+from everybit_torch.planning.plan import plan
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import STRATEGIES
 from tests.support.exact_models import whole_of
@@ -218,7 +218,7 @@ def overflowing() -> Tensor:
     model.number = 40000
     with stepper.microbatch(last=True):
         model(torch.zeros(())).backward()
-    return on_buffers(stepper).gradients[0].own.clone()
+    return on_buffers(stepper).buffers[0].own.clone()
 
 
 # -- one process ---------------------------------------------------------------------------------------------------------------------

@@ -371,16 +371,12 @@ def poisoned(strategy: Strategy) -> tuple[Weights, float]:
     stepper = FlatStepper(model, CLIPPED, strategy=strategy, units=[Block])
     norm = 0.0
     for step in range(2):
-        for weights in on_buffers(stepper).weights:
-            end = weights.group.numel
-            weights.whole[end:] = torch.nan
-        for buffer in on_buffers(stepper).gradients:
+        for buffer in on_buffers(stepper).buffers:
+            buffer.weights[buffer.buffer.places[-1].stop :] = torch.nan
             if not buffer.sharding.grads:
-                buffer.main[buffer.group.numel :] = torch.nan
+                buffer.main[buffer.buffer.places[-1].stop :] = torch.nan
         with stepper.microbatch(last=True):
             model(data(step, dist.get_rank(), 0, torch.float32)).square().mean().backward()
-        for shard in on_buffers(stepper).buffers.shards:
-            shard.gradients.own[shard.without_padding.numel() :] = torch.nan
         norm = float(stepper.step().grad_norm)
     return weights_of(stepper), norm
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.sharded.checkpoint import load_sharded, save_sharded
-from everybit_torch.sharded.planning.peaks import SMALLEST
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
-from tests.support.allocations import counting
+from tests.support.allocations import SMALLEST, counting
 from tests.support.programs import Block, data, network, weights_of
 from tests.support.ranks import run
 from tests.support.weights import equal

@@ -81,7 +81,7 @@ def test_an_overflow_of_the_sum_is_told_from_one_of_the_gradient() -> None:
     model.number = 1
     with stepper.microbatch(last=True):
         model(torch.zeros(())).backward()
-    on_buffers(stepper).gradients[0].main[0] = torch.inf  # as a sum over ranks might
+    on_buffers(stepper).buffers[0].main[0] = torch.inf  # as a sum over ranks might
     report = stepper.step()
     assert report.skipped
     assert report.nonfinite == (NonFinite("parts.0", 0, 1, "reduction"),)
@@ -172,28 +172,27 @@ def test_what_would_count_a_gradient_twice_is_an_error(strategy: Strategy) -> No
         stepper.microbatch(last=True),
     ):
         pass
-    with pytest.raises(RuntimeError, match=r"parts\.0: a gradient arrived after .* were summed over the ranks"):
+    with pytest.raises(
+        RuntimeError, match=r"^backward: the gradients of this cycle are final; accepted next is step\(\)"
+    ):
         model(torch.zeros(())).backward()
     stepper.zero_grad()
     with stepper.microbatch(last=True):
         model(torch.zeros(())).backward()
     assert not stepper.step().skipped
-    stepper.finish_gradients()
-    with pytest.raises(RuntimeError, match="were summed over the ranks already"):
-        on_buffers(stepper).gradients[0].reduce(1.0)
 
 
 def test_contexts_do_not_nest_and_steps_come_after_them() -> None:
     _, stepper = small()
     with stepper.microbatch(last=False):
-        with pytest.raises(RuntimeError, match="one is open already"), stepper.microbatch(last=True):
+        with pytest.raises(RuntimeError, match=r"^microbatch: inside microbatch\(\)"), stepper.microbatch(last=True):
             pass
         with (
-            pytest.raises(RuntimeError, match="no_sync: a microbatch, sync or no_sync is open already"),
+            pytest.raises(RuntimeError, match=r"^no_sync: inside microbatch\(\)"),
             stepper.no_sync(),
         ):
             pass
-        with pytest.raises(RuntimeError, match="step: inside a microbatch"):
+        with pytest.raises(RuntimeError, match=r"^step: inside microbatch\(\)"):
             stepper.step()
 
 
@@ -231,11 +230,13 @@ def changing(strategy: Strategy) -> tuple[list[str], str]:
     for dtype in (None, "float16", "bfloat16"):
         with stepper.grad_comm(dtype):
             once()
-            seen.append(str(on_buffers(stepper).gradients[0].wire.dtype))
+            seen.append(str(on_buffers(stepper).buffers[0].grads.inner.dtype))
             stepper.step()
-    seen.append(str(on_buffers(stepper).gradients[0].wire.dtype))
+    seen.append(str(on_buffers(stepper).buffers[0].grads.inner.dtype))
     stepper.set_grad_comm("float16", reduce="fp32")
-    seen.append(f"{on_buffers(stepper).gradients[0].wire.dtype} {on_buffers(stepper).gradients[0].wire.exact}")
+    seen.append(
+        f"{on_buffers(stepper).buffers[0].grads.inner.dtype} {on_buffers(stepper).buffers[0].grads.inner.exact}"
+    )
     once()
     try:
         stepper.set_grad_comm("bfloat16")
@@ -293,8 +294,8 @@ def test_the_three_dtypes_mean_what_the_table_says(row: int, strategy: Strategy)
         before = weights_of(stepper)
         stepper.step()
         assert not equal(before, weights_of(stepper))
-        assert {buffer.main.dtype for buffer in on_buffers(stepper).gradients} == {gradients}
-        assert {buffer.wire.dtype for buffer in on_buffers(stepper).gradients} == {wire}
+        assert {buffer.main.dtype for buffer in on_buffers(stepper).buffers} == {gradients}
+        assert {buffer.grads.inner.dtype for buffer in on_buffers(stepper).buffers} == {wire}
         state = [entries for entries in stepper.as_optimizer().state.values() if entries]
         assert all(
             ("param.main" in entries) == (main is not None) for entries in state
@@ -421,14 +422,14 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 
 def test_param_groups_cannot_be_added() -> None:
     _, stepper = small()
-    with pytest.raises(RuntimeError, match="laid out when it is made"):
+    with pytest.raises(RuntimeError, match="a stepper's parameters are settled"):
         stepper.as_optimizer().add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
 def test_the_stepper_tells_what_it_is() -> None:
     model = Network()
     text = repr(FlatStepper(model, eb.adamw(1e-2), strategy="optim_grads", units=[Block]))
-    assert text.startswith("FlatStepper(strategy='optim_grads' over 1, 3 units, 195 elements and 0 of padding)")
+    assert text.startswith("FlatStepper(strategy='optim_grads' over 1, 3 buffers, 195 elements and 0 of padding)")
     assert "ScaleByAdam" in text
 
 

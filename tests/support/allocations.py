@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from everybit_torch.sharded.allocations import AllocationCounter
-from everybit_torch.sharded.planning.peaks import SMALLEST
-from everybit_torch.torch_internals import tensors
+from everybit_torch.planning.allocations import AllocationCounter
+
+SMALLEST = 64
+"""Tensors of fewer bytes are not counted."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def counting(*, everything: bool = False) -> Iterator[AllocationCounter]:
             frame = frame.f_back  # type: ignore[assignment]
         return everything
 
-    resize, exchange = torch.UntypedStorage.resize_, tensors.exchange_memory
+    resize = torch.UntypedStorage.resize_
     with AllocationCounter(ours, smallest=SMALLEST) as counter:
 
         def counted(self: torch.UntypedStorage, size: int) -> Any:
@@ -44,25 +44,8 @@ def counting(*, everything: bool = False) -> Iterator[AllocationCounter]:
             counter.resized(self)
             return result
 
-        def exchanged(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-            exchange(one, other)
-            counter.exchanged(one, other)
-
         torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
-        tensors.exchange_memory = exchanged
         try:
             yield counter
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-            tensors.exchange_memory = exchange
-
-
-def settled(counter: AllocationCounter) -> int:
-    """The bytes that are allocated, once nothing changes: the communication's threads let go of what they sent a moment later."""
-    found, alike = counter.live, 0
-    for _ in range(200):
-        if alike == 4:
-            break
-        time.sleep(0.01)
-        found, alike = counter.live, alike + 1 if counter.live == found else 0
-    return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit_torch.dtensors import local
-from everybit_torch.sharded.buffer_stepper import BufferStepper
+from everybit_torch.flat.stepper import BufferStepper
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 from tests.support import exact_models

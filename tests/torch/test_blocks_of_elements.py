@@ -152,8 +152,8 @@ def test_a_number_that_is_not_finite_spoils_its_block_alone_and_is_reported_by_n
 def test_a_long_buffer_is_stepped_in_pieces_that_end_at_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for piece in (1 << 17, 50):
-        monkeypatch.setattr("everybit_torch.stepping.PIECE", piece)
-        monkeypatch.setattr("everybit_torch.units.CHUNK", piece)
+        monkeypatch.setattr("everybit_torch.segments.segment.PIECE", piece)
+        monkeypatch.setattr("everybit_torch.segments.segment.CHUNK", piece)
         optimizer = TorchOptimizer(parameters([(64,), (3, 32), (5, 33)]), eb.adamw, lr=0.01, policy=POLICY)
         train(optimizer, range(3))
         found.append(stored(optimizer))

@@ -14,7 +14,7 @@ import everybit as eb
 from everybit.policies import for_dtype, resolve_tree
 from everybit.policies.presets import PRESETS
 from everybit_torch import AdamW, FlatStepper
-from everybit_torch.sharded.plan import plan
+from everybit_torch.planning.plan import plan
 
 LOW = [name for name, policy in PRESETS.items() if policy.model_dtype == "bfloat16"]
 LEAN = eb.policies.LEAN_BF16

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import everybit as eb
 from everybit.testing.examples import assert_same_bits
-from everybit_torch import TorchOptimizer, enable_gradient_release, groups
+from everybit_torch import TorchOptimizer, enable_gradient_release
 from everybit_torch.compiled.direct_calls import DirectCalls
+from everybit_torch.segments import steps as segment_steps
 from tests.support.readbacks import Readbacks
 from tests.support.transforms import WORK, CountedWork, counted, counted_and_clipped, old_norm
 
@@ -409,7 +410,7 @@ def two_periods(learning_rate: Any) -> eb.Transform[Any]:
 @pytest.mark.exhaustive
 def test_many_periods_do_not_compile_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the longest the host answers, and of the others the device decides; here of one, so that there are two answers and not four."""
-    monkeypatch.setattr(groups, "MOST_PERIODS", 1)
+    monkeypatch.setattr(segment_steps, "MOST_PERIODS", 1)
     model = Model()
     optimizer = made(model, two_periods, compile=True)
     before = graphs()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everybit_torch.torch_internals import autograd, optimizers, tensors
+from everybit_torch.torch_internals import optimizers, tensors
 
 SOURCE = Path(__file__).parents[2] / "adapters/everybit_torch"
 
@@ -26,9 +26,6 @@ USED = [
     ("torch._C", "_storage_Use_Count", "tensors"),
     ("torch._C", "_nn.flatten_dense_tensors", "tensors"),
     ("torch._C", "_current_graph_task_id", "autograd"),
-    ("torch._C", "_autograd._top_saved_tensors_default_hooks", "autograd"),
-    ("torch._C", "_will_engine_execute_node", "autograd"),
-    ("torch.autograd", "_get_sequence_nr", "autograd"),
     ("torch.autograd", "Variable._execution_engine.queue_callback", "autograd"),
     ("torch._compile", "_disable_dynamo", "optimizers"),
     ("torch._compile", "_disable_dynamo", "tracing"),
@@ -131,17 +128,6 @@ def test_without_torchs_own_flattening_the_elements_are_the_same(monkeypatch: py
     expected = tensors.flatten(parts)
     monkeypatch.delattr(torch._C._nn, "flatten_dense_tensors")
     assert torch.equal(tensors.flatten(parts), expected)
-
-
-def test_without_autograds_number_of_the_pass_every_call_counts_as_within_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not autograd.in_a_backward_pass()
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: seen.append(autograd.in_a_backward_pass()))  # type: ignore[no-untyped-call]
-    x.sum().backward()  # type: ignore[no-untyped-call]
-    assert seen == [True]
-    monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    assert autograd.in_a_backward_pass()
 
 
 def test_a_method_that_others_have_wrapped_is_called_as_they_wrapped_it(monkeypatch: pytest.MonkeyPatch) -> None:

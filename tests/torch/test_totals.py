@@ -17,10 +17,10 @@ import everybit as eb
 from everybit.base import barriers
 from everybit.protocol import ALONE
 from everybit.testing.registry import REGISTRY
-from everybit_torch import TorchOptimizer, reductions, stepping
-from everybit_torch.segments import requests
+from everybit_torch import TorchOptimizer
+from everybit_torch.planning.allocations import AllocationCounter
+from everybit_torch.segments import requests, segment, totals
 from everybit_torch.segments.totals import Work, find_totals
-from everybit_torch.sharded.allocations import AllocationCounter
 from tests.support.small_models import Awkward, Whole, give_gradients, same_bits, train, values
 
 LEAN, KAHAN, FP32 = eb.policies.LEAN_BF16, eb.policies.KAHAN_BF16, eb.policies.FP32
@@ -108,8 +108,8 @@ def test_pieces_of_flat_buffers_give_the_bits_of_the_whole_tree(
     monkeypatch: pytest.MonkeyPatch, name: str, policy: eb.Policy
 ) -> None:
     """Against the core's own step of the whole tree; pieces are of a few elements here."""
-    monkeypatch.setattr(reductions, "PIECE", 7)
-    monkeypatch.setattr(stepping, "PIECE", 11)
+    monkeypatch.setattr(totals, "PIECE", 7)
+    monkeypatch.setattr(segment, "PIECE", 11)
     dtype = torch.float32 if policy is FP32 else torch.bfloat16
     model = Awkward(dtype)
     whole = Whole(FACTORIES[name], model, policy)

@@ -16,8 +16,8 @@ from everybit_torch.cli.errors import OptionError
 from everybit_torch.cli.models import build
 from everybit_torch.cli.optimizers import Chosen, named_optimizer
 from everybit_torch.cli.output import Output
+from everybit_torch.planning.plan import Plan, plan
 from everybit_torch.sharded.labelling import AnyPrecision
-from everybit_torch.sharded.plan import Plan, plan
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy
 
 DTYPES: dict[str, FloatDType] = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from everybit.base import torch_dtype
 from everybit.policies import Resolved
-from everybit_torch import streams
 from everybit_torch.collectives.communicator import Communicator, Pending
-from everybit_torch.memory_pool import UNPOOLED, MemoryPool
 
 CHUNK = 1 << 16
 """Elements converted at a time, on a CPU: they stay in a core's cache."""
@@ -37,11 +35,6 @@ DEVICE_CHUNK = 1 << 24
 def chunk_size(device: torch.device) -> int:
     """Elements converted at a time on a device."""
     return CHUNK if device.type in ("cpu", "meta") else DEVICE_CHUNK
-
-
-def has_own_processors(device: torch.device) -> bool:
-    """Whether a reduction of tensors on a device goes on beside what computes: not on a host, whose processors do both."""
-    return device.type not in ("cpu", "meta") or streams.has_streams(device)
 
 
 Mode = Literal["copy", "add"]
@@ -129,7 +122,6 @@ class Reduction:
         sent: What is sent, if nobody else needs it: its memory is given back as soon as may be.
         received: What is received, where that is elsewhere.
         after: What comes then.
-        pool: What the memory of both is given back to.
     """
 
     pending: Pending
@@ -137,7 +129,6 @@ class Reduction:
     sent: Tensor | None = None
     received: Tensor | None = None
     after: Callable[[], None] | None = None
-    pool: MemoryPool = UNPOOLED
 
     def is_done(self) -> bool:
         """Whether :meth:`finish` would not wait for another rank."""
@@ -148,18 +139,18 @@ class Reduction:
         self.pending.wait()
         # Explicitly: threads of the communication library may hold on to tensors for a moment longer.
         if self.received is not None:
-            self.pool.take_back(self.sent)
+            _free(self.sent)
         self.install()
-        self.pool.take_back(self.sent)
-        self.pool.take_back(self.received)
+        _free(self.sent)
+        _free(self.received)
         if self.after is not None:
             self.after()
 
 
-def can_be_freed(x: Tensor) -> bool:
-    """Whether a tensor's memory is ours to free and allocate again. It is not after ``numpy()`` or ``share_memory_()``."""
-    storage = x.untyped_storage()
-    return storage.resizable() and not (x.device.type == "cpu" and storage.is_shared())
+def _free(x: Tensor | None) -> None:
+    """Free a tensor's memory, though a thread of the communication library may still hold the tensor."""
+    if x is not None and x.untyped_storage().nbytes():
+        x.untyped_storage().resize_(0)
 
 
 def reduce_scatter_into(
@@ -172,8 +163,6 @@ def reduce_scatter_into(
     divisor: float | None = None,
     owned: bool = False,
     what: str = "gradients",
-    observe: Callable[[Tensor], None] | None = None,
-    pool: MemoryPool = UNPOOLED,
     fused: FusedSum | None = None,
     lengths: Sequence[int] = (),
 ) -> Reduction:
@@ -188,15 +177,13 @@ def reduce_scatter_into(
         divisor: What the result, with the values before it, is divided by; None if more is to come.
         owned: Nobody needs ``partial`` any more; its memory is given back.
         what: For error messages.
-        observe: Is given each chunk of the result, in order, while it is in the cache; nothing if it is not written chunk by chunk.
-        pool: Lends memory for what is received, and has that of ``partial`` back.
         fused: Adds up what an exact wire has received, if it can.
         lengths: Of the ranks' parts, if they differ.
     """
     count, rank = communicator.size, communicator.rank
     received = None
     if wire.exact:
-        received = pool.empty(count * main.numel(), partial.dtype, partial.device)
+        received = torch.empty(count * main.numel(), dtype=partial.dtype, device=partial.device)
         pending = communicator.all_to_all(received, partial, what, lengths)
         parts = list(received.view(count, main.numel()))
     else:
@@ -206,18 +193,17 @@ def reduce_scatter_into(
     scale = 1 / wire.prescale
 
     def put() -> None:
-        if received is not None and fused is not None and observe is None and main.numel():
+        if received is not None and fused is not None and main.numel():
             by = _by(divisor, torch.float64, main.device)
             if fused(main, received.view(count, main.numel()), adds=mode == "add", by=by, scale=scale):
                 return
-        install(main, parts, mode=mode, divisor=divisor, scale=scale, observe=observe)
+        install(main, parts, mode=mode, divisor=divisor, scale=scale)
 
     return Reduction(
         pending,
         put,
         partial if owned else None,
         received,
-        pool=pool,
     )
 
 
@@ -230,7 +216,6 @@ def all_reduce_into(
     divisor: float | None = None,
     owned: bool = False,
     what: str = "gradients",
-    pool: MemoryPool = UNPOOLED,
     fused: FusedSum | None = None,
 ) -> Reduction:
     """Sum ``partial`` over the ranks and copy the sum to ``main``, on every rank. They may be one tensor, if they have one dtype.
@@ -240,7 +225,7 @@ def all_reduce_into(
     if wire.exact:
         own = main.view(communicator.size, -1)[communicator.rank]
         scattered = reduce_scatter_into(
-            own, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what, pool=pool,
+            own, partial, communicator, wire, mode="copy", divisor=divisor, owned=owned, what=what,
             fused=fused,
         )  # fmt: skip
         install_own = scattered.install
@@ -257,7 +242,6 @@ def all_reduce_into(
         pending,
         lambda: install(main, [partial], mode="copy", divisor=divisor, scale=scale),
         partial if owned else None,
-        pool=pool,
     )
 
 
@@ -268,7 +252,6 @@ def install(
     mode: Mode,
     divisor: float | None,
     scale: float = 1.0,
-    observe: Callable[[Tensor], None] | None = None,
 ) -> None:
     """``main = (main + scale * sum(parts)) / divisor``, or without ``main`` in the sum; rounded as seldom as can be.
 
@@ -283,7 +266,7 @@ def install(
     wide = _wide(len(parts), main.dtype)
     by = _by(divisor, wide, main.device)
     if _without_scratch(len(parts), first.dtype, main.dtype, scale):
-        _install_one(main, first, mode=mode, by=by, observe=observe)
+        _install_one(main, first, mode=mode, by=by)
         return
     size = _chunk_of_sums(main.device, main.numel(), len(parts), first.dtype)
     total, term = torch.empty(2, min(size, main.numel()), dtype=wide, device=main.device)
@@ -299,15 +282,11 @@ def install(
         if by is not None:
             sum.div_(by)
         main[low:high].copy_(sum)
-        if observe is not None:
-            observe(main[low:high])
 
 
-def _install_one(
-    main: Tensor, part: Tensor, *, mode: Mode, by: Tensor | None, observe: Callable[[Tensor], None] | None
-) -> None:
+def _install_one(main: Tensor, part: Tensor, *, mode: Mode, by: Tensor | None) -> None:
     """Install one part of the dtype in which it would be computed anyway, in one pass over memory."""
-    several = observe is not None or (mode == "add" and by is not None)
+    several = mode == "add" and by is not None
     for low, high in chunks(main.numel(), chunk_size(main.device) if several else max(main.numel(), 1)):
         into, given = main[low:high], part[low:high]
         if mode == "add":
@@ -318,8 +297,6 @@ def _install_one(
             torch.div(given, by, out=into)
         elif into.data_ptr() != given.data_ptr():
             into.copy_(given)
-        if observe is not None:
-            observe(into)
 
 
 def _by(divisor: float | None, wide: torch.dtype, device: torch.device) -> Tensor | None:
@@ -337,23 +314,6 @@ def _without_scratch(parts: int, part: torch.dtype, main: torch.dtype, scale: fl
 
 def _wide(parts: int, main: torch.dtype) -> torch.dtype:
     return torch.float64 if parts > 1 or main is torch.float64 else torch.float32
-
-
-def install_bytes(
-    numel: int,
-    main: torch.dtype,
-    parts: int,
-    *,
-    part: torch.dtype,
-    in_place: bool,
-    divides: bool,
-    scale: float,
-    device: torch.device,
-) -> int:
-    """Bytes that :func:`install` allocates on a device for ``numel`` elements from so many parts of the dtype ``part``."""
-    if _nothing_to_do(parts, in_place, divides, scale) or _without_scratch(parts, part, main, scale):
-        return 0
-    return 2 * min(_chunk_of_sums(device, numel, parts, part), numel) * _wide(parts, main).itemsize
 
 
 def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0) -> None:
@@ -386,16 +346,6 @@ def accumulate(into: Tensor, gradient: Tensor, *, mode: Mode, scale: float = 1.0
         if mode == "add":
             term.add_(place)
         place.copy_(term)
-
-
-def accumulate_bytes(
-    numel: int, into: torch.dtype, gradient: torch.dtype, *, adds: bool, scale: float = 1.0, chunk: int = CHUNK
-) -> int:
-    """Bytes that :func:`accumulate` allocates for a gradient of ``numel`` elements."""
-    if scale == 1.0 and (not adds or gradient is into):
-        return 0
-    wide = torch.promote_types(torch.promote_types(into, gradient), torch.float32)
-    return min(chunk, numel) * wide.itemsize
 
 
 def cast(into: Tensor, values: Tensor, scale: float = 1.0) -> None:

@@ -169,6 +169,9 @@ class Cycle(ABC):
         """The final gradients of this rank's parts, by name."""
         return {name: local(p.grad) for name, p in self.stepped.items() if p.grad is not None}
 
+    def _give_to_optimizer(self, gradients: Mapping[str, Tensor]) -> None:  # noqa: B027  # it is complete
+        """Give the optimizer's parameters these gradients, if they show others."""
+
     def _flat_gradients(self) -> list[Tensor]:
         """The final gradients as vectors, for their norm."""
         return [gradient.reshape(-1) for gradient in self._gradients().values()]
@@ -217,6 +220,7 @@ class Cycle(ABC):
         if touched and not skipped:
             self.completeness.mark_incomplete("a step ended in an error after weights had been changed")
             self.staging.order()
+            self._give_to_optimizer(gradients)
             self._optimizer.step_now()
             self._hand_out()
             self.completeness.mark_complete()

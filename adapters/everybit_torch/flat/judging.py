@@ -23,6 +23,7 @@ from everybit_torch.sharded.ignored_parameters import ignored_ids
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform, label_parameters
 from everybit_torch.sharded.model_layout import require_model, require_some
 from everybit_torch.sharded.model_units import find_units
+from everybit_torch.sharded.strategies import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Judged:
         facts = [("strategy", repr(self.given.sharding.strategy))]
         facts.append(("mesh", f"{inner.size} ranks" + (f" x {outer.size} outer" if outer.size > 1 else "")))
         units = {place.spec.name: place.spec.unit for buffer in self.buffers for place in buffer.places}
+        facts += [("number of units", str(len({*units.values()}))), ("number of parameters", str(len(self.parameters)))]
         for name, p in self.parameters.items():
             trained = f"trained, unit {units[name]!r}" if name in units else "frozen"
             facts.append((name, f"{p.dtype} {tuple(p.shape)}, {trained}, label {self.labelled.of.get(name, '')!r}"))
@@ -118,12 +120,35 @@ def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Comm
     device = _device_of(parameters)
     given.require_usable(model, parameters)
     labelled = label_parameters(model, parameters, given.transform, given.policy, given.labels)
-    given.require_safe(labelled.meaning)
-    inner, outer = ranks
-    shares = given.sharding.shares(inner.size)
+    given.require_safe(labelled, parameters)
+    sizes = ranks[0].size, ranks[1].size
+    buffers = laid_out(model, parameters, labelled, units, left_alone, given.sharding, sizes)
+    return Judged(given, ranks, device, parameters, labelled, buffers, given.divisor_of(sizes[0] * sizes[1]))
+
+
+def laid_out(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    labelled: Labelled,
+    units: Mapping[str, nn.Module],
+    left_alone: Collection[int],
+    kind: Sharding,
+    sizes: tuple[int, int],
+) -> tuple[Buffer, ...]:
+    """Lay the parameters of a model out, which may be on the meta device.
+
+    Args:
+        model: The model.
+        parameters: Those that are managed, by name, in the model's order.
+        labelled: The labels of those that are trained.
+        units: Modules whose parameters are reduced together, by name.
+        left_alone: The others, by id.
+        kind: What is sharded.
+        sizes: The numbers of inner and outer ranks.
+    """
+    shares = kind.shares(sizes[0])
     specs = _specs(parameters, _homes(model, units, left_alone), labelled)
-    buffers = lay_out(specs, shares, inner.size * outer.size // shares)
-    return Judged(given, ranks, device, parameters, labelled, buffers, given.divisor_of(inner.size * outer.size))
+    return lay_out(specs, shares, sizes[0] * sizes[1] // shares)
 
 
 def _device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:

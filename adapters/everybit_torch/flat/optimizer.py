@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -51,6 +51,21 @@ class LabelledGroups(GroupMaker):
             arguments |= spread(name, as_python(name, values[name]), fields)
         return arguments
 
+    def options(self, values: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002  # a stepper makes its groups itself
+        """Return nothing: the transform of a label has its hyperparameters."""
+        return {}
+
+    def under(self, group: Group, values: Mapping[str, Any], arguments: dict[str, Any]) -> NoReturn:  # noqa: ARG002
+        """Refuse.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"param group {group.number}: policy: got one for parameters that are laid out; accepted is another stepper, and its state"
+            " from a checkpoint."
+        )
+
     def make(self, number: int, policies: Mapping[torch.dtype, AnyPolicy], arguments: dict[str, Any]) -> Group:
         """Make the group of the label with this number."""
         one, names = self._labelled[number], list(self.fields.values())[number]
@@ -61,8 +76,7 @@ class ShareOptimizer(TorchOptimizer):
     """A ``torch.optim.Optimizer`` over the parts that this rank steps; made by a stepper, see ``FlatStepper.as_optimizer``.
 
     Schedulers may change the hyperparameters of the param groups, of which each label has one. FSDP2's parts are DTensors, so that
-    ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` see all ranks' gradients, if every rank calls them. Parts of flat
-    buffers are vectors, or whole tensors, of this rank alone.
+    ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_`` see all ranks' gradients, if every rank calls them.
 
     Args:
         labelled: The labels of the model.
@@ -158,7 +172,14 @@ _WEIGHTS = "accepted is to read or write the model's weights, and then stepper.l
 
 
 class PieceOptimizer(ShareOptimizer):
-    """A :class:`ShareOptimizer` over pieces of flat buffers, which are of this rank alone: what would save or load them is refused."""
+    """A :class:`ShareOptimizer` over pieces of flat buffers, which are of this rank alone: what would save or load them is refused.
+
+    Gradients of pieces are measured over all ranks by ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_``, if every rank
+    calls them.
+    """
+
+    of_shards: ClassVar[bool] = True
+    """For code that would add up squares of gradients: this rank has some of them only."""
 
     def _refuse(self, name: str, accepted: str) -> NoReturn:
         raise RuntimeError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +16,18 @@ from everybit_torch.flat.buffers import FlatBuffer, Partial, Reduced
 from everybit_torch.flat.cycle import Cycle
 from everybit_torch.flat.judging import Judged
 from everybit_torch.flat.optimizer import LabelledGroups, PieceOptimizer
+from everybit_torch.flat.shard_gradient import AllGradients, ShardGradient
+from everybit_torch.flat.turns import Turns
 from everybit_torch.fused_sums import FusedSums
 from everybit_torch.segments.run import Memory
 from everybit_torch.segments.single import lie_at, places_of
-from everybit_torch.sharded.labelling import LabelledTransform
+from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.model_buffers import synchronize_values
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.torch_internals.autograd import at_the_end_of_the_pass
 
 if TYPE_CHECKING:
+    from everybit_torch.planning.report import Plan
     from everybit_torch.sharded.saved_parts import SavedParts
 
 
@@ -59,7 +62,8 @@ class BufferStepper(Cycle):
             judged.labelled, self._stepped, groups, seed=given.seed, step=self.step, clear=self.zero_grad
         )
         self.counts = self.outer.rank == 0 and (given.sharding.state or self.inner.rank == 0)
-        self._optimizer.own.ranks = GroupAxis((self.inner,) if given.sharding.state else ()), True
+        axis = GroupAxis((self.inner,) if given.sharding.state else ())
+        self._optimizer.own.ranks = None if axis.is_alone else (axis, True)
         places = {place.spec.name: place for buffer in self.buffers for place in buffer.places}
         self._optimizer.own.number_at({self._stepped[name]: place.first for name, place in places.items()})
         self._optimizer.own.wholes = {self._stepped[name]: place.spec.numel for name, place in places.items()}
@@ -74,6 +78,13 @@ class BufferStepper(Cycle):
             for of in self.buffers
             for place in of.places
         }
+        self._everyones = AllGradients(axis, self._has_nonfinite, self.inner.device)
+        self._shown = {
+            name: gradient if axis.is_alone else ShardGradient.of(gradient, self._everyones)
+            for name, gradient in self._final.items()
+        }
+        self._frozen = {name: p for name, p in self.parameters.items() if name not in self.labels}
+        self._turns = Turns(ranks)
         self._sums: list[Partial | Reduced | None] = []
         self._last: bool | None = None  # whether the present pass is the last of its cycle, if somebody has said so
         self._passes, self._is_passing, self._reduces, self._next = 0, False, False, -1
@@ -88,7 +99,15 @@ class BufferStepper(Cycle):
         ]
 
     def _watch(self, parameter: Any, number: int, position: int) -> Any:
-        return parameter.register_post_accumulate_grad_hook(partial(self._arrive, number, position))
+        # Hooks live as long as the model, and torch's collector does not see through them: they must not keep the stepper alive.
+        reference = weakref.ref(self)
+
+        def arrive(parameter: Tensor) -> None:
+            stepper = reference()
+            if stepper is not None:
+                stepper._arrive(number, position, parameter)
+
+        return parameter.register_post_accumulate_grad_hook(arrive)
 
     @property
     def stepped(self) -> Mapping[str, nn.Parameter]:
@@ -99,12 +118,11 @@ class BufferStepper(Cycle):
 
     @contextmanager
     def _in_pass(self, *, last: bool, reduces: bool) -> Iterator[None]:  # noqa: ARG002  # whether it does is the strategy's
-        passes, self._last = self._passes, last
+        self._last = last
         try:
+            self._begin_pass()
             yield
-            if self._passes == passes:  # a rank whose loss reaches no parameter takes part with zeros
-                self._begin_pass()
-                self._end_pass()
+            self._end_pass()  # also where a loss reached no parameter: such a rank takes part with zeros
         finally:
             self._last = None
 
@@ -113,13 +131,16 @@ class BufferStepper(Cycle):
         """A gradient has come: add it in place, free it, and reduce what is complete."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        name = self.buffers[number].buffer.places[position].spec.name
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"{name}: got a {gradient.layout} gradient; accepted are dense gradients.")
         if not self._is_passing:
             self._begin_pass()
             at_the_end_of_the_pass(self._end_pass)
-        name = self.buffers[number].buffer.places[position].spec.name
         if self._reduces and number > self._next:
             raise RuntimeError(
-                f"{name}: a gradient came after those of its unit had been sent; accepted is one backward pass in a microbatch."
+                f"{name}: a gradient came after those of its unit had been sent; accepted is one backward pass in a microbatch, and"
+                " zero_grad() after an error in one."
             )
         sums = self._sums[number]
         if isinstance(sums, Reduced) and not sums.can_be_added_to:
@@ -130,21 +151,33 @@ class BufferStepper(Cycle):
             sums = self._sums[number] = Partial(self.buffers[number], sums)
         if self._nan == "param":
             self._nonfinite[name] = self._nonfinite.get(name, 0) + count_nonfinite(gradient)
-        sums.add(position, gradient)
+        sums.add(position, gradient.detach())
         self._arrived[number] += 1
         self._seen.add(name)
         if self._reduces:
             self._reduce(complete=True)
 
     def _begin_pass(self) -> None:
-        if self._failed and self._context is None:
+        if self._context is None:
             self._require_ready("backward")
+        self._require_no_pass("backward")
         if self._touched is not None:
             raise RuntimeError(
                 "backward: the gradients of this cycle are final; accepted next is step() or zero_grad()."
             )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name}: requires_grad is True, and was False when the stepper was made, which has no place for its gradient."
+                    " Make a new stepper, and carry the state over with a checkpoint."
+                )
+        self._require_in_place()
+        self._next, self._arrived = len(self.buffers) - 1, Counter()
         self._reduces = self._sharding.grads or self._last is True
-        self._is_passing, self._next, self._arrived = True, len(self.buffers) - 1, Counter()
+        if self._reduces:
+            self._is_passing = True  # from here on other ranks wait for this one
+            self._turns.begin("microbatch", last=self._last is True, number=self._passes if self._sharding.grads else 0)
+        self._is_passing = True
 
     def _reduce(self, *, complete: bool) -> None:
         """Reduce the buffers whose gradients are all there, or all of them, from the last to the first: in one order on all ranks."""
@@ -165,11 +198,22 @@ class BufferStepper(Cycle):
                 sums.wait()
         self._is_passing, self._passes = False, self._passes + 1
 
+    def _recover(self) -> None:
+        """Take part to its end in a pass that was interrupted, for which other ranks may wait."""
+        if self._is_passing and self._reduces and not self._turns.apart:
+            with suppress(Exception):  # a rank may be gone; the next collective says so
+                for of in reversed(self.buffers[: self._next + 1]):
+                    Partial(of).reduce(None).wait()
+        self._is_passing = self._turns.apart = False
+
     # -- a cycle --------------------------------------------------------------------------------------------------------------------
 
     def _complete(self) -> set[str]:
+        self._require_no_pass("step")
         self._require_in_place()
-        touched = self._agree_on_passes()
+        number = self._passes if self._sharding.grads else 0
+        flags = self._turns.begin("step", number=number, flags=[name in self._seen for name in self.labels])
+        touched = {name for name, here in zip(self.labels, flags, strict=True) if here}
         if len(touched) < len(self.labels):
             self._require_same_parameters()
         if not all(isinstance(sums, Reduced) for sums in self._sums):  # on no rank, as all had the same passes
@@ -179,31 +223,48 @@ class BufferStepper(Cycle):
         for sums in self._sums:
             assert isinstance(sums, Reduced)
             sums.finish(self._judged.divisor)
-        for name, gradient in self._final.items():
+        self._everyones.forget()
+        for name, gradient in self._shown.items():
             self._stepped[name].grad = gradient if name in touched else None
         return touched
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """The final gradients of this rank's parts where they lie; others that somebody has put in their place are copied there."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._stepped.items():
+            gradient, own = parameter.grad, self._final[name]
+            if gradient is None:
+                if name in (self._touched or ()):
+                    own.zero_()
+                continue
+            if gradient is not own and gradient is not self._shown[name]:
+                own.copy_(gradient)
+                parameter.grad = self._shown[name]
+            found[name] = own
+        return found
+
+    def _give_to_optimizer(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            self._stepped[name].grad = gradient
 
     def _flat_gradients(self) -> list[Tensor]:
         """Return main gradients as they lie, with zeros in padding and for parameters without a gradient."""
         return [of.own for of in self.buffers]
 
-    def _agree_on_passes(self) -> set[str]:
-        """Return which parameters have a gradient on any rank.
+    def _has_nonfinite(self) -> Tensor:
+        """1 if a main gradient has an element that is not finite, else 0: int32, 0-d, on the device."""
+        # The largest magnitude is infinite or NaN exactly if an element is.
+        largest = [torch.linalg.vector_norm(of.own, torch.inf).double() for of in self.buffers if of.own.numel()]
+        if not largest:
+            return torch.zeros((), dtype=torch.int32, device=self._device)
+        return (~torch.isfinite(torch.stack(largest))).any().to(torch.int32)
 
-        Raises:
-            RuntimeError: Ranks had different numbers of passes whose gradients were sent.
-        """
-        reduced = self._passes if self._sharding.grads else 0
-        numbers = torch.tensor(
-            [*(float(name in self._seen) for name in self.labels), reduced, reduced**2], dtype=torch.float64
-        )
-        *flags, passes, squares = self._summed(numbers).tolist()
-        if passes**2 != self.inner.size * self.outer.size * squares:  # equal exactly where all ranks' numbers are
+    def _require_no_pass(self, name: str) -> None:
+        if self._is_passing:
             raise RuntimeError(
-                f"step: this rank had {reduced} backward passes in this cycle, and another rank another number, so that gradients of"
-                " different passes were added up; accepted is microbatch() on every rank, also where a loss reaches no parameter."
+                f"{name}: inside a microbatch or a backward pass, or one ended in an error; accepted is after it, or zero_grad(), on every"
+                " rank."
             )
-        return {name for name, here in zip(self.labels, flags, strict=True) if here}
 
     def _require_in_place(self) -> None:
         """Refuse parameters that are no pieces of the buffers any more.
@@ -237,14 +298,11 @@ class BufferStepper(Cycle):
     def _own_nonfinite(self) -> Mapping[str, Tensor]:
         return self._nonfinite
 
-    def _recover(self) -> None:
-        self._is_passing = False
-
     def _discard(self) -> None:
         for ranks in (self.outer, self.inner):
             ranks.drain()
         self._sums = [None] * len(self.buffers)
-        self._seen, self._nonfinite, self._passes, self._last = set(), {}, 0, None
+        self._seen, self._nonfinite, self._passes = set(), {}, 0
 
     @property
     def _has_gradients(self) -> bool:
@@ -271,6 +329,7 @@ class BufferStepper(Cycle):
         """Remove every hook."""
         self._recover()
         self._forget()
+        self._turns.close()
         for handle in self._handles:
             handle.remove()
         self.completeness.is_closed = True
@@ -286,6 +345,22 @@ class BufferStepper(Cycle):
             f"strategy={self._sharding.strategy!r} over {self.inner.size}{outer}, {len(buffers)} buffers, {filled} elements and"
             f" {padding} of padding"
         )
+
+    @property
+    def shares_pieces(self) -> bool:
+        """Whether the inner ranks have different plain tensors of the parameters."""
+        return self._sharding.state
+
+    def plan(self, *, microbatches: int) -> Plan:
+        """Plan this rank's memory and traffic."""
+        from everybit_torch.planning.buffers import plan_buffers
+        from everybit_torch.planning.report import Ranks
+
+        return plan_buffers(
+            self.parameters, self._judged.buffers, Labelled(self.labels, self.labelled), self._sharding,
+            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank), microbatches=microbatches,
+            compile=self._judged.given.compile, metrics=self._optimizer.metrics_enabled, device=self._judged.device,
+        )  # fmt: skip
 
     def saved_parts(self) -> SavedParts:
         """Return this rank's part of a checkpoint."""

@@ -168,7 +168,7 @@ def _look_at(model: nn.Module, given: Arguments, ranks: tuple[Communicator, Comm
         _require_rows(name, parameter, inner)
     given.require_usable(model, by_name)
     labelled = label_parameters(model, by_name, given.transform, given.policy, given.labels)
-    given.require_safe(labelled.meaning)
+    given.require_safe(labelled, by_name)
     for label, one in labelled.meaning.items():
         if is_cut and needs_whole_tensors(one.transform):
             raise ValueError(

@@ -17,10 +17,9 @@ from everybit_torch.fsdp2.main_gradients import MainGradient
 from everybit_torch.fsdp2.outer_rows import OuterRows
 from everybit_torch.fused_sums import FusedSums
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
-from everybit_torch.sharded.planning.report import Plan, Ranks
-from everybit_torch.sharded.planning.rows import plan_units
 
 if TYPE_CHECKING:
+    from everybit_torch.planning.report import Plan
     from everybit_torch.sharded.saved_parts import SavedParts
 
 
@@ -175,8 +174,16 @@ class FSDP2Stepper(Cycle):
         outer = f", outer={kind.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""
         return f"strategy={kind.strategy!r} over {self.inner.size}{outer}, {len(self._judged.units)} units of FSDP2"
 
+    @property
+    def shares_pieces(self) -> bool:
+        """Whether the inner ranks have different plain tensors of the parameters: they have DTensors."""
+        return False
+
     def plan(self, *, microbatches: int) -> Plan:
         """Plan this rank's memory and traffic."""
+        from everybit_torch.planning.report import Ranks
+        from everybit_torch.planning.rows import plan_units
+
         ranks = Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank)
         labelled = Labelled(self.labels, self.labelled)
         return plan_units(

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 import everybit as eb
 from everybit.combinators import matrices_of, needs_whole_tensors
-from everybit.policies import resolve_tree
+from everybit.policies import block_of, resolve_tree
 from everybit.stepping.entries import Entry
 from everybit_torch.choosing import Decision, applied, decide, require_labels_used, tree_of
 from everybit_torch.collectives.communicator import GroupAxis
@@ -35,9 +35,9 @@ from everybit_torch.optim.visiting import Visited, Visiting, entries_of, rows_to
 from everybit_torch.optim.visits import Visitor
 from everybit_torch.optim.visits import entries_of as state_of
 from everybit_torch.segments.requests import Sources
-from everybit_torch.segments.run import Memory, Run
+from everybit_torch.segments.run import Memory, Run, neighbours
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.short import Bucket, is_short
+from everybit_torch.segments.short import Bucket, is_short, most_short, upper_words
 from everybit_torch.segments.single import Single, lie_at
 from everybit_torch.segments.steps import Steps
 
@@ -324,11 +324,25 @@ class Parameters:
                 continue
             if is_dtensor(one.parameter):
                 key = (*key, one.parameter.device_mesh, one.parameter.placements)
+            key = (*key, upper_words(one.first, one.parameter.numel()))
             together.setdefault((*key, id(one.parameter)) if one.is_alone() else key, []).append(one)
         for several in together.values():
-            self._add(several)
+            for part in self._at_once(several):
+                self._add(part)
         for rows, several in visiting.values():
             self._visit(several, rows)
+
+    def _at_once(self, new: list[New]) -> Iterator[list[New]]:
+        """Yield parts of what may be stepped together, each of which is: neighbours in memory may have indices far apart."""
+        (first, *_), here = new, local(new[0].parameter)
+        optimizer = self.groups[first.group].decided(here.dtype, first.decision)
+        is_a_run = first.parameter in self.memory and not first.looks_at_tensors()
+        if is_a_run and optimizer.draws_bits and block_of(optimizer.policy) == 1:
+            lengths = [one.parameter.numel() for one in new]
+            for where in neighbours(lengths, [one.first for one in new], most_short(here.device)):
+                yield new[where]
+        else:
+            yield new
 
     def _add(self, new: list[New]) -> None:
         group, decision = self.groups[new[0].group], new[0].decision

@@ -12,11 +12,10 @@ from torch import Tensor
 
 import everybit as eb
 from everybit.stepping import Metrics
-from everybit_torch.dtensors import axis_of, is_counted, is_dtensor, local, mesh_of
+from everybit_torch.dtensors import axis_of, is_counted, local, mesh_of
 from everybit_torch.host_counts import Due
 from everybit_torch.optim.parameters import Parameters, Stepped
 from everybit_torch.optim.visiting import Visited, Visiting
-from everybit_torch.segments.requests import Sources
 from everybit_torch.segments.segment import Segment
 from everybit_torch.segments.totals import Partial, Reads, Work, find_totals
 from everybit_torch.streams import is_capturing
@@ -114,7 +113,7 @@ def prepare(parameters: Parameters) -> Prepared:
     for source in dict.fromkeys(sources):
         several = [task for task in reducing if task.stepped.group.source == source]
         here = [visit for visit in prepared.visits if visit.visiting.source == source]
-        _settle_due(parameters.sources, several, here)
+        _settle_due(parameters, several, here)
         prepared.gathered.update({id(task): task.gather() for task in several})
         prepared.totals.update(_totals(parameters, several, here, prepared.gathered))
     return prepared
@@ -140,17 +139,18 @@ def gradients(one: Stepped) -> list[Tensor | None]:
     return [None if grad is None else local(grad) for grad in grads] if one.of.is_sharded else grads
 
 
-def _settle_due(sources: Sources, tasks: Sequence[Task], visits: Sequence[Visit]) -> None:
+def _settle_due(parameters: Parameters, tasks: Sequence[Task], visits: Sequence[Visit]) -> None:
     """Let all parameters and processes decide alike where it depends on due work which requests a transform makes.
 
     Parameters may have different counts, and no process knows those of others. Where decisions may differ the device decides.
     """
-    alone = not visits and not any(is_dtensor(task.stepped.of.parameters[0]) for task in tasks)
+    axes = [parameters.axis_and_counts(task.stepped.of.parameters[0])[0] for task in tasks]
+    alone = not visits and all(axis is eb.Local for axis in axes)
     if alone and len({task.due for task in tasks}) == 1:
         return
     visited = [one for visit in visits for one in visit.visiting.members if one.optimizer.reduces]
     segments = [*(task.stepped.of.segment for task in tasks), *(one.visitor.shadow() for one in visited)]
-    if any(sources.in_periodic_work(segment) for segment in segments):
+    if any(parameters.sources.in_periodic_work(segment) for segment in segments):
         for task in tasks:
             task.due = ()
         for one in visited:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import everybit as eb
 from everybit_torch.segments.segment import Segment
-from everybit_torch.segments.short import Bucket, indices
+from everybit_torch.segments.short import Bucket, indices, upper_words
 from everybit_torch.segments.single import lie_at, places_of
 from everybit_torch.torch_internals.tensors import foreach_copy
 
@@ -24,6 +24,31 @@ class Memory(NamedTuple):
 
     weights: Tensor
     gradient: Tensor
+
+
+def neighbours(lengths: Sequence[int], firsts: Sequence[int], short: int) -> list[slice]:
+    """Return which parameters that lie one after the other are stepped at once, if each element draws random bits by its index.
+
+    Those whose indices follow each other are, and short ones of whatever indices: they keep 4 bytes for each element.
+
+    Args:
+        lengths: The number of elements of each parameter.
+        firsts: Global index of the first element of each.
+        short: The number of elements from which on indices are not kept.
+    """
+    edges, elements, in_a_row, end = [0], 0, True, firsts[0]
+    for number, (length, first) in enumerate(zip(lengths, firsts, strict=True)):
+        if not length:
+            continue
+        words = {*upper_words(firsts[edges[-1]], 1), *upper_words(end - 1, 1), *upper_words(first, length)}
+        follows = in_a_row and (end == first or not elements)
+        if follows or (elements + length < short and len(words) == 1):
+            elements, in_a_row = elements + length, follows
+        else:
+            edges.append(number)
+            elements, in_a_row = length, True
+        end = first + length
+    return [slice(start, stop) for start, stop in zip(edges, [*edges[1:], len(lengths)], strict=True)]
 
 
 class Run(Bucket):
@@ -54,9 +79,9 @@ class Run(Bucket):
         self._parts_of_gradient = [self._gradient[where] for where in self._ranges]
         self._gradient_places = [*places_of(self._parts_of_gradient)]
         vector = memory.weights[start:stop]
-        self.segment = Segment.new(
-            optimizer, vector, indices([p.numel() for p in parameters], firsts, block, vector.device)
-        )
+        has_indices = optimizer.draws_bits or block > 1
+        first = indices([p.numel() for p in parameters], firsts, block, vector.device) if has_indices else firsts[0]
+        self.segment = Segment.new(optimizer, vector, first)
 
     def in_place(self) -> bool:
         """Whether all parameters have the memory that they had at first."""

@@ -25,9 +25,19 @@ DEVICE_SHORT = 1 << 20
 """Elements below which a parameter on an accelerator is stepped together with others."""
 
 
+def most_short(device: torch.device) -> int:
+    """Return the number of elements below which parameters on a device are stepped together with others."""
+    return SHORT if device.type in ("cpu", "meta") else DEVICE_SHORT
+
+
 def is_short(parameter: Tensor) -> bool:
     """Whether a parameter is stepped together with others of its kind."""
-    return parameter.numel() < (SHORT if parameter.device.type in ("cpu", "meta") else DEVICE_SHORT)
+    return parameter.numel() < most_short(parameter.device)
+
+
+def upper_words(first: int, length: int) -> tuple[int, int]:
+    """Return the upper words of the indices of a parameter's first and last element. Scattered elements of one vector share one word."""
+    return first >> 32, (first + max(length, 1) - 1) >> 32
 
 
 class Bucket:
@@ -203,6 +213,8 @@ def indices(
         block: Elements for which a format stores one number.
         device: Of the vector.
     """
+    here = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length]
+    firsts, lengths = [first for first, _ in here] or list(firsts[:1]), [length for _, length in here] or [0]
     ends = [first + length for first, length in zip(firsts, lengths, strict=True)]
     aligned = len(lengths) == 1 or all(length % block == 0 for length in lengths)
     if list(firsts[1:]) == ends[:-1] and aligned:

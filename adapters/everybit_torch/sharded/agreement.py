@@ -66,14 +66,6 @@ def _on_all(function: Callable[[], T], gather: Callable[[_Told | None], Sequence
     return value  # type: ignore[return-value]
 
 
-def numbers_of(own: int, group: dist.ProcessGroup | None) -> list[int]:
-    """The numbers of all ranks."""
-    if group is None:
-        return [own]
-    require_group(group)
-    return objects_of(own, group)
-
-
 def objects_of(own: T, group: dist.ProcessGroup) -> list[T]:
     """Gather the objects of all ranks of a group, in the order of the ranks. Collective.
 
@@ -95,11 +87,6 @@ class Everyone:
 
     def __init__(self, *communicators: Communicator) -> None:
         self._communicators = communicators
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank."""
-        return all(one.rank == 0 for one in self._communicators)
 
     @property
     def rank(self) -> int:
@@ -128,17 +115,6 @@ class Everyone:
         for communicator in reversed(self._communicators):
             communicator.broadcast(x, what)
 
-    def of_first(self, value: Any) -> Any:
-        """The first rank's ``value``; what JSON can hold."""
-        text = json.dumps(value).encode() if self.is_first else b""
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        self.broadcast(length, "what the first rank has")
-        sent = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        if text:
-            sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self.broadcast(sent, "what the first rank has")
-        return json.loads(bytes(sent.tolist()))
-
     @staticmethod
     def _gather(communicator: Communicator, text: str) -> list[str]:
         if communicator.size == 1:
@@ -158,36 +134,6 @@ class Everyone:
     def on_all(self, function: Callable[[], T]) -> T:
         """Call ``function`` on all ranks, and return this rank's result; an exception on one rank is raised on all of them."""
         return _on_all(function, self.gather)
-
-    def on_first(self, function: Callable[[], None]) -> None:
-        """Call ``function`` on the first rank; an exception is raised on all of them."""
-        self.on_all(function if self.is_first else lambda: None)
-
-    def require_same_call(self, call: str, ready: str, problem: str | None) -> None:
-        """Compare what ranks are about to do together.
-
-        Args:
-            call: What this rank does, with its arguments.
-            ready: What has to be the same for it: names of units that are gathered.
-            problem: Why this rank cannot do it; None if it can.
-
-        Raises:
-            RuntimeError: Some rank cannot, or ranks do different things; on every rank.
-        """
-        found = self.gather((call, ready, problem))
-        first, there, _ = found[0]
-        for rank, (other, state, reason) in enumerate(found):
-            if reason is not None:
-                raise RuntimeError(problem if problem is not None else f"on rank {rank}: {reason}")
-            if other != first:
-                raise RuntimeError(
-                    f"rank 0 calls {first}, and rank {rank} calls {other}; accepted is the same call on every rank."
-                )
-            if state != there:
-                raise RuntimeError(
-                    f"{call}: rank 0 has {there or 'no unit'} gathered, and rank {rank} {state or 'none'}; accepted is a call at the same"
-                    " place of the program on every rank."
-                )
 
 
 def require_group(group: dist.ProcessGroup | None) -> None:

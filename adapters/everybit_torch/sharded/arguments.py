@@ -1,24 +1,22 @@
-"""The arguments of a stepper, and those of one on flat buffers judged before anything is changed."""
+"""The arguments of a stepper."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from everybit.combinators import needs_whole_tensors
 from everybit.stepping import Unsafe, with_policy
-from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.collectives.meshes import Mesh, communicators
+from everybit_torch.collectives.meshes import Mesh
 from everybit_torch.optim.param_groups import require_float64
-from everybit_torch.sharded.fingerprint import Facts, facts_of, require_alike
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
-from everybit_torch.sharded.labelling import AnyPrecision, LabelledTransform, Labels, Transforms
-from everybit_torch.sharded.layout import Layout, build
-from everybit_torch.sharded.model_layout import ModelLayout, describe, require_model
+from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels, Transforms
 from everybit_torch.sharded.model_units import Units
 from everybit_torch.sharded.reports import NanCheck
 from everybit_torch.sharded.strategies import Sharding
@@ -98,91 +96,22 @@ class Arguments:
                 )
             require_float64(parameter.device, "model")
 
-    def require_safe(self, labelled: Mapping[str, LabelledTransform]) -> None:
-        """Refuse policies that cannot work; see :func:`everybit.with_policy`.
+    def require_safe(self, labelled: Labelled, parameters: Mapping[str, Tensor]) -> None:
+        """Refuse policies that cannot work, see :func:`everybit.with_policy`, and transforms with state that no policy stores.
+
+        Args:
+            labelled: What parameters are stepped with.
+            parameters: By name.
 
         Raises:
-            ValueError: One cannot.
+            TypeError: A transform's ``init`` returns something else than slots and 0-d tensors.
+            ValueError: A policy cannot work.
         """
         unsafe: Unsafe = "allow" if self.unsafe == "warn" else self.unsafe
-        for one in labelled.values():
-            with_policy(one.transform, one.policy, seed=self.seed, unsafe=unsafe)
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Arguments that can work.
-
-    Attributes:
-        described: The model, with what its parameters are stepped with.
-        layout: Of its parameters.
-        ranks: The inner and the outer ranks.
-        device: Where it is.
-        divisor: Of sums over the ranks.
-        facts: What has to be the same on every rank.
-    """
-
-    described: ModelLayout
-    layout: Layout
-    ranks: tuple[Communicator, Communicator]
-    device: torch.device
-    divisor: float
-    facts: Facts
-
-
-def judge(model: nn.Module, given: Arguments) -> Judged:
-    """Look at all arguments, on all ranks. Nothing is changed.
-
-    Ranks that are about to differ are told so here, before they meet in any other collective: also what one alone has to refuse.
-
-    Args:
-        model: The model.
-        given: The other arguments.
-
-    Raises:
-        TypeError: As the stepper.
-        ValueError: As the stepper.
-    """
-    require_model(model)
-    ranks = communicators(given.mesh, next((p.device for p in model.parameters()), None))
-    judged: Judged | None = None
-    refused: Exception | None = None
-    try:
-        judged = _judge(model, given.of_once(model), ranks)
-    except Exception as error:
-        refused = error
-    require_alike(refused or (judged.facts if judged else ()), *ranks)
-    if refused is not None:
-        raise refused
-    assert judged is not None
-    return judged
-
-
-def _judge(model: nn.Module, given: Arguments, between: tuple[Communicator, Communicator]) -> Judged:
-    ranks = (between[0].size, between[1].size)
-    divisor = given.divisor_of(ranks[0] * ranks[1])
-    described = describe(model, given.transform, given.policy, given.units, given.labels, given.ignored)
-    given.require_usable(model, {spec.name: p for spec, p in zip(described.specs, described.parameters, strict=True)})
-    devices = {parameter.device for parameter in described.parameters}
-    if len(devices) > 1:
-        raise ValueError(f"model: has parameters on {', '.join(sorted(map(str, devices)))}; accepted is one device.")
-    (device,) = devices
-    if device.type == "meta":
-        raise ValueError(
-            "model: is on the meta device, without values; accepted is a model with values. (everybit_torch.plan and `everybit plan` take"
-            " one on the meta device.)"
-        )
-    given.require_safe(described.labelled)
-    facts = [
-        *facts_of(model, described, given.sharding, ranks),
-        ("divisor", repr(divisor)),
-        *((name, repr(getattr(given, name))) for name in ("nan", "seed")),
-    ]
-    # A multiple of all ranks, though not all strategies cut so fine: an exact sum is made in parts on all of them.
-    layout = build(
-        described.specs,
-        shards=ranks[0] * ranks[1],
-        units=[name for name, _ in described.units],
-        shares=given.sharding.shares(ranks[0]),
-    )
-    return Judged(described, layout, between, device, divisor, facts)
+        examples = {label: parameters[name] for name, label in reversed([*labelled.of.items()])}
+        for label, one in labelled.meaning.items():
+            optimizer = with_policy(one.transform, one.policy, seed=self.seed, unsafe=unsafe)
+            shape = tuple(examples[label].shape) if needs_whole_tensors(one.transform) else (0,)
+            # On the host where nothing is allocated anyway: the first tensor on the meta device loads sympy.
+            device = "meta" if math.prod(shape) else "cpu"
+            optimizer.init([torch.empty(shape, dtype=examples[label].dtype, device=device)])

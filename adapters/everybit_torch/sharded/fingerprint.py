@@ -16,11 +16,9 @@ from itertools import zip_longest
 from types import CellType, FunctionType, MethodType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from everybit_torch.collectives.communicator import Communicator
-from everybit_torch.sharded.model_layout import ModelLayout
-from everybit_torch.sharded.strategies import Sharding
 
 Facts = Sequence[tuple[str, str]]
 """Names and values that have to be the same on every rank, in the order in which they are compared."""
@@ -71,30 +69,6 @@ def _content(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
-
-
-def facts_of(model: nn.Module, described: ModelLayout, kind: Sharding, sizes: tuple[int, int]) -> list[tuple[str, str]]:
-    """List the facts of a stepper's model, layout, transforms and policies that have to be the same on every rank.
-
-    Args:
-        model: For its buffers, which are sent.
-        described: The rest of it, and what it is stepped with.
-        kind: What is sharded.
-        sizes: Numbers of inner and outer ranks.
-    """
-    facts = [("strategy", repr(kind.strategy)), ("outer", repr(kind.outer))]
-    facts.append(("mesh", f"{sizes[0]} ranks" + (f" x {sizes[1]} outer" if sizes[1] > 1 else "")))
-    facts += [("number of units", str(len(described.units))), ("number of parameters", str(len(described.specs)))]
-    facts += [("a unit", repr(name)) for name, _ in described.units]
-    for spec in described.specs:
-        unit, trained = described.units[spec.unit][0], "trained" if spec.requires_grad else "frozen"
-        text = f"{spec.dtype} {spec.shape}, {trained}, unit {unit!r}, label {spec.label!r}"
-        facts.append((" and ".join(spec.names), text))
-    facts += [(f"buffer {name}", f"{b.dtype} {tuple(b.shape)}") for name, b in model.named_buffers()]
-    for label, one in described.labelled.items():
-        facts.append((f"transform of {label or 'all parameters'}", describe(one.transform)))
-        facts.append((f"policy of {label or 'all parameters'}", describe(one.policy)))
-    return facts
 
 
 def require_alike(facts: Facts | Exception, inner: Communicator, outer: Communicator) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from everybit_torch.dtensors import is_counted, local, mesh_of
 from everybit_torch.optim.optimizer import TorchOptimizer
 from everybit_torch.optim.parameters import parameters_of
 from everybit_torch.sharded.agreement import Everyone
-from everybit_torch.sharded.buffer_stepper import BufferStepper
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.stepper import FlatStepper
 
@@ -69,17 +68,15 @@ def nonfinite_state(optimizer: TorchOptimizer | FlatStepper) -> tuple[NonFiniteS
     if isinstance(optimizer, FlatStepper):
         optimizer.engine.completeness.require("nonfinite_state")
     given = optimizer.as_optimizer() if isinstance(optimizer, FlatStepper) else optimizer
-    if isinstance(optimizer, FlatStepper) and isinstance(optimizer.engine, BufferStepper):
-        communicators: Sequence[Communicator] = optimizer.engine.buffers.sharing
-        found = list(_of_buffers(optimizer.engine))
-    elif isinstance(given, TorchOptimizer):
-        mesh = mesh_of(list(parameters_of(given.param_groups)))
-        communicators = () if mesh is None else [Communicator(mesh.get_group(d)) for d in range(mesh.ndim)]
-        found = list(_of_optimizer(given))
-    else:
+    if not isinstance(given, TorchOptimizer):
         raise TypeError(
             f"nonfinite_state: got {type(optimizer).__name__}; accepted are TorchOptimizer, its subclasses, and FlatStepper."
         )
+    mesh = mesh_of(list(parameters_of(given.param_groups)))
+    communicators = [] if mesh is None else [Communicator(mesh.get_group(d)) for d in range(mesh.ndim)]
+    if isinstance(optimizer, FlatStepper) and optimizer.engine.shares_pieces:
+        communicators = [optimizer.inner]
+    found = list(_of_optimizer(given))
     device = found[0][2].device if found else torch.device("cpu")
     counts = torch.stack([count.to(device) for _, _, count in found]).tolist() if found else []
     own = [(name, entry, count) for (name, entry, _), count in zip(found, counts, strict=True) if count]
@@ -97,13 +94,6 @@ def nonfinite_state(optimizer: TorchOptimizer | FlatStepper) -> tuple[NonFiniteS
 
 Found = Iterator[tuple[str, str, Tensor]]
 """Names of a parameter and of an entry, and how many of this rank's elements are not finite, on the device."""
-
-
-def _of_buffers(stepper: BufferStepper) -> Found:
-    for unit in stepper.as_optimizer().engine.units:
-        for member in unit.members:
-            yield member.name, WEIGHTS, count_nonfinite(member.parameter.detach())
-            yield from _of_entries(unit.entries(member), member.stop - member.start, member.name)
 
 
 def _of_optimizer(optimizer: TorchOptimizer) -> Found:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import nn
-
 from everybit_torch.streams import is_capturing
 
 MAKES_WHOLE = "load_sharded(stepper, path), on every rank, which makes the state whole"
@@ -18,11 +14,6 @@ class Completeness:
         self._incomplete: str | None = None
         self._accepted = ""
         self.is_closed = False
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether they do."""
-        return self._incomplete is None
 
     def mark_incomplete(self, reason: str, accepted: str = MAKES_WHOLE) -> None:
         """They do not from here on: nothing but what is accepted goes on.
@@ -65,43 +56,3 @@ class Completeness:
             )
         if self._incomplete is not None:
             raise RuntimeError(f"{name}: {self._incomplete}; accepted is {self._accepted}.")
-
-
-def require_same_parameters(
-    model: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]], untouched: Sequence[str]
-) -> None:
-    """Refuse a step that would train nothing, because the model has other parameters than those laid out.
-
-    Args:
-        model: The model.
-        parameters: Those laid out, by name.
-        untouched: Names of those without a gradient.
-
-    Raises:
-        RuntimeError: It has.
-    """
-    if not untouched:
-        return
-    there, ours = dict(model.named_parameters()), dict(parameters)
-    if replaced := [name for name in untouched if there.get(name) is not ours[name]]:
-        raise RuntimeError(
-            f"{', '.join(replaced[:3])}: not the model's parameters any more; it has others (load_state_dict(assign=True)?)."
-            " Make a stepper after such a change."
-        )
-
-
-def require_gathered(idle: Sequence[str], *, is_nan: bool) -> None:
-    """Refuse a step on weights that had not been gathered.
-
-    Args:
-        idle: Units without a forward pass.
-        is_nan: Whether the gradient is NaN.
-
-    Raises:
-        RuntimeError: It is, and there are some.
-    """
-    if is_nan and idle:
-        raise RuntimeError(
-            f"the gradient is NaN, and {', '.join(map(repr, idle[:3]))} had no forward pass of its own in this cycle: weights are NaN"
-            " while sharded. Call units, and the model, as modules."
-        )

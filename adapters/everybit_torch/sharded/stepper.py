@@ -16,17 +16,15 @@ from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator
 from everybit_torch.collectives.meshes import Mesh, ranks_of
+from everybit_torch.planning.report import Plan
 from everybit_torch.routing import Routed
-from everybit_torch.sharded.arguments import Arguments, claim, judge
-from everybit_torch.sharded.buffer_stepper import BufferStepper
+from everybit_torch.sharded.arguments import Arguments, claim
 from everybit_torch.sharded.ignored_parameters import Ignored
 from everybit_torch.sharded.labelling import AnyPrecision, LabelledTransform, Labels, Transforms
 from everybit_torch.sharded.model_units import Units
 from everybit_torch.sharded.module_buffers import BufferValues, synchronize_buffers
 from everybit_torch.sharded.pending_save import PendingSave
-from everybit_torch.sharded.planning.report import Plan
 from everybit_torch.sharded.reports import NanCheck, StepReport
-from everybit_torch.sharded.shard_optimizer import ShardOptimizer
 from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
 
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from everybit_torch.flat.optimizer import ShareOptimizer
+    from everybit_torch.flat.stepper import BufferStepper
     from everybit_torch.fsdp2.stepper import FSDP2Stepper
 
 
@@ -115,12 +114,15 @@ class FlatStepper:
         self.model = model
         self.engine: BufferStepper | FSDP2Stepper
         if given.sharding.params:
-            from everybit_torch.fsdp2 import judging
+            from everybit_torch.fsdp2.judging import judge as judge_rows
             from everybit_torch.fsdp2.stepper import FSDP2Stepper
 
-            self.engine = FSDP2Stepper(model, judging.judge(model, given))
+            self.engine = FSDP2Stepper(model, judge_rows(model, given))
         else:
-            self.engine = BufferStepper(model, given, judge(model, given))
+            from everybit_torch.flat.judging import judge
+            from everybit_torch.flat.stepper import BufferStepper
+
+            self.engine = BufferStepper(model, judge(model, given))
         self.ranks = ranks_of(mesh)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the same ranks, for checkpoints
         self.saving: PendingSave | None = None
@@ -235,7 +237,7 @@ class FlatStepper:
 
     # -- what one sees ---------------------------------------------------------------------------------------------------------------
 
-    def as_optimizer(self) -> ShardOptimizer | ShareOptimizer:
+    def as_optimizer(self) -> ShareOptimizer:
         """Return this stepper as a ``torch.optim.Optimizer``, for learning-rate schedulers and training frameworks.
 
         It has a param group for each label, with this rank's parts of the parameters; its ``step`` is this stepper's. With

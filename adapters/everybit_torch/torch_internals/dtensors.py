@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -48,17 +48,3 @@ def _shape_and_offset(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         )
     shape, offset = find(x.shape, x.device_mesh, x.placements)
     return tuple(shape), tuple(offset)
-
-
-def remove_parallel_hooks(model: nn.Module) -> None:
-    """Take the hooks off a model that ``parallelize_module`` gave it, which make DTensors of what goes in and out; and its mark, too."""
-    for module in model.modules():
-        for table in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in list(table.items()):
-                if str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor"):
-                    for others in (
-                        table, module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs,
-                        module._forward_hooks_always_called,
-                    ):  # fmt: skip
-                        others.pop(number, None)
-        module.__dict__.pop("_distribute_module_applied", None)

@@ -17,7 +17,7 @@ from everybit_torch.cli.optimizers import Chosen, require_policies
 from everybit_torch.cli.output import Results, Sheet, counted, show
 from everybit_torch.cli.policies import named_policy
 from everybit_torch.cli.setup import Planned, Setup, Subject, plan_all, planned, subject, unit_of
-from everybit_torch.sharded.plan import Plan
+from everybit_torch.planning.plan import Plan
 from everybit_torch.sharded.strategies import STRATEGIES, Strategy
 
 FORMAT = 1

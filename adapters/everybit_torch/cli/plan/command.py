@@ -27,9 +27,9 @@ from everybit_torch.cli.setup import (
     subject,
     unit_of,
 )
+from everybit_torch.planning.plan import Plan
 from everybit_torch.sharded.labelling import AnyPrecision
 from everybit_torch.sharded.mixed_precision import MixedPrecision
-from everybit_torch.sharded.plan import Plan
 from everybit_torch.sharded.strategies import Strategy
 
 FORMAT = 1

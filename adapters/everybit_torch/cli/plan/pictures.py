@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from everybit_torch.cli.colours import USE_COLOURS
 from everybit_torch.cli.files import write_whole
-from everybit_torch.sharded.plan import Plan
+from everybit_torch.planning.plan import Plan
 from everybit_torch.sharded.strategies import Strategy
 
 COLOURS = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import everybit as eb
 from everybit.base import dtype_name
@@ -17,39 +17,14 @@ from everybit.policies import resolve, short
 from everybit.stepping import Metrics, OptimizerState, nbytes, state_bytes
 from everybit_torch.collectives.reduction import Grads
 from everybit_torch.dtensors import row_edges
-from everybit_torch.fsdp2.units import homes_of
-from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
-from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels, Transforms, label_parameters
-from everybit_torch.sharded.model_units import Units, find_units
-from everybit_torch.sharded.plan import in_order
-from everybit_torch.sharded.planning.report import Plan, Ranks
-from everybit_torch.sharded.planning.traffic import sent_by_exchange, sent_by_sum
+from everybit_torch.planning.report import Plan, Ranks, in_order
+from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction
+from everybit_torch.segments.segment import PIECE
+from everybit_torch.sharded.labelling import Labelled
 from everybit_torch.sharded.strategies import Sharding
-from everybit_torch.stepping import PIECE
 
 STEPPED = 6
 """Temporary float32 tensors that a step of a piece has at once, as an estimate: weights, gradient, and both moments, old and new."""
-
-
-def plan_rows(
-    model: nn.Module,
-    transform: Transforms,
-    *,
-    policy: AnyPrecision,
-    units: Units | None,
-    labels: Labels | None,
-    ignored: Ignored | None,
-    kind: Sharding,
-    ranks: Ranks,
-    microbatches: int,
-    metrics: bool,
-) -> Plan:
-    """Plan a stepper of these arguments; see :func:`everybit_torch.plan`."""
-    left_alone = ignored_ids(model, ignored)
-    homes = homes_of(model, find_units(model, units), left_alone)
-    by_name = {name: p for name, p in model.named_parameters() if name in homes}
-    labelled = label_parameters(model, by_name, transform, policy, labels)
-    return plan_units(by_name, homes, labelled, kind, ranks, microbatches=microbatches, metrics=metrics)
 
 
 def plan_units(
@@ -159,17 +134,9 @@ def _wire(
         found.update({name: times * n for name, n in sent_by_exchange("all_gather", size, ranks.inner).items()})
     for unit, numel in gradients.items():
         one, kept = grads[unit], ranks.outer * -(-numel // ranks.outer)
-        collective = "all_to_all" if one.inner.exact else "reduce_scatter"
-        inner = sent_by_exchange(collective, numel * ranks.inner * one.inner.dtype.itemsize, ranks.inner)
+        inner = sent_by_reduction(numel * ranks.inner, one.main, one.inner, ranks.inner, scatters=True)
         found.update({name: microbatches * n for name, n in inner.items()})
-        size, scattered = kept * one.outer.dtype.itemsize, "all_to_all" if one.outer.exact else "reduce_scatter"
-        if kind.outer == "optim":
-            found.update(sent_by_exchange(scattered, size, ranks.outer))
-        elif one.outer.exact:
-            found.update(sent_by_exchange(scattered, size, ranks.outer))
-            found.update(sent_by_exchange("all_gather", kept * one.main.itemsize, ranks.outer))
-        else:
-            found.update(sent_by_sum(size, ranks.outer))
+        found.update(sent_by_reduction(kept, one.main, one.outer, ranks.outer, scatters=kind.outer == "optim"))
     if kind.outer == "optim":
         found.update(sent_by_exchange("all_gather", sum(weights.values()) // ranks.inner, ranks.outer))
     return {name: size for name, size in found.items() if size}

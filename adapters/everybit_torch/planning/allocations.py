@@ -72,13 +72,6 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nbytes = storage.nbytes()
             self._change(self._sizes[storage], nbytes if nbytes >= self._smallest else 0)
 
-    def exchanged(self, one: UntypedStorage, other: UntypedStorage) -> None:
-        """Two storages have each other's memory now."""
-        if one not in self._sizes and other not in self._sizes:
-            return
-        first, second = (self._size_of(storage) for storage in (one, other))
-        first[0], second[0] = second[0], first[0]
-
     def _size_of(self, storage: UntypedStorage) -> list[int]:
         """The counted bytes of a storage, which are changed to 0 when it is freed."""
         if storage not in self._sizes:

@@ -1,0 +1,1 @@
+"""Room ``planning``: what a rank keeps and sends, from names, shapes and dtypes, before anything is allocated."""

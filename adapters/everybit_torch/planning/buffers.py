@@ -1,0 +1,246 @@
+"""Predicts memory and traffic of a model on flat buffers: what persists and what is sent to the byte, and the largest temporaries."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import everybit as eb
+from everybit.base import Blocks, Scattered, dtype_name
+from everybit.policies import Resolved, resolve, short
+from everybit.stepping import Metrics, nbytes, state_bytes
+from everybit_torch.collectives.reduction import Grads
+from everybit_torch.compiled.probing import is_number
+from everybit_torch.flat.layout import Buffer, Place
+from everybit_torch.planning.allocations import AllocationCounter
+from everybit_torch.planning.report import Plan, Ranks, in_order
+from everybit_torch.planning.traffic import sent_by_exchange, sent_by_reduction, sent_by_sum
+from everybit_torch.planning.whole_tensors import distribution
+from everybit_torch.segments.run import neighbours
+from everybit_torch.segments.segment import PIECE, Segment, piece_size
+from everybit_torch.segments.short import indices, most_short
+from everybit_torch.segments.totals import Work, find_totals
+from everybit_torch.sharded.hyperparameters import hyperparameters
+from everybit_torch.sharded.labelling import Labelled, LabelledTransform
+from everybit_torch.sharded.strategies import Sharding
+
+COMPARED = 6 * torch.int64.itemsize
+"""Bytes in which ranks compare what they begin: each microbatch whose gradients are summed, and a step."""
+
+SMALL = 16
+"""Rows or columns of a matrix that is not made smaller for a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A buffer as one rank has it.
+
+    Attributes:
+        buffer: The places of its parameters.
+        share: The length of this rank's share.
+        places: This rank's part of each parameter, with positions in the share.
+        label: What they are stepped with.
+        resolved: The formats.
+        grads: How gradients are kept and sent.
+        device: On which the run will be.
+    """
+
+    buffer: Buffer
+    share: int
+    places: list[Place]
+    label: LabelledTransform
+    resolved: Resolved
+    grads: Grads
+    device: torch.device
+
+    @classmethod
+    def of(cls, buffer: Buffer, labelled: Labelled, kind: Sharding, ranks: Ranks, device: torch.device) -> _Part:
+        """That of the planned rank."""
+        where, spec = buffer.share(ranks.inner_rank if kind.state else 0), buffer.places[0].spec
+        label = labelled.meaning[spec.label]
+        resolved = resolve(label.policy, dtype_name(spec.dtype, field=spec.name))
+        grads = Grads.of(resolved, ranks.inner, ranks.outer)
+        places = [place.within(where) for place in buffer.places]
+        return cls(buffer, where.stop - where.start, places, label, resolved, grads, device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.buffer.places[0].spec.dtype
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether tensors are stepped whole."""
+        return self.buffer.places[0].spec.is_whole
+
+    def optimizer(self) -> eb.Optimizer[Any]:
+        """The optimizer of its elements."""
+        return eb.Optimizer(self.label.transform, self.label.policy)
+
+    def stepped(self) -> Iterator[tuple[tuple[int, ...], int | Blocks | Scattered]]:
+        """Yield what is stepped at once: its shape, and the indices of its elements."""
+        if self.is_whole or self.optimizer().per_tensor:
+            for place in self.places:
+                shape = place.spec.shape if place.numel else (0, *place.spec.shape[1:])
+                yield shape if self.is_whole else (place.numel,), place.first
+            return
+        block, draws = self.label.policy.block, self.optimizer().draws_bits
+        lengths, firsts = [place.numel for place in self.places], [place.first for place in self.places]
+        parts = neighbours(lengths, firsts, most_short(self.device)) if draws and block == 1 else [slice(None)]
+        for where in parts:
+            begin, end = self.places[where][0].start, self.places[where][-1].stop
+            first: int | Blocks | Scattered = firsts[where][0]
+            if draws or block > 1:
+                first = indices(lengths[where], firsts[where], block, torch.device("meta"))
+            yield (min(-(-(end - begin) // block) * block, max(self.share - begin, 0)),), first
+
+    def persistent(self) -> Counter[str]:
+        """Bytes between steps, by use."""
+        found: Counter[str] = Counter()
+        optimizer = self.optimizer()
+        is_main = any(part.name == "main" for part in self.resolved.params.parts())
+        for shape, first in self.stepped():
+            state = optimizer.init([torch.empty(shape, dtype=self.dtype, device="meta")])
+            found["main parameters" if is_main else "compensation"] += nbytes(state.extra)
+            found.update(state_bytes(state.inner, counters=state.step.nbytes))
+            found["bookkeeping"] += torch.int64.itemsize if isinstance(first, int) else nbytes(first)
+            if optimizer.per_tensor and not self.is_whole:
+                found["bookkeeping"] += 3 * torch.int64.itemsize + torch.float64.itemsize  # of eb.Members
+        return found
+
+
+def plan_buffers(
+    parameters: Mapping[str, Tensor],
+    buffers: Sequence[Buffer],
+    labelled: Labelled,
+    kind: Sharding,
+    ranks: Ranks,
+    *,
+    microbatches: int,
+    compile: bool,
+    metrics: bool,
+    device: torch.device,
+) -> Plan:
+    """Plan one rank.
+
+    Args:
+        parameters: All that are managed, by name.
+        buffers: The places of those that are trained.
+        labelled: What these are stepped with.
+        kind: What is sharded.
+        ranks: How many there are, and whose bytes.
+        microbatches: Backward passes in a step.
+        compile: Whether steps are compiled.
+        metrics: Whether steps are measured.
+        device: On which the run will be.
+    """
+    parts = [_Part.of(buffer, labelled, kind, ranks, device) for buffer in buffers]
+    persistent: Counter[str] = Counter()
+    weights: Counter[str] = Counter()
+    for name, p in parameters.items():
+        if name not in labelled.of:
+            persistent["parameters"] += p.nbytes
+            weights["frozen"] += p.numel()
+    for one in parts:
+        persistent["parameters"] += one.buffer.numel * one.dtype.itemsize
+        persistent["gradients"] += (one.share if kind.grads else one.buffer.numel) * one.grads.main.itemsize
+        persistent.update(one.persistent())
+        weights[short(one.resolved.params)] += sum(place.numel for place in one.buffer.places)
+    if compile:
+        for label in {id(one.label): one.label for one in parts}.values():
+            given = hyperparameters(label.transform).values()
+            numbers = [n for value in given for n in (value if isinstance(value, tuple) else (value,))]
+            persistent["bookkeeping"] += sum(map(is_number, numbers)) * torch.float64.itemsize
+    if metrics:
+        persistent["bookkeeping"] += nbytes(Metrics.zero(torch.device("meta")))
+    transient = {
+        "forward": 0,
+        "backward": _under_way(parts, kind, ranks),
+        "step": _step(parts, device, compile=compile),
+    }
+    filled = sum(place.numel for buffer in buffers for place in buffer.places)
+    return Plan(
+        kind, ranks, sum(p.numel() for p in parameters.values()), sum(b.numel for b in buffers) - filled,
+        in_order(persistent), transient, _wire(parts, kind, ranks, microbatches), microbatches, dict(weights),
+        distribution(buffers, ranks.inner, ranks.inner_rank) if kind.state else None,
+    )  # fmt: skip
+
+
+def _wire(parts: Sequence[_Part], kind: Sharding, ranks: Ranks, microbatches: int) -> dict[str, int]:
+    """Bytes that this rank sends in a step, by collective."""
+    found: Counter[str] = Counter()
+    for one in parts:
+        numel, main, wires = one.buffer.numel, one.grads.main, one.grads
+        inner = sent_by_reduction(numel, main, wires.inner, ranks.inner, scatters=kind.state)
+        found.update({name: (microbatches if kind.grads else 1) * sent for name, sent in inner.items()})
+        if ranks.outer > 1:
+            share = one.share if kind.state else numel
+            found.update(sent_by_reduction(share, main, wires.outer, ranks.outer, scatters=False))
+        if kind.state:
+            found.update(sent_by_exchange("all_gather", numel * one.dtype.itemsize, ranks.inner))
+    turns = (microbatches if kind.grads else 1) + 1
+    flags, squares = sum(len(one.places) for one in parts), torch.float64.itemsize
+    for agreed in (*(COMPARED,) * turns, flags, squares):
+        for size in (ranks.inner, ranks.outer):
+            found.update(sent_by_sum(agreed, size))
+    return {name: size for name, size in found.items() if size}
+
+
+def _under_way(parts: Sequence[_Part], kind: Sharding, ranks: Ranks) -> int:
+    """Bytes of all reductions of a pass at once: what is sent, where it is not the main gradient, and what an exact wire receives."""
+    nbytes = 0
+    for one in parts:
+        wire, numel = one.grads.inner, one.buffer.numel
+        sent = numel if kind.grads or wire.dtype is not one.grads.main else 0
+        received = (ranks.inner * one.share if kind.state else numel) if wire.exact else 0
+        nbytes += (sent + received) * wire.dtype.itemsize
+    return nbytes
+
+
+def _step(parts: Sequence[_Part], device: torch.device, *, compile: bool) -> int:
+    """The most bytes that the step of one segment takes. Compiled code has no temporaries where parameters are cut."""
+    known: dict[tuple[str, torch.dtype, tuple[int, ...]], int] = {}
+    for one in parts:
+        if compile and not one.is_whole:
+            continue
+        for shape, first in one.stepped():
+            size = shape if one.is_whole else (min(*shape, piece_size(device)),)
+            key = one.buffer.places[0].spec.label, one.dtype, size
+            if math.prod(size) and key not in known:
+                known[key] = _measured(one, size, in_a_row=isinstance(first, int))
+    return max(known.values(), default=0)
+
+
+def _measured(one: _Part, shape: tuple[int, ...], *, in_a_row: bool) -> int:
+    """What a step of a tensor takes; of one with more than :data:`PIECE` elements what a smaller one takes, times the elements.
+
+    What is computed on the way has one number for each element, or few beside these: for each row, or one in all. Products of a matrix
+    with itself grow as it does if it keeps its proportions.
+    """
+    smaller = list(shape)
+    while math.prod(smaller) > PIECE:
+        halved = [max(range(len(smaller)), key=smaller.__getitem__)]
+        if len(shape) > 1 and min(smaller[-2:]) > SMALL:
+            halved = [len(shape) - 2, len(shape) - 1]
+        for dimension in halved:
+            smaller[dimension] = -(-smaller[dimension] // 2)
+    optimizer, tensor = one.optimizer(), torch.zeros(smaller, dtype=one.dtype)
+    whole = tensor.numel() if optimizer.per_tensor and not one.is_whole else None
+    first: int | Blocks | Scattered = 0
+    if not in_a_row:
+        block = one.label.policy.block
+        half = tensor.numel() // (2 * block) * block
+        first = indices([half, tensor.numel() - half], [half, 0], block, tensor.device)
+    segment, grad = Segment.new(optimizer, tensor, first, whole), torch.zeros(smaller, dtype=one.grads.main)
+    with torch.no_grad(), AllocationCounter() as counter:
+        due = segment.due()
+        (totals,) = find_totals([Work(segment, grad, due)])
+        segment.step(grad, totals, due=due)
+    peak: int = counter.peak
+    return peak * math.prod(shape) // math.prod(smaller)

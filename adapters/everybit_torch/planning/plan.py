@@ -1,0 +1,111 @@
+"""Predicts memory and traffic from names, shapes and dtypes, before anything is allocated.
+
+Persistent bytes are the sums of what is kept. Of what comes and goes the largest tensors are counted: gradients under way, and what the
+step of one piece computes, which is found by stepping one. Activations and the gradients that autograd holds, one parameter's at a time,
+are left out. Under ``optim_grads_params`` FSDP2 allocates most of what comes and goes, and that is estimated.
+
+Bytes on the wire are what one rank sends, as a ring sends it. For ``n`` ranks, weights of ``w`` bytes in all, gradients of ``c`` bytes in
+the wire's dtype, and ``k`` microbatches, up to the padding:
+
+====================  ===============================================
+strategy              sent by each rank in a step, in units of ``(n - 1) / n``
+====================  ===============================================
+no_shard              ``2 c``
+optim                 ``c + w``
+optim_grads           ``k c + w``
+optim_grads_params    ``k (c + 2 w)``, of the model's own unit ``w`` once
+====================  ===============================================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from everybit_torch.flat.judging import laid_out
+from everybit_torch.fsdp2.units import homes_of
+from everybit_torch.planning.buffers import plan_buffers
+from everybit_torch.planning.report import Plan, Ranks
+from everybit_torch.planning.rows import plan_units
+from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
+from everybit_torch.sharded.labelling import AnyPrecision, Labels, Transforms, label_parameters
+from everybit_torch.sharded.model_layout import require_model, require_some
+from everybit_torch.sharded.model_units import Units, find_units
+from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
+
+__all__ = ["Plan", "Ranks", "plan"]
+
+
+def plan(
+    model: nn.Module,
+    transform: Transforms,
+    *,
+    policy: AnyPrecision = None,
+    strategy: Strategy | int = "optim",
+    outer: OuterStrategy = "no_shard",
+    ranks: int | tuple[int, int] = 1,
+    units: Units | None = None,
+    labels: Labels | None = None,
+    microbatches: int = 1,
+    compile: bool = False,
+    metrics: bool = False,
+    device: torch.device | str = "cpu",
+    rank: int | tuple[int, int] = 0,
+    ignored: Ignored | None = None,
+) -> Plan:
+    """Predict the memory and traffic of a :class:`FlatStepper` of these arguments on one of its ranks, after it is made.
+
+    Ranks differ by their padding and by counters, some bytes; and by what they have of tensors that must stay whole, of which
+    :attr:`Plan.whole_tensors` names the rank with the most. What a model has beside its parameters (buffers) is not counted. Where a
+    parameter had no gradient on any rank in some step, it has counters of its own from then on, which are not counted.
+
+    Args:
+        model: May be on the meta device: no memory is taken.
+        transform: The transform that computes updates; or one for each label, with ``labels``.
+        policy: How weights, state and gradients are stored and sent, as for the stepper.
+        strategy: What is sharded over the inner ranks: a name, or the number of the ZeRO stage.
+        outer: What is sharded over the outer ranks as well: ``"no_shard"``, or ``"optim"``.
+        ranks: The number of ranks, or (outer, inner).
+        units: Modules, or classes of modules, whose parameters are gathered and reduced together.
+        labels: A function from (name, parameter) to the key of its transform.
+        microbatches: The number of backward passes in a step.
+        compile: Whether the step is compiled, which changes its transient memory.
+        metrics: Whether steps are measured; metrics persist from the first step on.
+        device: The device of the training run; a step works on larger pieces on an accelerator than on a CPU.
+        rank: The rank to plan: a number, counted as in the mesh, or (outer, inner).
+        ignored: Parameters that the stepper does not manage; they are not counted.
+
+    Raises:
+        TypeError: As the stepper.
+        ValueError: As the stepper; and for numbers below 1, or a rank that does not exist.
+
+    Examples:
+        >>> import torch, everybit as eb
+        >>> from everybit_torch import plan
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+        >>> sizes = plan(model, eb.adamw(1e-3), policy=eb.policies.KAHAN_BF16, strategy="optim", ranks=8)
+        >>> round(sizes.bytes_per_param, 2)
+        4.75
+    """
+    outer_size, inner_size = ranks if isinstance(ranks, tuple) else (1, ranks)
+    for name, value in (("ranks", inner_size), ("ranks", outer_size), ("microbatches", microbatches)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: got {value!r}; accepted is 1 or more.")
+    outer_rank, inner_rank = rank if isinstance(rank, tuple) else divmod(rank, inner_size)
+    if not (0 <= outer_rank < outer_size and 0 <= inner_rank < inner_size):
+        raise ValueError(f"rank: got {rank!r}; there are {outer_size} x {inner_size} ranks, counted from 0.")
+    kind, there = sharding(strategy, outer), Ranks(inner_size, outer_size, inner_rank, outer_rank)
+    require_model(model)
+    left_alone, modules = ignored_ids(model, ignored), find_units(model, units)
+    parameters = {name: p for name, p in model.named_parameters() if id(p) not in left_alone}
+    require_some(parameters.values())
+    labelled = label_parameters(model, parameters, transform, policy, labels)
+    if kind.params:
+        homes = homes_of(model, modules, left_alone)
+        return plan_units(parameters, homes, labelled, kind, there, microbatches=microbatches, metrics=metrics)
+    buffers = laid_out(model, parameters, labelled, modules, left_alone, kind, (inner_size, outer_size))
+    return plan_buffers(
+        parameters, buffers, labelled, kind, there,
+        microbatches=microbatches, compile=compile, metrics=metrics, device=torch.device(device),
+    )  # fmt: skip

@@ -102,6 +102,8 @@ def points(model: nn.Module, stepper: FlatStepper, context: str) -> list[Point]:
 
     In the order of the first rank's calls, so that each twelfth of them has some from the beginning and some from the end.
     """
+    cycle(model, stepper, context)
+    stepper.step()  # what is found once is known from here on
     with watched() as made:
         cycle(model, stepper, context)
         stepper.step()
@@ -124,6 +126,9 @@ def raising_everywhere(
     save_sharded(stepper, path)
     before = gradients(model, stepper, context), weights_of(stepper)
     wanted = points(model, stepper, context)[part::parts]
+    load_sharded(stepper, path)
+    cycle(model, stepper, context)
+    stepper.step()
     after = gradients(model, stepper, context), weights_of(stepper)
     load_sharded(stepper, path)
     late, wrong = 0, []

@@ -204,7 +204,11 @@ class BufferStepper(Cycle):
             with suppress(Exception):  # a rank may be gone; the next collective says so
                 for of in reversed(self.buffers[: self._next + 1]):
                     Partial(of).reduce(None).wait()
+        for parameter in self._trained:
+            parameter.grad = None  # one that had come, and was not added yet
         self._is_passing = self._turns.apart = False
+        if self._context is None:
+            self._last = None
 
     # -- a cycle --------------------------------------------------------------------------------------------------------------------
 

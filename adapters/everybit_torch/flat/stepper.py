@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,10 @@ from everybit_torch.flat.turns import Turns
 from everybit_torch.fused_sums import FusedSums
 from everybit_torch.segments.run import Memory
 from everybit_torch.segments.single import lie_at, places_of
-from everybit_torch.sharded.labelling import Labelled, LabelledTransform
+from everybit_torch.sharded.labelling import LabelledTransform
 from everybit_torch.sharded.model_buffers import synchronize_values
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.torch_internals.autograd import at_the_end_of_the_pass
-
-if TYPE_CHECKING:
-    from everybit_torch.planning.report import Plan
-    from everybit_torch.sharded.saved_parts import SavedParts
 
 
 class BufferStepper(Cycle):
@@ -39,13 +35,14 @@ class BufferStepper(Cycle):
         judged: The arguments, and the places of the parameters.
 
     Attributes:
+        judged: As given.
         buffers: Weights and main gradients, in the order in which buffers are laid out.
     """
 
     def __init__(self, model: nn.Module, judged: Judged) -> None:
         given = judged.given
         super().__init__(model, judged.parameters, judged.ranks, judged.device, judged.labelled, given.nan)
-        self._judged, self._sharding, ranks = judged, given.sharding, judged.ranks
+        self.judged, self._sharding, ranks = judged, given.sharding, judged.ranks
         synchronize_values(model, (self.outer, self.inner), tuple(judged.parameters.values()))
         fused = FusedSums(judged.device) if given.compile else None
         self.buffers = [
@@ -186,7 +183,7 @@ class BufferStepper(Cycle):
             if complete and self._arrived[self._next] < len(of.buffer.places):
                 return
             partial_sums = sums if isinstance(sums, Partial) else Partial(of, sums)
-            self._sums[self._next] = partial_sums.reduce(self._judged.divisor if self._last else None)
+            self._sums[self._next] = partial_sums.reduce(self.judged.divisor if self._last else None)
             self._next -= 1
 
     @torch.no_grad()
@@ -226,7 +223,7 @@ class BufferStepper(Cycle):
             self._last = None
         for sums in self._sums:
             assert isinstance(sums, Reduced)
-            sums.finish(self._judged.divisor)
+            sums.finish(self.judged.divisor)
         self._everyones.forget()
         for name, gradient in self._shown.items():
             self._stepped[name].grad = gradient if name in touched else None
@@ -313,7 +310,7 @@ class BufferStepper(Cycle):
         return any(sums is not None for sums in self._sums)
 
     def _send_by(self, labelled: Mapping[str, LabelledTransform]) -> Callable[[], None]:
-        changed, before = self._judged.grads_under(labelled), [of.grads for of in self.buffers]
+        changed, before = self.judged.grads_under(labelled), [of.grads for of in self.buffers]
         for of, grads in zip(self.buffers, changed, strict=True):
             of.grads = grads
 
@@ -342,7 +339,7 @@ class BufferStepper(Cycle):
     def described(self) -> str:
         """A description in one line."""
         outer = f" x {self.outer.size} outer" if self.outer.size > 1 else ""
-        buffers = self._judged.buffers
+        buffers = self.judged.buffers
         filled = sum(place.numel for buffer in buffers for place in buffer.places)
         padding = sum(buffer.numel for buffer in buffers) - filled
         return (
@@ -354,23 +351,6 @@ class BufferStepper(Cycle):
     def shares_pieces(self) -> bool:
         """Whether the inner ranks have different plain tensors of the parameters."""
         return self._sharding.state
-
-    def plan(self, *, microbatches: int) -> Plan:
-        """Plan this rank's memory and traffic."""
-        from everybit_torch.planning.buffers import plan_buffers
-        from everybit_torch.planning.report import Ranks
-
-        return plan_buffers(
-            self.parameters, self._judged.buffers, Labelled(self.labels, self.labelled), self._sharding,
-            Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank), microbatches=microbatches,
-            compile=self._judged.given.compile, metrics=self._optimizer.metrics_enabled, device=self._judged.device,
-        )  # fmt: skip
-
-    def saved_parts(self) -> SavedParts:
-        """Return this rank's part of a checkpoint."""
-        from everybit_torch.flat.saved_pieces import PieceParts
-
-        return PieceParts(self)
 
 
 def _stepped(buffers: list[FlatBuffer], names: list[str]) -> dict[str, nn.Parameter]:

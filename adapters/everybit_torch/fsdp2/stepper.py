@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,7 @@ from everybit_torch.fsdp2.judging import Judged
 from everybit_torch.fsdp2.main_gradients import MainGradient
 from everybit_torch.fsdp2.outer_rows import OuterRows
 from everybit_torch.fused_sums import FusedSums
-from everybit_torch.sharded.labelling import Labelled, LabelledTransform
-
-if TYPE_CHECKING:
-    from everybit_torch.planning.report import Plan
-    from everybit_torch.sharded.saved_parts import SavedParts
+from everybit_torch.sharded.labelling import LabelledTransform
 
 
 class FSDP2Stepper(Cycle):
@@ -29,13 +25,16 @@ class FSDP2Stepper(Cycle):
     Args:
         model: The model.
         judged: The arguments, and the model's units and labels.
+
+    Attributes:
+        judged: As given.
     """
 
     def __init__(self, model: nn.Module, judged: Judged) -> None:
         given, device = judged.given, judged.device
         parameters = {name: p for name, p in model.named_parameters() if name in judged.homes}
         super().__init__(model, parameters, judged.ranks, device, judged.labelled, given.nan)
-        self._judged, self._interrupted = judged, False  # in the middle of FSDP2's passes
+        self.judged, self._interrupted = judged, False  # in the middle of FSDP2's passes
         self._numbers = {p: number for number, p in enumerate(self.parameters.values())}
         self._names = {p: name for name, p in self.parameters.items()}
         self._rows = OuterRows(self.parameters, judged.mesh, self.outer, is_cut=given.sharding.outer == "optim")
@@ -82,7 +81,7 @@ class FSDP2Stepper(Cycle):
             main.require_sent("finish_gradients")
         touched = self._agree_on_passes()
         for main in self.main_gradients:
-            for parameter, gradient in self._rows.finish(main, self._judged.divisor).items():
+            for parameter, gradient in self._rows.finish(main, self.judged.divisor).items():
                 name = self._names[parameter]
                 stepped = self._rows.stepped[name]
                 stepped.grad = like(stepped, gradient.to(stepped.device)) if name in touched else None
@@ -142,7 +141,7 @@ class FSDP2Stepper(Cycle):
         return not all(main.is_empty for main in self.main_gradients)
 
     def _send_by(self, labelled: Mapping[str, LabelledTransform]) -> Callable[[], None]:
-        grads_of, before = self._judged.grads_under(labelled), [main.grads for main in self.main_gradients]
+        grads_of, before = self.judged.grads_under(labelled), [main.grads for main in self.main_gradients]
         for main in self.main_gradients:
             main.grads = grads_of[main.unit.name]
 
@@ -155,7 +154,7 @@ class FSDP2Stepper(Cycle):
     def _hand_out(self) -> None:
         """Send changed rows to the outer ranks, and free weights that were gathered before."""
         self._rows.hand_out(self.parameters)
-        for unit in self._judged.units:
+        for unit in self.judged.units:
             unit.module.reshard()
 
     # -- what one sees --------------------------------------------------------------------------------------------------------------
@@ -170,29 +169,11 @@ class FSDP2Stepper(Cycle):
     @property
     def described(self) -> str:
         """A description in one line."""
-        kind = self._judged.given.sharding
+        kind = self.judged.given.sharding
         outer = f", outer={kind.outer!r} over {self.outer.size}" if self.outer.size > 1 else ""
-        return f"strategy={kind.strategy!r} over {self.inner.size}{outer}, {len(self._judged.units)} units of FSDP2"
+        return f"strategy={kind.strategy!r} over {self.inner.size}{outer}, {len(self.judged.units)} units of FSDP2"
 
     @property
     def shares_pieces(self) -> bool:
         """Whether the inner ranks have different plain tensors of the parameters: they have DTensors."""
         return False
-
-    def plan(self, *, microbatches: int) -> Plan:
-        """Plan this rank's memory and traffic."""
-        from everybit_torch.planning.report import Ranks
-        from everybit_torch.planning.rows import plan_units
-
-        ranks = Ranks(self.inner.size, self.outer.size, self.inner.rank, self.outer.rank)
-        labelled = Labelled(self.labels, self.labelled)
-        return plan_units(
-            self.parameters, self._judged.homes, labelled, self._judged.given.sharding, ranks,
-            microbatches=microbatches, metrics=self._optimizer.metrics_enabled,
-        )  # fmt: skip
-
-    def saved_parts(self) -> SavedParts:
-        """Return this rank's part of a checkpoint."""
-        from everybit_torch.fsdp2.saved_rows import RowParts
-
-        return RowParts(self)

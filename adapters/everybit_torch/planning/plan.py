@@ -23,17 +23,39 @@ import torch
 from torch import nn
 
 from everybit_torch.flat.judging import laid_out
+from everybit_torch.flat.stepper import BufferStepper
+from everybit_torch.fsdp2.stepper import FSDP2Stepper
 from everybit_torch.fsdp2.units import homes_of
 from everybit_torch.planning.buffers import plan_buffers
 from everybit_torch.planning.report import Plan, Ranks
 from everybit_torch.planning.rows import plan_units
 from everybit_torch.sharded.ignored_parameters import Ignored, ignored_ids
-from everybit_torch.sharded.labelling import AnyPrecision, Labels, Transforms, label_parameters
+from everybit_torch.sharded.labelling import AnyPrecision, Labelled, Labels, Transforms, label_parameters
 from everybit_torch.sharded.model_layout import require_model, require_some
 from everybit_torch.sharded.model_units import Units, find_units
 from everybit_torch.sharded.strategies import OuterStrategy, Strategy, sharding
 
-__all__ = ["Plan", "Ranks", "plan"]
+__all__ = ["Plan", "Ranks", "plan", "plan_stepper"]
+
+
+def plan_stepper(engine: BufferStepper | FSDP2Stepper, microbatches: int) -> Plan:
+    """Plan the rank of a stepper.
+
+    Args:
+        engine: The stepper's.
+        microbatches: Backward passes in a step.
+    """
+    judged, metrics = engine.judged, engine.as_optimizer().metrics_enabled
+    labelled, kind = Labelled(engine.labels, engine.labelled), judged.given.sharding
+    ranks = Ranks(engine.inner.size, engine.outer.size, engine.inner.rank, engine.outer.rank)
+    if isinstance(engine, BufferStepper):
+        return plan_buffers(
+            engine.parameters, engine.judged.buffers, labelled, kind, ranks, microbatches=microbatches,
+            compile=judged.given.compile, metrics=metrics, device=judged.device,
+        )  # fmt: skip
+    return plan_units(
+        engine.parameters, engine.judged.homes, labelled, kind, ranks, microbatches=microbatches, metrics=metrics
+    )
 
 
 def plan(

@@ -34,6 +34,9 @@ from everybit_torch import notices
 from everybit_torch.ambient import in_plain_mode
 from everybit_torch.collectives import groups
 from everybit_torch.collectives.communicator import Communicator
+from everybit_torch.flat.saved_pieces import PieceParts
+from everybit_torch.flat.stepper import BufferStepper
+from everybit_torch.fsdp2.saved_rows import RowParts
 from everybit_torch.optim.expected import as_count
 from everybit_torch.optim.full_precision import load_all
 from everybit_torch.optim.optimizer import TorchOptimizer
@@ -52,11 +55,17 @@ from everybit_torch.sharded.save_folders import (
     remove_unless_named,
 )
 from everybit_torch.sharded.saved_fit import require_same, require_ties
-from everybit_torch.sharded.saved_parts import Flat
+from everybit_torch.sharded.saved_parts import Flat, SavedParts
 from everybit_torch.sharded.shard_tensor import ShardTensor
 from everybit_torch.sharded.stepper import FlatStepper
 
 __all__ = ["latest_checkpoint", "load_sharded", "load_sharded_into", "save_sharded", "sharded_state_dict"]
+
+
+def _parts(stepper: FlatStepper) -> SavedParts:
+    """This rank's part of a checkpoint."""
+    engine = stepper.engine
+    return PieceParts(engine) if isinstance(engine, BufferStepper) else RowParts(engine)
 
 
 def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
@@ -70,7 +79,7 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
         TypeError: The model's state, or the transform's, has something that a checkpoint cannot hold; the message names it.
     """
     copied: Callable[[Tensor], Tensor] = torch.clone if clone else (lambda x: x)
-    parts = stepper.engine.saved_parts()
+    parts = _parts(stepper)
     found = {
         key: value.holding(copied(value.local)) if isinstance(value, ShardTensor) else copied(value)
         for key, value in (parts.model() | parts.state()).items()
@@ -80,7 +89,7 @@ def sharded_state_dict(stepper: FlatStepper, *, clone: bool = False) -> Flat:
 
 def _staged(stepper: FlatStepper) -> tuple[Flat, Any]:
     """This rank's part of weights and state, on its way to the staging memory; and what to wait for before it is read."""
-    parts = stepper.engine.saved_parts()
+    parts = _parts(stepper)
     found, copied = stepper.staging.copy(
         parts.model() | parts.state(), is_shown=lambda name, _: name.startswith("model.")
     )
@@ -180,7 +189,7 @@ def load_sharded(stepper: FlatStepper, path: str | os.PathLike[str], *, hyperpar
     group = _group(stepper, "loading")
     place = Path(from_first(lambda: str(latest_checkpoint(path)), group))
     found = on_all(lambda: read_inventory_of(place, is_judged=_is_first(group)), group)
-    optimizer, parts = stepper.as_optimizer(), on_all(stepper.engine.saved_parts, group)
+    optimizer, parts = stepper.as_optimizer(), on_all(lambda: _parts(stepper), group)
     own = on_all(lambda: parts.model() | parts.state(), group)
     kept = parts.kept()
     found = found.renamed(

@@ -261,7 +261,9 @@ class FlatStepper:
         Args:
             microbatches: The number of microbatches in a step.
         """
-        return self.engine.plan(microbatches=microbatches)
+        from everybit_torch.planning.plan import plan_stepper
+
+        return plan_stepper(self.engine, microbatches)
 
     def synchronize_buffers(self, values: BufferValues = "first") -> None:
         """Make the model's buffers, such as running statistics, the same on all ranks. Every rank has to call it.

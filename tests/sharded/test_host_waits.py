@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import everybit as eb
 from everybit_torch import AdamW, TorchOptimizer
 from everybit_torch.collectives.reduction import CHUNK
+from everybit_torch.flat.squares import Squares
 from everybit_torch.sharded.reports import NanCheck
-from everybit_torch.sharded.squares import sums_of_squares
 from everybit_torch.sharded.stepper import FlatStepper
 from everybit_torch.sharded.strategies import Strategy
 from tests.support.programs import FLAT, Block, data, network, on_a_mesh
@@ -219,7 +219,7 @@ def test_the_norm_is_the_float64_norm_of_the_whole_gradient(size: int, dtype: to
 )
 def test_a_sum_of_squares_is_that_of_float64(values: list[tuple[list[float], torch.dtype]]) -> None:
     gradients = [torch.tensor(numbers, dtype=dtype) for numbers, dtype in values]
-    found = sum(float(one) for one in sums_of_squares(gradients, torch.device("cpu")))
+    found = float(Squares(torch.device("cpu"), compile=False)(gradients))
     exact = [x * x for gradient in gradients for x in gradient.double().tolist()]
     if all(map(math.isfinite, exact)):
         # Squares are rounded once, and each addition once; squares below float64's normal range are off by its smallest number.
@@ -228,13 +228,13 @@ def test_a_sum_of_squares_is_that_of_float64(values: list[tuple[list[float], tor
         assert found == math.inf
 
 
-def test_a_sum_of_squares_of_something_that_is_not_finite_is_not_finite() -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_sum_of_squares_of_something_that_is_not_finite_is_not_finite(compile: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         gradients = [torch.ones(3, dtype=dtype), torch.tensor([1.0, torch.inf, 2.0], dtype=dtype)]
         gradients.append(torch.tensor([torch.nan], dtype=dtype))
-        finite, infinite, nan = sums_of_squares(gradients, torch.device("cpu"))
+        finite, infinite, nan = (Squares(torch.device("cpu"), compile=compile)([x]) for x in gradients)
         assert finite == 3
         assert infinite == math.inf
         assert nan.isnan()
-    assert sums_of_squares([], torch.device("cpu")) == []
-    assert sums_of_squares([torch.ones(0)], torch.device("cpu")) == [0]
+        assert Squares(torch.device("cpu"), compile=compile)([torch.ones(0)]) == 0

@@ -43,6 +43,7 @@ class FlatBuffer:
         own_weights: Those of this rank's share.
         main: Main gradients: of the whole buffer, or of this rank's share alone if they are sharded.
         own: Those of this rank's share.
+        gaps: Padding between parameters and after them.
         places: This rank's part of each parameter, with positions in the share; it may be empty.
     """
 
@@ -70,6 +71,7 @@ class FlatBuffer:
         self.own_weights = self.weights[share]
         self.main = torch.zeros_like(self.own_weights if sharding.grads else self.weights, dtype=grads.main)
         self.own = self.main if sharding.grads else self.main[share]
+        self.gaps = buffer.gaps(range(len(buffer.places)))
         self.places: list[Place] = [place.within(share) for place in buffer.places]
 
     @property
@@ -116,12 +118,8 @@ class Partial:
         """
         sums, self._sums, of = self._sums, None, self._of
         assert sums is not None
-        end = 0
-        for number in sorted(self._arrived):
-            place = of.buffer.places[number]
-            sums[end : place.start].zero_()  # padding, and parameters without a gradient
-            end = place.stop
-        sums[end:].zero_()
+        for gap in of.gaps if len(self._arrived) == len(of.buffer.places) else of.buffer.gaps(self._arrived):
+            sums[gap].zero_()
         wire, what = of.grads.inner, f"gradients of {of.buffer}"
         sent = sums if of.has_bucket else as_sent(sums, wire)
         now = divisor if of.outer.size == 1 else None

@@ -18,11 +18,11 @@ from everybit_torch.collectives.communicator import Communicator, GroupAxis
 from everybit_torch.dtensors import local
 from everybit_torch.evaluation import evaluation_weights
 from everybit_torch.flat.optimizer import ShareOptimizer
+from everybit_torch.flat.squares import Squares
 from everybit_torch.routing import Routed
 from everybit_torch.sharded.labelling import Labelled, LabelledTransform
 from everybit_torch.sharded.nonfinite import count_nonfinite
 from everybit_torch.sharded.reports import NanCheck, NonFinite, StepReport
-from everybit_torch.sharded.squares import sums_of_squares
 from everybit_torch.sharded.staging import StagingMemory
 from everybit_torch.sharded.step_checks import Completeness
 from everybit_torch.torch_internals.optimizers import note_step
@@ -38,6 +38,7 @@ class Cycle(ABC):
         device: On which they send.
         labelled: The labels of the parameters that are trained.
         nan: Which gradients that are not finite are looked for.
+        compile: Whether steps are compiled.
 
     Attributes:
         labelled: The transform and policy of each label, with the dtypes in which gradients are sent now.
@@ -57,7 +58,10 @@ class Cycle(ABC):
         device: torch.device,
         labelled: Labelled,
         nan: NanCheck,
+        *,
+        compile: bool,
     ) -> None:
+        self._squares = Squares(device, compile=compile)
         self.model, self.parameters, (self.inner, self.outer) = model, dict(parameters), ranks
         self.labelled, self._labels, self._nan, self._device = dict(labelled.meaning), labelled.of, nan, device
         self.completeness = Completeness()
@@ -234,12 +238,7 @@ class Cycle(ABC):
 
         An element that is not finite shows in the sum; of large float64 numbers the squares may overflow, so that elements are counted.
         """
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self.counts:
-            flat = self._flat_gradients()
-            for one in sums_of_squares(flat, flat[0].device if flat else self._device):
-                squares += one.to(self._device)
-        squares = self._summed(squares)
+        squares = self._summed(self._squares(self._flat_gradients() if self.counts else ()))
         if self._nan == "off" or math.isfinite(float(squares)):
             return squares, (), False
         found = self._find_nonfinite(gradients)

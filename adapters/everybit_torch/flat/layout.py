@@ -16,7 +16,7 @@ transform must see whole tensors, each tensor lies in the share of one rank, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,12 @@ class Buffer:
     def uneven(self) -> tuple[int, ...]:
         """The lengths of the shares, if they differ; else nothing."""
         return self.lengths if len(set(self.lengths)) > 1 else ()
+
+    def gaps(self, filled: Iterable[int]) -> list[slice]:
+        """Return what lies between the parameters of these numbers, and after them."""
+        edges = [(place.start, place.stop) for place in (self.places[number] for number in sorted(filled))]
+        ends = [0, *(stop for _, stop in edges)]
+        return [slice(a, b) for a, b in zip(ends, [*(start for start, _ in edges), self.numel], strict=True) if a < b]
 
     def share(self, rank: int) -> slice:
         """Return the elements of a rank's share."""

@@ -41,7 +41,9 @@ class BufferStepper(Cycle):
 
     def __init__(self, model: nn.Module, judged: Judged) -> None:
         given = judged.given
-        super().__init__(model, judged.parameters, judged.ranks, judged.device, judged.labelled, given.nan)
+        super().__init__(
+            model, judged.parameters, judged.ranks, judged.device, judged.labelled, given.nan, compile=given.compile
+        )
         self.judged, self._sharding, ranks = judged, given.sharding, judged.ranks
         synchronize_values(model, (self.outer, self.inner), tuple(judged.parameters.values()))
         fused = FusedSums(judged.device) if given.compile else None

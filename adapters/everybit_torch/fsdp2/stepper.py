@@ -33,7 +33,7 @@ class FSDP2Stepper(Cycle):
     def __init__(self, model: nn.Module, judged: Judged) -> None:
         given, device = judged.given, judged.device
         parameters = {name: p for name, p in model.named_parameters() if name in judged.homes}
-        super().__init__(model, parameters, judged.ranks, device, judged.labelled, given.nan)
+        super().__init__(model, parameters, judged.ranks, device, judged.labelled, given.nan, compile=given.compile)
         self.judged, self._interrupted = judged, False  # in the middle of FSDP2's passes
         self._numbers = {p: number for number, p in enumerate(self.parameters.values())}
         self._names = {p: name for name, p in self.parameters.items()}

@@ -48,6 +48,7 @@ class Segment:
         first_tensor: ``first`` on the device: int64, 0-d, or the other indices as they are.
         members: What tells a request for a number of each parameter that the elements are a part of one; None: they are a whole one.
         count: The host's copy of ``state.step``.
+        is_whole: Whether it must not be cut, because its transform must see whole tensors.
     """
 
     optimizer: eb.Optimizer[Any]
@@ -59,9 +60,11 @@ class Segment:
     first_tensor: Tensor | Blocks | Scattered = field(init=False)
     members: tuple[eb.Members, ...] | None = field(init=False, default=None)
     count: HostCount = field(init=False, default_factory=HostCount)
+    is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
         (self.stored,) = self.optimizer.formats([self.tensor])
+        self.is_whole = needs_whole_tensors(self.optimizer.transform)
         first, device = self.first, self.tensor.device
         self.first_tensor = torch.full((), first, dtype=torch.int64, device=device) if isinstance(first, int) else first
         if self.whole is not None:
@@ -96,11 +99,6 @@ class Segment:
         return made
 
     # -- cutting --------------------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it must not be cut, because its transform must see whole tensors."""
-        return needs_whole_tensors(self.optimizer.transform)
 
     def cut(self, start: int, stop: int, on_shared: Callable[[Tensor], Tensor] = torch.clone) -> Segment:
         """Return the segment of some elements of a vector, as views.
